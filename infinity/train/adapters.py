@@ -19,11 +19,11 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
     Raises `ConfigError` if a target matches nothing or peft is not installed.
     """
     _check_parameters(model, section.target_parameters)
-    library = package("peft")
+    peft = package("peft")
     base: Any = model
     base.name_or_path = base.config.name_or_path  # peft saves it as the base of its adapters
     targets = ALL_LINEAR if ALL_LINEAR in section.targets else list(section.targets)
-    wanted = library.LoraConfig(
+    lora_config = peft.LoraConfig(
         r=section.r,
         lora_alpha=2 * section.r if section.alpha is None else section.alpha,
         lora_dropout=section.dropout,
@@ -32,9 +32,9 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
         task_type="CAUSAL_LM",
     )
     try:
-        made = library.get_peft_model(model, wanted)
+        peft_model = peft.get_peft_model(model, lora_config)
     except ValueError as error:
-        linear = [
+        linear_names = [
             name.rpartition(".")[2]
             for name, module in model.named_modules()
             if getattr(module, "weight", None) is not None
@@ -44,27 +44,29 @@ def adapted(model: nn.Module, section: AdapterSection) -> nn.Module:
         raise ConfigError(
             f"adapter.targets: {targets} cannot be adapted",
             because=first_lines(error),
-            remedy=f"all-linear, or a list of {', '.join(sorted(set(linear)))}",
+            remedy=f"all-linear, or a list of {', '.join(sorted(set(linear_names)))}",
         ) from error
-    assert isinstance(made, nn.Module)
-    return made.train()
+    assert isinstance(peft_model, nn.Module)
+    return peft_model.train()
 
 
-def _check_parameters(model: nn.Module, wanted: Sequence[str]) -> None:
+def _check_parameters(model: nn.Module, suffixes: Sequence[str]) -> None:
     """Raise `ConfigError` unless each name is a suffix of a parameter that peft can adapt."""
     adaptable = [name for name, p in model.named_parameters() if p.dim() in (2, 3)]
-    missing = [end for end in wanted if not any(f".{n}".endswith(f".{end}") for n in adaptable)]
+    missing = [
+        suffix for suffix in suffixes if not any(f".{n}".endswith(f".{suffix}") for n in adaptable)
+    ]
     if not missing:
         return
     stacks = [re.sub(r".*\.\d+\.", "", n) for n, p in model.named_parameters() if p.dim() == 3]
-    there = list(dict.fromkeys(stacks))
+    unique_stacks = list(dict.fromkeys(stacks))
     raise ConfigError(
         f"adapter.target_parameters: {listed(missing)}: the model has no such parameter of two or "
         "three dimensions",
-        because=f"its parameters of three dimensions are {listed(there, 8)}"
-        if there
+        because=f"its parameters of three dimensions are {listed(unique_stacks, 8)}"
+        if unique_stacks
         else "it has no parameters of three dimensions: no experts that are one stack",
-        remedy=f"adapter.target_parameters: [{', '.join(there[:4])}]"
-        if there
+        remedy=f"adapter.target_parameters: [{', '.join(unique_stacks[:4])}]"
+        if unique_stacks
         else "leave it out; adapter.targets adapts linear layers",
     )

@@ -44,8 +44,8 @@ class Best(BaseModel):
         """Load a state of the same data; raise `ValueError` for missing or invalid values."""
         if missing := self.state_dict().keys() - {"of", *state}:
             raise ValueError(f"it has no {' and no '.join(sorted(missing))}")
-        found = Best.model_validate({"of": self.of, **state})
-        if found.of == self.of:
-            vars(self).update(found)
+        loaded = Best.model_validate({"of": self.of, **state})
+        if loaded.of == self.of:
+            vars(self).update(loaded)
         else:
-            self.anew = found.step >= 0
+            self.anew = loaded.step >= 0

@@ -37,16 +37,17 @@ from infinity.train.texts import TextSource, Tokenizer, as_utf8, read_rows
 
 FIRST, TRAINED = 1 << 30, 1 << 31
 TOKEN = FIRST - 1
-_MARKED = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_OTHER = "\N{SYMBOL FOR NULL}"  # content that no conversation has
-_BATCH, _CHARACTERS = 256, 1 << 20  # limits of a tokenizer call: conversations, characters
-_LONGEST = 1 << 23  # characters of one; tokenising takes about a kilobyte per token
+_GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_OTHER_CONTENT = "\N{SYMBOL FOR NULL}"  # content that no conversation has
+_BATCH_ROWS = 256  # most conversations of a tokenizer call
+_BATCH_CHARACTERS = 1 << 20  # about the most characters of a tokenizer call
+_MAX_CHARACTERS = 1 << 23  # of a conversation; tokenising takes about a kilobyte per token
 _FIELDS = (
     "'messages', or 'prompt' and 'completion', or as Alpaca's 'instruction' and 'output', or as "
     "ShareGPT's 'conversations'"
 )
 # Role in chat templates of each speaker ("from") in rows in ShareGPT's format.
-_SPEAKERS = {
+_ROLE_OF_SPEAKER = {
     "system": "system",
     "human": "user", "user": "user",
     "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "model": "assistant",
@@ -82,38 +83,38 @@ def _with_messages(where: str, row: dict[str, Any]) -> dict[str, Any]:
     if "messages" in row or {"prompt", "completion"} <= row.keys():
         return row
     if "conversations" in row:
-        found = _turns(where, row["conversations"])
+        messages = _sharegpt_messages(where, row["conversations"])
     else:
         texts = {name: row.get(name) or "" for name in ("instruction", "input", "output")}
         for name, text in texts.items():
             if not isinstance(text, str):
                 raise ConfigError(f"{where}: the field {name!r} is {text!r:.60}, no text")
-        asked = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
-        found = [
-            {"role": "user", "content": asked},
+        question = "\n\n".join(filter(None, (texts["instruction"], texts["input"])))
+        messages = [
+            {"role": "user", "content": question},
             {"role": "assistant", "content": texts["output"]},
         ]
     if row.get("system"):
-        found.insert(0, {"role": "system", "content": row["system"]})
-    return row | {"messages": found}
+        messages.insert(0, {"role": "system", "content": row["system"]})
+    return row | {"messages": messages}
 
 
-def _turns(where: str, given: Any) -> list[Any]:
-    found = []
-    for number, turn in enumerate(given if isinstance(given, list | tuple) else [given], start=1):
+def _sharegpt_messages(where: str, turns: Any) -> list[Any]:
+    messages = []
+    for number, turn in enumerate(turns if isinstance(turns, list | tuple) else [turns], start=1):
         if isinstance(turn, dict) and "role" in turn:
-            found.append(turn)
+            messages.append(turn)
             continue
         speaker = turn.get("from") if isinstance(turn, dict) else None
-        if not isinstance(speaker, str) or speaker not in _SPEAKERS or "value" not in turn:
+        if not isinstance(speaker, str) or speaker not in _ROLE_OF_SPEAKER or "value" not in turn:
             raise ConfigError(
                 f"{where}: turn {number} of 'conversations' is {turn!r:.80}",
-                because="a turn has 'value', and 'from', one of " + ", ".join(_SPEAKERS),
+                because="a turn has 'value', and 'from', one of " + ", ".join(_ROLE_OF_SPEAKER),
                 remedy='{"from": "human", "value": "..."}; or \'messages\' with \'role\' and '
                 "'content'",
             )
-        found.append({"role": _SPEAKERS[speaker], "content": turn["value"]})
-    return found
+        messages.append({"role": _ROLE_OF_SPEAKER[speaker], "content": turn["value"]})
+    return messages
 
 
 @dataclass(frozen=True)
@@ -147,28 +148,28 @@ class Conversations:
 
     def encode(self, rows: Iterable[Row]) -> Iterator[NDArray[np.uint32]]:
         """Yield the marked tokens of each row; raise `ConfigError` for other rows."""
-        rendered = (self._rendered(*row) for row in rows)
-        for plain, batch in groupby(rendered, lambda one: one.plain):
-            while held := _batch(batch):
-                texts = [one.text for one in held]
+        rendered = (self._render_row(*row) for row in rows)
+        for plain, group in groupby(rendered, lambda conversation: conversation.plain):
+            while batch := _take_batch(group):
+                texts = [conversation.text for conversation in batch]
                 fast: Any = self.tokenizer.fast
-                found = fast.encode_batch(texts, add_special_tokens=plain)
-                for one, encoding in zip(held, found, strict=True):
-                    yield self._marked(one, encoding)
+                encodings = fast.encode_batch(texts, add_special_tokens=plain)
+                for conversation, encoding in zip(batch, encodings, strict=True):
+                    yield self._mark_tokens(conversation, encoding)
 
-    def _marked(self, one: _Rendered, encoding: Any) -> NDArray[np.uint32]:
+    def _mark_tokens(self, rendered: _Rendered, encoding: Any) -> NDArray[np.uint32]:
         count = len(encoding.ids)
-        if one.plain:  # drop special tokens at the end: `end` is appended below
+        if rendered.plain:  # drop special tokens at the end: `end` is appended below
             added = encoding.special_tokens_mask
             while count and added[count - 1]:
                 count -= 1
         tokens = np.asarray(encoding.ids[:count], np.uint32)
         offsets = np.asarray(encoding.offsets[:count], np.int64).reshape(-1, 2)
-        for begin, end in one.trained:
+        for begin, end in rendered.trained:
             first = np.searchsorted(offsets[:, 1], begin, side="right")
             last = np.searchsorted(offsets[:, 0], end, side="left")
             tokens[first:last] |= TRAINED
-        if one.plain and self.end is not None:
+        if rendered.plain and self.end is not None:
             tokens = np.append(tokens, np.uint32(self.end | TRAINED))
         if len(tokens):  # the first token has no context that could predict it
             tokens[0] = (tokens[0] & TOKEN) | FIRST
@@ -176,7 +177,7 @@ class Conversations:
 
     # --- rendering -------------------------------------------------------------------------------
 
-    def _rendered(self, where: str, row: Any) -> _Rendered:
+    def _render_row(self, where: str, row: Any) -> _Rendered:
         if not isinstance(row, dict) or not _is_conversation(row):
             keys = ", ".join(map(repr, row)) if isinstance(row, dict) else "no object"
             raise ConfigError(
@@ -186,51 +187,54 @@ class Conversations:
             )
         row = _with_messages(where, row)
         if "messages" in row:
-            found = self._dialogue(where, _messages(where, "messages", row), row.get("tools"))
+            rendered = self._render_dialogue(
+                where, _messages(where, "messages", row), row.get("tools")
+            )
         elif isinstance(row["prompt"], str) and isinstance(row["completion"], str):
             prompt, text = row["prompt"], row["prompt"] + row["completion"]
-            found = _Rendered(text, [(len(prompt), len(text))], True)
+            rendered = _Rendered(text, [(len(prompt), len(text))], True)
         else:
-            asked = _messages(where, "prompt", row)
-            answered = _messages(where, "completion", row)
-            text, _ = self._render(where, asked + answered, row.get("tools"))
-            before, _ = self._render(where, asked, row.get("tools"), prompts=True)
-            if not text.startswith(before):
-                _refuse_turn(where, len(asked))
-            found = _Rendered(text, [(len(before), len(text))], False)
-        text = as_utf8(where, found.text, self.errors)
-        if len(text) > _LONGEST:
+            prompt_messages = _messages(where, "prompt", row)
+            completion_messages = _messages(where, "completion", row)
+            text, _ = self._render(where, prompt_messages + completion_messages, row.get("tools"))
+            prefix, _ = self._render(where, prompt_messages, row.get("tools"), prompts=True)
+            if not text.startswith(prefix):
+                _refuse_turn(where, len(prompt_messages))
+            rendered = _Rendered(text, [(len(prefix), len(text))], False)
+        text = as_utf8(where, rendered.text, self.errors)
+        if len(text) > _MAX_CHARACTERS:
             raise ConfigError(
                 f"{where} is one conversation of {len(text):,} characters",
-                because=f"more than {_LONGEST:,} are in no window, and take gigabytes to tokenise",
+                because=f"more than {_MAX_CHARACTERS:,} are in no window, and take gigabytes to "
+                "tokenise",
                 remedy="one conversation a line: are these several, or a file in one of them?",
             )
-        return found._replace(trained=[(0, len(text))]) if self.everything else found
+        return rendered._replace(trained=[(0, len(text))]) if self.everything else rendered
 
-    def _dialogue(self, where: str, messages: Messages, tools: Any) -> _Rendered:
+    def _render_dialogue(self, where: str, messages: Messages, tools: Any) -> _Rendered:
         text, trained = self._render(where, messages, tools)
         if trained is not None or self.everything:
             return _Rendered(text, trained or [], False)
-        found = []
+        ranges = []
         for i, message in enumerate(messages):
             if message["role"] == "assistant":
-                before = self._render(where, messages[:i], tools, prompts=True)[0] if i else None
+                prefix = self._render(where, messages[:i], tools, prompts=True)[0] if i else None
                 end = self._end_of_turn(where, messages, i, tools, text)
-                if before is None or end < len(before) or not text.startswith(before):
+                if prefix is None or end < len(prefix) or not text.startswith(prefix):
                     _refuse_turn(where, i)
-                found.append((len(before), end))
-        return _Rendered(text, found, False)
+                ranges.append((len(prefix), end))
+        return _Rendered(text, ranges, False)
 
     def _end_of_turn(self, where: str, messages: Messages, i: int, tools: Any, text: str) -> int:
         """Return the end of message i in the rendered conversation; -1 if it is ambiguous."""
-        last = self._render(where, messages[: i + 1], tools)[0]
-        if text.startswith(last):
-            return len(last)
-        other = [*messages[:i], messages[i] | {"content": _OTHER}, *messages[i + 1 :]]
-        suffix = _same_at_the_end(text, self._render(where, other, tools)[0])
-        tail = _same_at_the_end(last, self._render(where, other[: i + 1], tools)[0])
+        prefix = self._render(where, messages[: i + 1], tools)[0]
+        if text.startswith(prefix):
+            return len(prefix)
+        altered = [*messages[:i], messages[i] | {"content": _OTHER_CONTENT}, *messages[i + 1 :]]
+        suffix = _common_suffix_length(text, self._render(where, altered, tools)[0])
+        tail = _common_suffix_length(prefix, self._render(where, altered[: i + 1], tools)[0])
         end = len(text) - suffix + tail
-        return end if text[:end].endswith(last[len(last) - tail :]) and tail <= suffix else -1
+        return end if text[:end].endswith(prefix[len(prefix) - tail :]) and tail <= suffix else -1
 
     def _render(
         self, where: str, messages: Messages, tools: Any, *, prompts: bool = False
@@ -248,7 +252,7 @@ class Conversations:
         library: Any = importlib.import_module("transformers.utils.chat_template_utils")
         try:
             template = wrapped.get_chat_template(tools=tools)
-            marked = bool(_MARKED.search(template))
+            marked = bool(_GENERATION_TAG.search(template))
             (text,), ranges = library.render_jinja_template(
                 [messages], tools=tools, chat_template=template, add_generation_prompt=prompts,
                 return_assistant_tokens_mask=marked, **wrapped.special_tokens_map,
@@ -260,12 +264,12 @@ class Conversations:
                 remedy="correct that row; or data.chat_template: FILE, with another template",
             ) from error
         for number, message in enumerate(messages, start=1):
-            parts = message.get("content")
-            in_parts = isinstance(parts, list) and any(isinstance(p, dict) for p in parts)
-            if in_parts and str(parts) in text:
+            content = message.get("content")
+            is_in_parts = isinstance(content, list) and any(isinstance(p, dict) for p in content)
+            if is_in_parts and str(content) in text:
                 raise ConfigError(
                     f"{where}: the chat template writes the content of message {number} as "
-                    f"{parts!r:.80}",
+                    f"{content!r:.80}",
                     because="it takes texts alone, and this content is in parts",
                     remedy='give a text: {"role": ..., "content": "..."}; or '
                     "data.chat_template: FILE, with a template that takes parts",
@@ -273,44 +277,46 @@ class Conversations:
         return text, ranges[0] if marked else None
 
 
-def _batch(rendered: Iterable[_Rendered]) -> list[_Rendered]:
+def _take_batch(rendered: Iterable[_Rendered]) -> list[_Rendered]:
     """Take the rows of one tokenizer call."""
-    held, size = [], 0
-    for one in rendered:
-        held.append(one)
-        size += len(one.text)
-        if len(held) == _BATCH or size >= _CHARACTERS:
+    batch, size = [], 0
+    for conversation in rendered:
+        batch.append(conversation)
+        size += len(conversation.text)
+        if len(batch) == _BATCH_ROWS or size >= _BATCH_CHARACTERS:
             break
-    return held
+    return batch
 
 
 def _messages(where: str, field: str, row: dict[str, Any]) -> Messages:
     """Return the messages without fields that are None, as transformers does."""
-    given = row[field]
-    proper = isinstance(given, list | tuple) and given
-    if proper and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in given):
-        found = [{name: value for name, value in m.items() if value is not None} for m in given]
-        for number, message in enumerate(found, start=1):
+    content = row[field]
+    is_list = isinstance(content, list | tuple) and content
+    if is_list and all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in content):
+        messages = [
+            {name: value for name, value in m.items() if value is not None} for m in content
+        ]
+        for number, message in enumerate(messages, start=1):
             # A template renders missing content as an empty turn, which would be trained on.
             if "content" not in message and "tool_calls" not in message:
                 raise ConfigError(
                     f"{where}: message {number} of {field!r} has no content: it has "
-                    f"{', '.join(map(repr, given[number - 1]))}",
+                    f"{', '.join(map(repr, content[number - 1]))}",
                     because="a message has 'content' or 'tool_calls'",
                     remedy='rename its field so; "" is an empty answer',
                 )
-        return found
+        return messages
     raise ConfigError(
-        f"{where}: {field!r} is {given!r:.80}",
+        f"{where}: {field!r} is {content!r:.80}",
         because="it must be a list of objects with 'role' and 'content'"
         + ("" if field == "messages" else ", or a text as the other of prompt and completion is"),
         remedy='{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", ...}]}',
     )
 
 
-def _same_at_the_end(one: str, other: str) -> int:
+def _common_suffix_length(first: str, second: str) -> int:
     """Return the length of the common suffix of two texts."""
-    pairs = zip(reversed(one), reversed(other), strict=False)
+    pairs = zip(reversed(first), reversed(second), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 

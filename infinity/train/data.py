@@ -32,7 +32,7 @@ from infinity.train.texts import TextSource, Tokenizer, read_rows, read_texts
 
 _FORMAT, FORMAT = "torch-infinity-tokens", 3
 _INDEX, _TOKENS, _PARTIAL, _LOCK = "index.json", "tokens.bin", ".partial-", ".lock"
-_BATCH = 1 << 22  # characters of a tokenizer call
+_BATCH_CHARACTERS = 1 << 22  # characters of a tokenizer call
 _CHUNK = 1 << 20  # tokens of a file that are checked at once
 
 Progress = Callable[[int, int, str], None]
@@ -79,12 +79,12 @@ class _TokenRange(NamedTuple):
     def read(self, directory: Path, start: int, count: int) -> NDArray[Any]:
         path, offset = directory / self.path, self.offset + start * np.dtype(self.dtype).itemsize
         try:
-            found = np.fromfile(path, self.dtype, count, offset=offset)
+            tokens = np.fromfile(path, self.dtype, count, offset=offset)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror or error}") from error
-        if len(found) != count:
+        if len(tokens) != count:
             raise CheckpointError(f"{path} was cut short while it was read")
-        return found
+        return tokens
 
 
 class Corpus:
@@ -128,14 +128,14 @@ class Corpus:
         return np.concatenate([np.empty(0, np.int64), *parts], dtype=np.int64, casting="unsafe")
 
 
-def prepare(recipe: CorpusSpec, cache: Path, progress: Progress | None = None) -> Corpus:
+def prepare(spec: CorpusSpec, cache: Path, progress: Progress | None = None) -> Corpus:
     """Return the corpus of a spec from `cache`; prepare it there if it is missing.
 
     `progress(done_bytes, total_bytes, what)` is called during preparation. Raises `ConfigError` for
     invalid sources, `CheckpointError` for a damaged corpus, `DoesNotFitError` if the disk is full,
     and `MachineError`.
     """
-    directory = cache / recipe.key
+    directory = cache / spec.key
     if not directory.is_dir():
         with _explained(cache):
             cache.mkdir(parents=True, exist_ok=True)
@@ -146,15 +146,15 @@ def prepare(recipe: CorpusSpec, cache: Path, progress: Progress | None = None) -
             partial = directory.with_name(f"{directory.name}{_PARTIAL}{uuid.uuid4().hex[:16]}")
             lock = LockFile(partial.with_suffix(f"{partial.suffix}{_LOCK}"))
             try:
-                _make(recipe, partial, directory, progress)
+                _make(spec, partial, directory, progress)
             finally:
                 lock.release()
     return Corpus(directory)
 
 
-def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress | None) -> None:
+def _make(spec: CorpusSpec, partial: Path, directory: Path, progress: Progress | None) -> None:
     """Prepare the corpus in `partial`, and rename that to `directory`."""
-    total, done = sum(source.size for source in recipe.sources), 0
+    total, done = sum(source.size for source in spec.sources), 0
 
     def advance(nbytes: int) -> None:
         nonlocal done
@@ -164,7 +164,7 @@ def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress
 
     partial.mkdir(FOLDER_MODE)
     try:
-        write_sealed(partial / _INDEX, _FORMAT, FORMAT, _fill(recipe, partial, advance))
+        write_sealed(partial / _INDEX, _FORMAT, FORMAT, _write_tokens(spec, partial, advance))
         try:
             partial.rename(directory)
         except OSError:
@@ -177,90 +177,91 @@ def _make(recipe: CorpusSpec, partial: Path, directory: Path, progress: Progress
         raise
 
 
-def _fill(recipe: CorpusSpec, directory: Path, advance: Advance) -> dict[str, Any]:
+def _write_tokens(spec: CorpusSpec, directory: Path, advance: Advance) -> dict[str, Any]:
     """Write the tokens and return the index."""
-    digest, segments, documents = hashlib.sha256(), [], 0
-    if recipe.tokenizer is not None and any(s.format != "tokens" for s in recipe.sources):
-        largest = max(recipe.tokenizer.size - 1, recipe.end or 0)
-        dtype = np.dtype("<u2" if largest < 1 << 16 and not recipe.conversations else "<u4")
+    digest, segments, num_documents = hashlib.sha256(), [], 0
+    if spec.tokenizer is not None and any(s.format != "tokens" for s in spec.sources):
+        largest = max(spec.tokenizer.size - 1, spec.end or 0)
+        dtype = np.dtype("<u2" if largest < 1 << 16 and not spec.conversations else "<u4")
         count = largest = 0
         with open_new(directory / _TOKENS) as file:
-            for tokens, ends in _tokenised(recipe, advance):
+            for tokens, ends in _tokenise(spec, advance):
                 data = tokens.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
-                count, documents = count + len(tokens), documents + ends
+                count, num_documents = count + len(tokens), num_documents + ends
                 largest = max(largest, int((tokens.astype(np.uint32) & TOKEN).max(initial=0)))
             file.flush()
             os.fsync(file.fileno())
-        if largest >= recipe.size:
+        if largest >= spec.size:
             raise ConfigError(
-                f"the tokenizer {recipe.tokenizer.name} has {largest + 1} tokens, and the model "
-                f"knows {recipe.size}",
+                f"the tokenizer {spec.tokenizer.name} has {largest + 1} tokens, and the model "
+                f"knows {spec.size}",
                 because="they do not belong together, or the model's vocab_size is too small",
                 remedy="tokenizer: auto takes the model's own; a new model: "
                 f"model.config.vocab_size={largest + 1}",
             )
         segments.append(_TokenRange(_TOKENS, dtype.str, 0, count))
-    for source in recipe.sources:
+    for source in spec.sources:
         if source.format == "tokens":
-            segments.append(_adopt(source, recipe, digest.update, advance))
+            segments.append(_token_file_range(source, spec, digest.update, advance))
     layout = [(segment.dtype, segment.length) for segment in segments]
     digest.update(json.dumps(layout).encode())
-    found = {"identity": digest.hexdigest()[:32], "documents": documents, "segments": segments}
-    return found | ({"marked": True} if recipe.conversations else {})
+    index = {"identity": digest.hexdigest()[:32], "documents": num_documents, "segments": segments}
+    return index | ({"marked": True} if spec.conversations else {})
 
 
-def _tokenised(recipe: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
+def _tokenise(spec: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the tokens of all texts in order, and whether a document ends with them."""
-    tokenizer, end = recipe.tokenizer, [] if recipe.end is None else [recipe.end]
+    tokenizer = spec.tokenizer
     assert tokenizer is not None
-    if recipe.conversations is not None:
-        parts = (read_rows(source, recipe.errors, advance) for source in recipe.sources)
-        for conversation in recipe.conversations.encode(chain.from_iterable(parts)):
+    end = [] if spec.end is None else [spec.end]
+    if spec.conversations is not None:
+        rows = (read_rows(source, spec.errors, advance) for source in spec.sources)
+        for conversation in spec.conversations.encode(chain.from_iterable(rows)):
             yield conversation, True
         return
-    held: list[str | None] = []
+    pending: list[str | None] = []
     size = 0
 
     def encoded() -> Iterator[tuple[NDArray[Any], bool]]:
-        found = iter(tokenizer.encode([text for text in held if text is not None]))
-        for text in held:
-            yield (np.asarray(end, np.uint32), True) if text is None else (next(found), False)
+        encodings = iter(tokenizer.encode([text for text in pending if text is not None]))
+        for text in pending:
+            yield (np.asarray(end, np.uint32), True) if text is None else (next(encodings), False)
 
-    for source in recipe.sources:
+    for source in spec.sources:
         if source.format != "tokens":
-            for piece in read_texts(source, recipe.text_field, recipe.errors, advance):
-                held.append(piece)
+            for piece in read_texts(source, spec.text_field, spec.errors, advance):
+                pending.append(piece)
                 size += len(piece or "")
-                if size >= _BATCH:
+                if size >= _BATCH_CHARACTERS:
                     yield from encoded()
-                    held, size = [], 0
+                    pending, size = [], 0
     yield from encoded()
 
 
-def _adopt(
-    source: TextSource, recipe: CorpusSpec, update: Callable[[Any], None], advance: Advance
+def _token_file_range(
+    source: TextSource, spec: CorpusSpec, update: Callable[[Any], None], advance: Advance
 ) -> Any:
     """Return a token file as a segment; read it in full to check tokens and call `update`."""
-    numpys = source.path.lower().endswith(".npy")
-    if not numpys and recipe.token_dtype is None:
+    is_npy = source.path.lower().endswith(".npy")
+    if not is_npy and spec.token_dtype is None:
         raise ConfigError(
             f"{source.path} has an unknown type of integers",
             remedy="data.token_dtype: uint16, or uint32; an .npy file has it in its header",
         )
     try:
-        if numpys:
+        if is_npy:
             mapped: Any = np.load(source.path, mmap_mode="r", allow_pickle=False)
             segment = _TokenRange(source.path, mapped.dtype.str, mapped.offset, mapped.size)
         else:
-            kind = np.dtype(recipe.token_dtype).newbyteorder("<")
-            mapped = np.memmap(source.path, kind, "r")
-            segment = _TokenRange(source.path, kind.str, 0, mapped.size)
+            dtype = np.dtype(spec.token_dtype).newbyteorder("<")
+            mapped = np.memmap(source.path, dtype, "r")
+            segment = _TokenRange(source.path, dtype.str, 0, mapped.size)
     except (ValueError, EOFError, AttributeError) as error:
-        what = "is no .npy file" if numpys else f"is no file of {recipe.token_dtype}"
+        problem = "is no .npy file" if is_npy else f"is no file of {spec.token_dtype}"
         because = f"it has {source.size} bytes: it is cut short, empty, or of another kind"
-        raise ConfigError(f"{source.path} {what}: {error}", because=because) from error
+        raise ConfigError(f"{source.path} {problem}: {error}", because=because) from error
     if mapped.ndim != 1 or mapped.dtype.kind not in "iu":
         raise ConfigError(
             f"{source.path} holds {mapped.dtype} of shape {mapped.shape}",
@@ -268,12 +269,12 @@ def _adopt(
         )
     for start in range(0, segment.length, _CHUNK):
         tokens = segment.read(Path(), start, min(_CHUNK, segment.length - start))
-        wrong = (tokens >= recipe.size) | (tokens < 0)
-        if wrong.any():
-            at = int(wrong.argmax())
+        is_invalid = (tokens >= spec.size) | (tokens < 0)
+        if is_invalid.any():
+            index = int(is_invalid.argmax())
             raise ConfigError(
-                f"{source.path} holds the token {int(tokens[at])} at {start + at}, and the model "
-                f"knows {recipe.size} tokens",
+                f"{source.path} holds the token {int(tokens[index])} at {start + index}, and the "
+                f"model knows {spec.size} tokens",
                 because="it was made with another tokenizer, or is read with another dtype",
                 remedy="tokenise it for this model; data.token_dtype is that of .bin files",
             )

@@ -40,9 +40,9 @@ from infinity.errors import CheckpointError, ConfigError, MachineError, listed
 RUN_RECORD = "run.json"
 CHECKPOINTS = "checkpoints"
 _LOCK = ".lock"
-_MADE_BEFORE = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
+_MADE_BEFORE_RECORD = {"data", _LOCK, "config.yaml", "plan.txt", "plan.json"}
 _FORMAT, _VERSION = "torch-infinity-training", 3
-_WHAT_MAKES_TOKENS = (
+_TOKENS_NOTE = (
     "; data.tokens is made of the files, by the tokenizer, and of conversations by the chat "
     "template and data.loss_on"
 )
@@ -88,7 +88,7 @@ class RunDirectory:
         with ranks.collective_section("opens the run's directory"):
             if not ranks.rank:
                 self._open(resume)
-        self._share()
+        self._share_record()
 
     def _open(self, resume: bool) -> None:
         with self._explained():
@@ -107,18 +107,18 @@ class RunDirectory:
         if (self.path / RUN_RECORD).exists():
             self.record = self._read_record()
             if not resume:
-                done = "a run that is complete" if self.is_complete else "a run"
+                description = "a run that is complete" if self.is_complete else "a run"
                 raise ConfigError(
-                    f"{self.path} holds {done} already",
+                    f"{self.path} holds {description} already",
                     remedy="--resume auto goes on with it; run_dir=... starts another one",
                 )
             return
         with self._explained():
-            others = sorted(set(os.listdir(self.path)) - _MADE_BEFORE)
-        others = [name for name in others if not TEMPORARY_NAME.fullmatch(name)]  # of a killed run
-        if others:
+            names = sorted(set(os.listdir(self.path)) - _MADE_BEFORE_RECORD)
+        unknown = [name for name in names if not TEMPORARY_NAME.fullmatch(name)]  # of a killed run
+        if unknown:
             raise ConfigError(
-                f"{self.path} is not empty, and holds no run: {listed(others, 4)}",
+                f"{self.path} is not empty, and holds no run: {listed(unknown, 4)}",
                 remedy="run_dir=... a new directory",
             )
 
@@ -147,8 +147,10 @@ class RunDirectory:
     @property
     def decided(self) -> Mapping[str, Any]:
         """Return the recorded settings that determine results, by name; empty for a new run."""
-        found: dict[str, Any] = stored_with_current_names(self.record.get("decides", {}), "engine.")
-        return found
+        settings: dict[str, Any] = stored_with_current_names(
+            self.record.get("decides", {}), "engine."
+        )
+        return settings
 
     def check(self, decides: Mapping[str, Any]) -> None:
         """Raise `ConfigError` if settings differ from those in the record.
@@ -157,18 +159,18 @@ class RunDirectory:
         """
         if not self.record:
             return
-        before, here = self.record["decides"], _as_kept(decides)
+        recorded, current = self.record["decides"], _as_json(decides)
         changed = [
-            f"{name} was {before.get(name)!r:.60}, and is {here.get(name)!r:.60}"
-            for name in sorted({*before, *here})
-            if before.get(name) != here.get(name)
+            f"{name} was {recorded.get(name)!r:.60}, and is {current.get(name)!r:.60}"
+            for name in sorted({*recorded, *current})
+            if recorded.get(name) != current.get(name)
         ]
         if changed:
             raise ConfigError(
                 f"the run in {self.path} cannot go on with other settings: "
                 + listed(changed, 6, "; "),
                 because="it goes on as if it had never stopped, or not at all"
-                + _WHAT_MAKES_TOKENS * any(name.startswith("data.tokens") for name in changed),
+                + _TOKENS_NOTE * any(name.startswith("data.tokens") for name in changed),
                 remedy="put them back; or start a new run, run_dir=..., with model.path=... "
                 "this one's model/ directory",
             )
@@ -188,12 +190,12 @@ class RunDirectory:
             "name": self.path.name,  # stays when the directory is moved
             "complete": False,
             "saved": False,  # whether a checkpoint was ever complete
-            "decides": _as_kept(decides),
-            **_as_kept(facts),
+            "decides": _as_json(decides),
+            **_as_json(facts),
         }
         with self._ranks.collective_section("begins a run"):
             self._write_record(self.record)
-        self._share()
+        self._share_record()
         try:
             yield
         except BaseException:
@@ -208,7 +210,7 @@ class RunDirectory:
 
     def remember(self, **facts: Any) -> None:
         """Update the record with `facts`; write it if it has changed."""
-        record = self.record | _as_kept(facts)
+        record = self.record | _as_json(facts)
         if record != self.record:
             self._write_record(record)
             self.record = record
@@ -227,7 +229,7 @@ class RunDirectory:
             ) from error
         return record
 
-    def _share(self) -> None:
+    def _share_record(self) -> None:
         """Set the record of all ranks to that of rank 0."""
         self.record = self._ranks.all_gather_object(self.record)[0]
 
@@ -305,7 +307,7 @@ def state_directories(record: Mapping[str, Any], path: Path) -> list[Path]:
     return [Path(root) / state_name(record, path) for root in paths]
 
 
-def _as_kept(decides: Mapping[str, Any]) -> dict[str, Any]:
+def _as_json(facts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values as read back from JSON: tuples become lists."""
-    found: dict[str, Any] = json.loads(json.dumps(dict(decides), default=str))
-    return found
+    plain: dict[str, Any] = json.loads(json.dumps(dict(facts), default=str))
+    return plain

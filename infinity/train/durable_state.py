@@ -56,9 +56,9 @@ class DurableState:
         self._ranks = ranks
         self._resume = resume
         self._checkpoint = checkpoint
-        self._next: dict[str, Any] = {}  # updates of the record that name a replacing state
+        self._replacement: dict[str, Any] = {}  # updates of the record that name a replacing state
         self._replaces = False  # the former state belongs to this run and is removed
-        self._made: list[Path] = []
+        self._created: list[Path] = []
         self._inode = 0  # of the run directory, as rank 0 sees it
 
     @property
@@ -73,10 +73,10 @@ class DurableState:
         return bool(record.get("durable")) and record.get("ranks", 1) != self._ranks.count
 
     @property
-    def _paths(self) -> list[Path]:
+    def _all_paths(self) -> list[Path]:
         """Paths in the configuration and in the record."""
-        before = map(Path, self._directory.record.get("nvme_path", []))
-        return list(dict.fromkeys([*self._config.nvme_path, *before]))
+        recorded = map(Path, self._directory.record.get("nvme_path", []))
+        return list(dict.fromkeys([*self._config.nvme_path, *recorded]))
 
     # --- before the engine -----------------------------------------------------------------------
 
@@ -87,22 +87,24 @@ class DurableState:
         """
         record, ranks, resumes = self._directory.record, self._ranks, self._resume == AUTO
         with ranks.collective_section("looks for the state of the run"):
-            asks = self._checkpoint is not None or bool(self._others())
-            owned = asks and not ranks.rank and self._is_ours()
+            needs_owner = self._checkpoint is not None or bool(self._other_states())
+            owned = needs_owner and not ranks.rank and self._is_owner()
             if self._config.durable and resumes and not record and not ranks.local_rank:
                 self._refuse_lost_directory()
-        facts = (owned, uuid.uuid4().hex[:12], 0 if ranks.rank else self._directory.inode)
-        owned, new_id, self._inode = ranks.all_gather_object(facts)[0]
+        inode = 0 if ranks.rank else self._directory.inode
+        owned, new_id, self._inode = ranks.all_gather_object((owned, uuid.uuid4().hex[:12], inode))[
+            0
+        ]
         if not record.get("durable") or not self._config.durable:
             return
         number = {"state": record.get("state", 0) + 1}
         if resumes and self.moves:
-            self._next, self._replaces = number, True
+            self._replacement, self._replaces = number, True
         elif self._checkpoint is not None:
-            self._next = number if owned else {"id": new_id, "state": 0}
+            self._replacement = number if owned else {"id": new_id, "state": 0}
             self._replaces = owned
         if owned or self._replaces:  # left by a start that died before `keep`
-            self._remove_others()
+            self._remove_other_states()
 
     def config_for(self, config: Config) -> Config:
         """Return the configuration with the state directories of this run as `nvme_path`.
@@ -113,14 +115,14 @@ class DurableState:
         record, resumes = self._directory.record, self._resume == AUTO
         if not config.durable:
             if resumes and record.get("durable"):
-                raise self._left_aside()
+                raise self._ignored_state_error()
             return config
         resume = AUTO if resumes else NEVER
         if resumes and record.get("durable"):
-            found = self._find([path / self.name for path in config.nvme_path])
+            directory = self._find_directory([path / self.name for path in config.nvme_path])
             if self.moves:
-                self.left, resume = found, NEVER
-        name = state_name(record | self._next, self._directory.path)
+                self.left, resume = directory, NEVER
+        name = state_name(record | self._replacement, self._directory.path)
         paths = tuple(path / name for path in config.nvme_path)
         for path in paths if not self._ranks.local_rank else ():
             try:
@@ -131,8 +133,8 @@ class DurableState:
                     f"{path} cannot be made: {error.strerror}",
                     remedy="engine.nvme_path=... an existing directory that can be written",
                 ) from error
-            if self._next:
-                self._made.append(path)
+            if self._replacement:
+                self._created.append(path)
         return config.model_copy(update={"nvme_path": paths, "resume": resume})
 
     # --- with the engine -------------------------------------------------------------------------
@@ -168,9 +170,9 @@ class DurableState:
         `state_facts` are recorded with it: see `Prepared`. Returns a note for the user; empty if
         there is none.
         """
-        directory, before = self._directory, self._paths
-        former = [path / self.name for path in before]
-        facts = self._next | {"inode": self._inode, **state_facts}
+        directory, paths = self._directory, self._all_paths
+        former = [path / self.name for path in paths]
+        facts = self._replacement | {"inode": self._inode, **state_facts}
         directory.remember(
             durable=True,
             nvme_path=list(map(str, self._config.nvme_path)),
@@ -178,47 +180,47 @@ class DurableState:
             **facts,
         )
         self._ranks.synchronize("keeps its state")
-        self._made.clear()
+        self._created.clear()
         if self._replaces:
-            self._remove_others(before)
-        elif self._next and (there := [path for path in former if path.is_dir()]):
+            self._remove_other_states(paths)
+        elif self._replacement and (remaining := [path for path in former if path.is_dir()]):
             return (
                 f"the former state stays, which may be of another copy of {directory.path}: "
-                f"{listed(list(map(str, there)), 4)}"
+                f"{listed(list(map(str, remaining)), 4)}"
             )
         return ""
 
     def drop(self) -> None:
         """Remove the directories of a replacing state, unless `keep` has recorded it."""
-        while self._made:
-            shutil.rmtree(self._made.pop(), ignore_errors=True)
+        while self._created:
+            shutil.rmtree(self._created.pop(), ignore_errors=True)
 
     # --- the directories -------------------------------------------------------------------------
 
-    def _others(self, paths: Iterable[Path] | None = None) -> list[Path]:
+    def _other_states(self, paths: Iterable[Path] | None = None) -> list[Path]:
         """Return state directories of this run with other numbers than the recorded one."""
         record = self._directory.record
         base = state_name(record, self._directory.path, 0) if record else ""
         return [
-            found
-            for path in (paths or self._paths if base else ())
-            for found in _below(path)
-            if found.name == base or found.name.removeprefix(f"{base}-").isdigit()
-            if found.name != self.name
+            state
+            for path in (paths or self._all_paths if base else ())
+            for state in _subdirectories(path)
+            if state.name == base or state.name.removeprefix(f"{base}-").isdigit()
+            if state.name != self.name
         ]
 
-    def _remove_others(self, paths: Iterable[Path] | None = None) -> None:
-        for found in self._others(paths) if not self._ranks.local_rank else ():
-            shutil.rmtree(found, ignore_errors=True)
+    def _remove_other_states(self, paths: Iterable[Path] | None = None) -> None:
+        for state in self._other_states(paths) if not self._ranks.local_rank else ():
+            shutil.rmtree(state, ignore_errors=True)
 
-    def _is_ours(self) -> bool:
+    def _is_owner(self) -> bool:
         """Return True if this run directory, not the original of a copy, wrote the state."""
         record = self._directory.record
         if not record.get("durable") or record.get("inode") != self._directory.inode:
             return False
-        for there in run_directories([path / self.name for path in self._paths]):
+        for run_directory in run_directories([path / self.name for path in self._all_paths]):
             try:
-                last = _session_of(there).get("id", "")
+                last = _session_of(run_directory).get("id", "")
             except InfinityError:  # damaged, or in use
                 return False
             return not last or last in record.get("sessions", [])
@@ -228,12 +230,14 @@ class DurableState:
         directory = self._directory.path
         for path in self._config.nvme_path:
             states = [
-                found for found in _below(path) if found.name.startswith(f"{directory.name}-")
+                entry
+                for entry in _subdirectories(path)
+                if entry.name.startswith(f"{directory.name}-")
             ]
             for state in states:
-                for there in run_directories([state]):
+                for run_directory in run_directories([state]):
                     try:
-                        session = _session_of(there)
+                        session = _session_of(run_directory)
                     except InfinityError:
                         continue
                     if session.get("run_dir") == str(directory):
@@ -245,10 +249,10 @@ class DurableState:
                             "for a new run",
                         )
 
-    def _find(self, paths: Sequence[Path]) -> Path:
+    def _find_directory(self, paths: Sequence[Path]) -> Path:
         """Return a directory of the state, of any rank; raise `CheckpointError` if none exists."""
-        there = run_directories(paths)
-        if not there:
+        directories = run_directories(paths)
+        if not directories:
             raise CheckpointError(
                 f"the run in {self._directory.path} keeps its state below "
                 f"{', '.join(map(str, paths))}, where there is none",
@@ -256,36 +260,36 @@ class DurableState:
                 remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
                 "another run_dir=...",
             )
-        return there[0]
+        return directories[0]
 
-    def _left_aside(self) -> ConfigError:
+    def _ignored_state_error(self) -> ConfigError:
         """Return the error for a run whose committed steps would be ignored."""
         directory, num_recorded = self._directory, recorded_steps(self._directory.metrics)
         paths = directory.record.get("nvme_path") or ["..."]
-        given = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
+        value = f"[{','.join(paths)}]" if len(paths) > 1 else paths[0]
         checkpoint = latest(directory.checkpoints)
-        instead = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
+        alternative = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
         return ConfigError(
             f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and "
-            f"keeps its state below engine.nvme_path={given}; here engine.durable is false",
+            f"keeps its state below engine.nvme_path={value}; here engine.durable is false",
             because="--resume auto goes on from the last committed step, or not at all",
-            remedy=f"engine.durable=true engine.nvme_path={given}{instead}; a new run needs "
+            remedy=f"engine.durable=true engine.nvme_path={value}{alternative}; a new run needs "
             "another run_dir=...",
         )
 
 
 def rank_directories(paths: Iterable[Path]) -> list[Path]:
     """Return existing paths and the directories of ranks below them."""
-    there = [path for path in paths if path.is_dir()]
-    return [directory for path in there for directory in (path, *ranks_below(path).values())]
+    existing = [path for path in paths if path.is_dir()]
+    return [directory for path in existing for directory in (path, *ranks_below(path).values())]
 
 
 def run_directories(paths: Iterable[Path]) -> list[Path]:
     """Return the durable run directories in these paths, of any rank."""
-    return [found for directory in rank_directories(paths) for found in run_records(directory)]
+    return [run for directory in rank_directories(paths) for run in run_records(directory)]
 
 
-def _below(path: Path) -> list[Path]:
+def _subdirectories(path: Path) -> list[Path]:
     try:
         return sorted(Path(entry) for entry in os.scandir(path) if entry.is_dir())
     except OSError:
@@ -295,5 +299,5 @@ def _below(path: Path) -> list[Path]:
 def _session_of(directory: Path) -> dict[str, Any]:
     """Return the session of the last commit; raise as `DurableReader` does."""
     with closing(DurableReader(directory)) as reader:
-        found = reader.document.run.get("registered", {}).get("session", {})
-        return dict(found) if isinstance(found, dict) else {}
+        session = reader.document.run.get("registered", {}).get("session", {})
+        return dict(session) if isinstance(session, dict) else {}

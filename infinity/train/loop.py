@@ -40,10 +40,10 @@ from infinity.train.metrics import LastStep, Metrics, TrainCallback
 from infinity.train.preparation import Prepared
 from infinity.train.windows import BatchIterator
 
-_RECENT = 50  # steps from which the remaining time is estimated
-_SOON = 10  # a failed save is retried after checkpoint_every / _SOON steps
+_TIMED_STEPS = 50  # steps from which the remaining time is estimated
+_RETRY_DIVISOR = 10  # a failed save is retried after checkpoint_every / _RETRY_DIVISOR steps
 Compute = Callable[[Any, Tensor], Tensor]  # (engine, batch of tokens) -> mean loss
-_REFUSALS = (CheckpointError, DoesNotFitError, MachineError)  # errors of a save
+_SAVE_ERRORS = (CheckpointError, DoesNotFitError, MachineError)  # errors of a save
 
 
 @dataclass
@@ -73,9 +73,9 @@ class Loop:
     stopped_by: int = 0
     failed_saves: int = 0
     unsaved: InfinityError | None = None
-    _times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_RECENT))
+    _step_times_s: deque[float] = field(default_factory=lambda: deque(maxlen=_TIMED_STEPS))
     _saved_step: int = -1
-    _saving: Path | None = None  # checkpoint that is being written
+    _saving_path: Path | None = None  # checkpoint that is being written
     _retry_step: int = -1
     _warned_metrics: bool = False
 
@@ -89,11 +89,11 @@ class Loop:
         prepared, watcher = self.prepared, self.watcher
         self._saved_step = self.step  # resumed from there, or nothing to save yet
         watcher.begin(self.step, prepared.steps)
-        self._report_early_end()  # a resumed run may have stopped early
+        self._note_early_stop()  # a resumed run may have stopped early
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
-        while not self.ended and not self._asked_to_stop():
-            self._one_step()
+        while not self.ended and not self._is_stop_requested():
+            self._train_step()
             self._evaluate_if_due()
             every = self._checkpoint_every
             due = every and (self.step % every == 0 or self.step == self._retry_step)
@@ -111,7 +111,7 @@ class Loop:
         patience = self.prepared.config.training.early_stop
         return patience is not None and self.best.worse >= patience
 
-    def _asked_to_stop(self) -> bool:
+    def _is_stop_requested(self) -> bool:
         """Return True if the watcher of any rank requests a stop; set `stopped_by`. Collective."""
         reported = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
         self.stopped_by = max(signum for signum, *_ in reported)
@@ -130,27 +130,29 @@ class Loop:
         A failed save is reported, counted, and stored in `unsaved`. Raises `TransferError` if the
         drive of the state fails.
         """
-        self._collect(wait=True)
+        self._poll_save(wait=True)
         if self._saved_step == self.step:
             return
-        self._saving = self.checkpoints / f"step{self.step}"
+        self._saving_path = self.checkpoints / f"step{self.step}"
         self._saved_step = self.step
-        with self._refusals(self.checkpoints, self._failed):
+        with self._handle_save_errors(self.checkpoints, self._on_save_failed):
             with self.engine.ranks.collective_section("discards a checkpoint"):
                 # One of this name is from an earlier start; this start resumed before it.
                 if not self.engine.ranks.rank:
-                    discard(self.checkpoints, self._saving.name)
+                    discard(self.checkpoints, self._saving_path.name)
             self.engine.save_checkpoint(
                 self.checkpoints,
-                self._saving.name,
+                self._saving_path.name,
                 {"step": self.step},
                 keep_last=self.prepared.config.training.keep_last,
             )
-        self._collect(wait=wait)
+        self._poll_save(wait=wait)
 
     @contextmanager
-    def _refusals(self, path: Path, failed: Callable[[InfinityError], None]) -> Iterator[None]:
-        """Context of a save below `path`: pass its error to `failed`, on all ranks.
+    def _handle_save_errors(
+        self, path: Path, on_error: Callable[[InfinityError], None]
+    ) -> Iterator[None]:
+        """Context of a save below `path`: pass its error to `on_error`, on all ranks.
 
         A `TransferError` of a file outside `path`, on any rank, is raised on all ranks.
         """
@@ -158,80 +160,82 @@ class Loop:
         error: InfinityError | None = None
         try:
             yield
-        except _REFUSALS as refused:
-            error = refused
-        except TrainingError as refusal:  # of a save that failed on another rank
+        except _SAVE_ERRORS as save_error:
+            error = save_error
+        except TrainingError as propagated_error:  # of a save that failed on another rank
             if ranks.count == 1:
                 raise
-            error = refusal
+            error = propagated_error
         fatal = isinstance(error, TransferError) and not Path(error.path).is_relative_to(path)
-        if any(worse for worse, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
+        if any(is_fatal for is_fatal, *_ in ranks.synchronize("saves a checkpoint", int(fatal))):
             assert error is not None
             raise error
         if error is not None:
-            failed(error)
+            on_error(error)
 
     def save_last(self) -> None:
         """Save a checkpoint and wait for it; of a durable run, only wait for a save in progress."""
         if self.prepared.engine.durable:
-            self._collect(wait=True)
+            self._poll_save(wait=True)
         else:
             self.save(wait=True)
 
-    def _collect(self, *, wait: bool) -> None:
+    def _poll_save(self, *, wait: bool) -> None:
         """Handle the result of the save in progress if it has ended, or after waiting for it."""
-        if self._saving is None or (self.engine.saving and not wait):
+        if self._saving_path is None or (self.engine.saving and not wait):
             return
-        saving = self._saving
-        with self._refusals(self.checkpoints, self._failed):
+        path = self._saving_path
+        with self._handle_save_errors(self.checkpoints, self._on_save_failed):
             self.engine.finish_saving()
-            self._completed(saving)
+            self._on_saved(path)
 
-    def _completed(self, path: Path) -> None:
-        self.saved, self._saving, self.unsaved = path, None, None
+    def _on_saved(self, path: Path) -> None:
+        self.saved, self._saving_path, self.unsaved = path, None, None
         self._retry_step = -1
         self.remember_saved()
         self.watcher.note(f"checkpoint: {path}")
 
-    def _failed(self, error: InfinityError) -> None:
+    def _on_save_failed(self, error: InfinityError) -> None:
         """Report a failed save and schedule the next attempt."""
-        path, root = self._saving, self.checkpoints
+        path, checkpoints = self._saving_path, self.checkpoints
         assert path is not None
-        if latest(root) == path:
+        if latest(checkpoints) == path:
             self.watcher.note(str(error))  # complete: only removing older ones failed
-            self._completed(path)
+            self._on_saved(path)
             return
-        every, soon = self._checkpoint_every, self._saved_step != self._retry_step
-        self._saving, self._saved_step = None, -1
-        self._retry_step = self.step + max(1, every // _SOON) if soon else -1
+        is_retry = self._saved_step == self._retry_step
+        retry_after = max(1, self._checkpoint_every // _RETRY_DIVISOR)
+        self._saving_path, self._saved_step = None, -1
+        self._retry_step = -1 if is_retry else self.step + retry_after
         self.failed_saves += 1
-        first, self.unsaved = self.unsaved is None, error
+        is_first = self.unsaved is None
+        self.unsaved = error
         self.record({"event": "not saved", "step": self.step, "tag": path.name, "why": str(error)})
-        if first:
+        if is_first:
             self.watcher.note(
                 f"{path.name} was not saved: {error}\n"
                 f"  training goes on, and saves again when it can; {last_of(self.checkpoints)}"
             )
 
-    def _one_step(self) -> None:
+    def _train_step(self) -> None:
         engine, prepared = self.engine, self.prepared
         count = prepared.engine.gradient_accumulation_steps
         started_s = time.perf_counter()
         lr = float(engine.optimizer.param_groups[0]["lr"])
-        values: list[Tensor] = []
+        losses: list[Tensor] = []
         mean: Tensor | None = None
         windows, rank = prepared.micro_batch, engine.ranks.rank
-        fair = self.reel.weight(prepared.windows_per_step) / prepared.micro_batches
+        mean_weight = self.reel.weight(prepared.windows_per_step) / prepared.micro_batches
         for micro_batch in range(count):
             weight = self.reel.weight(windows, ahead=rank * windows)
-            part = self.loss_of(engine, self.reel.next().to(engine.device))
-            if weight != fair:  # weight each token of a step equally
-                part = part * (weight / fair)
-            values.append(part.detach().double())
-            engine.backward(part)
-            del part
+            micro_loss = self.loss_of(engine, self.reel.next().to(engine.device))
+            if weight != mean_weight:  # weight each token of a step equally
+                micro_loss = micro_loss * (weight / mean_weight)
+            losses.append(micro_loss.detach().double())
+            engine.backward(micro_loss)
+            del micro_loss
             if micro_batch == count - 1:  # before engine.step(), which may commit it
-                mean = reduce(torch.add, self._in_turn(values)) / prepared.micro_batches
+                mean = reduce(torch.add, self._gather_losses(losses)) / prepared.micro_batches
                 self.last_step.record = {
                     "event": "step",
                     "step": self.step,
@@ -240,35 +244,35 @@ class Loop:
                     "loss": mean,
                     "lr": lr,
                 }
-            self._collect(wait=False)
+            self._poll_save(wait=False)
             engine.step()
         assert mean is not None
         loss = mean.item()
-        took_s = time.perf_counter() - started_s
+        step_s = time.perf_counter() - started_s
         self.loss = loss
-        self._report(took_s)
+        self._record_step(step_s)
         if not math.isfinite(loss) and prepared.engine.precision != "fp16":
-            raise self._diverged(loss, lr)
+            raise self._divergence_error(loss, lr)
 
-    def _in_turn(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
+    def _gather_losses(self, losses: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the losses of all ranks in the order in which one rank would compute them."""
         ranks = self.engine.ranks
         if ranks.count == 1:
             return losses
         ranks.synchronize("reports its losses")
-        local = torch.stack(list(losses)).cpu().view(torch.int64)
-        return list(ranks.gather(local).view(torch.float64).T.flatten())
+        local_bits = torch.stack(list(losses)).cpu().view(torch.int64)
+        return list(ranks.gather(local_bits).view(torch.float64).T.flatten())
 
-    def _report(self, took_s: float) -> None:
+    def _record_step(self, step_s: float) -> None:
         prepared, report, step = self.prepared, self.engine.last_report, self.step
         assert report is not None
-        self._times_s.append(took_s)
+        self._step_times_s.append(step_s)
         record: dict[str, Any] = self.last_step.state_dict() | {
             "grad_norm": report.grad_norm,
             "clip_factor": report.clip_factor,
             "skipped": report.skipped,
-            "step_s": took_s,
-            "tokens_per_s": prepared.tokens_per_step / took_s,
+            "step_s": step_s,
+            "tokens_per_s": prepared.tokens_per_step / step_s,
             "stall_s": report.stall_s,
             "moved": report.moved,
             "memory": report.memory | {"process": high_water_bytes()},
@@ -279,8 +283,8 @@ class Loop:
             record["router_loss"] = report.router_loss
         if prepared.engine.precision == "fp16":
             record["loss_scale"] = report.loss_scale
-        left_s = median(self._times_s) * (prepared.steps - step)
-        self.record(record, num_steps=prepared.steps, left_s=left_s)
+        remaining_s = median(self._step_times_s) * (prepared.steps - step)
+        self.record(record, num_steps=prepared.steps, left_s=remaining_s)
 
     def record(self, record: dict[str, Any], **more: Any) -> None:
         """Write a line of metrics, and pass it, merged with `more`, to the watcher.
@@ -297,7 +301,7 @@ class Loop:
             self._warned_metrics = True
         self.watcher.on_record(record | more)
 
-    def _diverged(self, loss: float, lr: float) -> TrainingError:
+    def _divergence_error(self, loss: float, lr: float) -> TrainingError:
         if self.step == 1:
             return TrainingError(
                 f"the loss of the first step is {loss}",
@@ -333,10 +337,10 @@ class Loop:
             )
         beaten = best.step == 0 and loss > best.loss  # by the initial weights
         if self.keep_best is not None and self.step and loss < best.kept and not beaten:
-            self._keep(self.keep_best, loss)
-        self._report_early_end()
+            self._save_best(self.keep_best, loss)
+        self._note_early_stop()
 
-    def _report_early_end(self) -> None:
+    def _note_early_stop(self) -> None:
         best = self.best
         if self.stopped_early:
             self.watcher.note(
@@ -344,18 +348,18 @@ class Loop:
                 f"{best.loss:.4f} at step {best.step} (a larger training.early_stop goes on)"
             )
 
-    def _keep(self, write: Callable[[Engine], Path], loss: float) -> None:
+    def _save_best(self, write: Callable[[Engine], Path], loss: float) -> None:
         """Save the weights as the best; if that fails, the previous ones stay."""
 
-        def failed(error: InfinityError) -> None:
-            before = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
+        def on_error(error: InfinityError) -> None:
+            previous = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
             self.watcher.note(
                 f"the weights of step {self.step}, the best so far, were not kept: {error}\n"
-                f"  {before}, and training goes on"
+                f"  {previous}, and training goes on"
             )
 
         best = self.best
-        with self._refusals(self.checkpoints.parent, failed):
+        with self._handle_save_errors(self.checkpoints.parent, on_error):
             path = write(self.engine)
             best.kept, best.kept_step = loss, self.step
             self.watcher.note(f"best so far: {path} (step {self.step})")
@@ -373,17 +377,17 @@ class Loop:
         self.engine.eval()
         try:
             with torch.no_grad():
-                for begin in range(0, len(batches), ranks.count):
+                for round_start in range(0, len(batches), ranks.count):
                     # In an incomplete last round, surplus ranks repeat the last batch, unused.
-                    local = batches[min(begin + ranks.rank, len(batches) - 1)]
+                    local = batches[min(round_start + ranks.rank, len(batches) - 1)]
                     tokens = torch.stack([windows.window(index) for index in local])
                     loss = self.loss_of(self.engine, tokens.to(self.engine.device))
                     losses.append(loss.double())
         finally:
             self.engine.train()
-        every = [loss.item() for loss in self._in_turn(losses)]
+        batch_losses = [loss.item() for loss in self._gather_losses(losses)]
         weights = [sum(map(windows.weight, batch)) for batch in batches]
-        total = sum(loss * weight for loss, weight in zip(every, weights, strict=False))
+        total = sum(loss * weight for loss, weight in zip(batch_losses, weights, strict=False))
         return total / sum(weights)
 
 

@@ -33,7 +33,7 @@ from infinity.plan.machine import cpu_model
 from infinity.profiling.step_log import to_line
 from infinity.train.trackers import Trackers
 
-_CURVES = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
+_TRACKED = ("loss", "lr", "grad_norm", "tokens_per_s", "step_s", "epoch")
 
 
 @dataclass(frozen=True)
@@ -133,44 +133,46 @@ class Metrics:
         """
         self._path = path
         self.notes: list[str] = []
-        self._before_line = b""
+        self._line_prefix = b""
         self._trackers = trackers
         try:
-            found = list(_lines(path))
-            kept = [(line, record) for line, record in found if record["step"] <= after]
-            recorded = _last(record for _, record in found)
+            records = list(_lines(path))
+            retained = [(line, record) for line, record in records if record["step"] <= after]
+            recorded = _last_step(record for _, record in records)
             if recorded > after:
-                asides = (path.with_suffix(f".{number}.jsonl") for number in count(1))
-                aside = next(p for p in asides if not p.exists())
-                with atomic_write(aside) as file:
+                backups = (path.with_suffix(f".{number}.jsonl") for number in count(1))
+                backup = next(p for p in backups if not p.exists())
+                with atomic_write(backup) as file:
                     file.write(path.read_bytes())
                 self.notes.append(
                     f"{path.name} has steps up to {recorded}, and the run goes on from {after}: "
-                    f"the old lines are in {aside.name}"
+                    f"the old lines are in {backup.name}"
                 )
             with atomic_write(path) as file:
-                file.write("".join(line for line, _ in kept).encode())
+                file.write("".join(line for line, _ in retained).encode())
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError as error:
-            raise self._refused(error) from error
-        self.last_step = _last(record for _, record in kept)
-        self.evaluated = {r["step"] for _, r in kept if r["event"] == "evaluation"}
-        self._began = facts is not None
+            raise self._write_error(error) from error
+        self.last_step = _last_step(record for _, record in retained)
+        self.evaluated = {r["step"] for _, r in retained if r["event"] == "evaluation"}
+        self._writes_lifecycle = facts is not None
         if facts is not None:
-            self._mark("began", after, **facts)
+            self._write_lifecycle("began", after, **facts)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if self._began:
+        if self._writes_lifecycle:
             stopped = isinstance(error, KeyboardInterrupt)
             why = "it was stopped in a step" if stopped else error and first_lines(error)
-            self._mark("ended", self.last_step, why=why, stopped_early=self.stopped_early)
+            self._write_lifecycle(
+                "ended", self.last_step, why=why, stopped_early=self.stopped_early
+            )
         self.close()
 
-    def _mark(self, event: str, step: int, **facts: Any) -> None:
-        """Write an optional record; ignore `MachineError`."""
+    def _write_lifecycle(self, event: str, step: int, **facts: Any) -> None:
+        """Write a record of the start or the end; ignore `MachineError`."""
         with suppress(MachineError):
             self.write({"event": event, "step": step, "time": time.time(), **facts})
 
@@ -188,21 +190,21 @@ class Metrics:
         Raises `RemovedError` if the file was unlinked, and other `MachineError`.
         """
         line = to_line(record)
-        data = self._before_line + line.encode()
+        data = self._line_prefix + line.encode()
         try:
             written = os.write(self._file, data)
             # End a line that a full disk has truncated before the next one is written.
-            self._before_line = b"" if written == len(data) else b"\n"
-            if self._before_line:
+            self._line_prefix = b"" if written == len(data) else b"\n"
+            if self._line_prefix:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             check_linked(self._file, self._path)
         except OSError as error:
-            raise self._refused(error) from error
+            raise self._write_error(error) from error
         if record["event"] == "evaluation":
             self.evaluated.add(record["step"])
         if record["event"] == "step":
             self.last_step = record["step"]
-        if self._trackers is not None and (values := dict(_curves(record))):
+        if self._trackers is not None and (values := dict(_tracked_values(record))):
             self._trackers.log(values, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
@@ -210,7 +212,7 @@ class Metrics:
         if last.record and last.record["step"] > self.last_step:
             self.write({**last.record, "recovered": True})
 
-    def _refused(self, error: OSError) -> MachineError:
+    def _write_error(self, error: OSError) -> MachineError:
         return MachineError(
             f"{self._path} cannot be written: {error.strerror}",
             remedy="make room, or run_dir=... elsewhere; --resume auto goes on",
@@ -222,7 +224,7 @@ class Unwritten(Metrics):
 
     def __init__(self, evaluated: Iterable[int]) -> None:
         self.evaluated, self.notes, self.last_step = set(evaluated), [], 0
-        self._began = False
+        self._writes_lifecycle = False
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Remember the steps of evaluations."""
@@ -239,7 +241,7 @@ class Unwritten(Metrics):
 def recorded_steps(path: Path) -> int:
     """Return the last step in a `metrics.jsonl`; 0 if there is none."""
     with suppress(OSError):
-        return _last(record for _, record in _lines(path))
+        return _last_step(record for _, record in _lines(path))
     return 0
 
 
@@ -253,7 +255,7 @@ def environment(device: torch.device) -> dict[str, Any]:
     return {"device": name, "host": platform.node(), "versions": versions}
 
 
-def _last(records: Iterator[dict[str, Any]]) -> int:
+def _last_step(records: Iterator[dict[str, Any]]) -> int:
     return max((r["step"] for r in records if r["event"] == "step"), default=0)
 
 
@@ -267,11 +269,11 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield line, {"event": None, **record}
 
 
-def _curves(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _tracked_values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the values of a record for trackers, by name."""
     if record["event"] == "evaluation":
         yield "evaluation/loss", record["loss"]
     elif record["event"] == "step":
-        yield from ((f"train/{name}", record[name]) for name in _CURVES if name in record)
+        yield from ((f"train/{name}", record[name]) for name in _TRACKED if name in record)
         for group in ("stall_s", "moved", "memory"):
             yield from ((f"{group}/{name}", v) for name, v in record.get(group, {}).items())

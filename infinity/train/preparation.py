@@ -53,11 +53,11 @@ from infinity.train.windows import Packed, Windows, split
 from infinity.training.run_plan import case_here
 
 CAUSAL = "AutoModelForCausalLM"
-_REFUSED = "{} is no config that transformers takes"
-_VARIES = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
+_INVALID_CONFIG = "{} is no config that transformers takes"
+_IRRELEVANT_KEYS = ("transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache")
 _SCHEDULE = "engine.scheduler.params"
 T = TypeVar("T")
-_DECIDE = (  # prefixes of engine keys that results depend on
+_RESULT_KEYS = (  # prefixes of engine keys that results depend on
     "precision", "gradient_clipping", "optimizer.", "scheduler", "loss_scale.", "activations.slices"
 )  # fmt: skip
 
@@ -83,14 +83,14 @@ class ModelFacts:
     @cached_property
     def on_meta(self) -> nn.Module:
         """The model on the meta device, with its adapters; see `meta_model`."""
-        made = meta_model(self.config, CAUSAL)
+        model = meta_model(self.config, CAUSAL)
         with torch.device("meta"):
-            return made if self.adapter is None else adapted(made, self.adapter)
+            return model if self.adapter is None else adapted(model, self.adapter)
 
     def identity(self) -> dict[str, Any]:
         """Return the entries of the config that determine the computation, JSON-serializable."""
-        found: dict[str, Any] = self.config.to_dict()
-        return {key: value for key, value in found.items() if key not in _VARIES}
+        entries: dict[str, Any] = self.config.to_dict()
+        return {key: value for key, value in entries.items() if key not in _IRRELEVANT_KEYS}
 
 
 def read_facts(run: RunConfig, tokenizer: Tokenizer | None) -> ModelFacts:
@@ -113,86 +113,90 @@ def read_facts(run: RunConfig, tokenizer: Tokenizer | None) -> ModelFacts:
             "model for",
             remedy="model_type: llama, gpt2, mistral, qwen2, ... is one",
         )
-    with explained(_REFUSED.format(name)):
+    with explained(_INVALID_CONFIG.format(name)):
         text = config.get_text_config()
-        found = getattr(text, "eos_token_id", None)
+        end = getattr(text, "eos_token_id", None)
         return ModelFacts(
             name=name,
             config=config,
             vocabulary=int(text.vocab_size),
             context=context_of(config),
-            end=found if isinstance(found, int) else None,
+            end=end if isinstance(end, int) else None,
             adapter=run.adapter,
         )
 
 
 def context_of(config: Any) -> int | None:
     """Return the longest context of a transformers model, if its configuration has one."""
-    found = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return found if isinstance(found, int) and found > 0 else None
+    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return context if isinstance(context, int) and context > 0 else None
 
 
 def _from_keys(keys: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
-    library, kind = transformers(), keys.get("model_type")
-    if not isinstance(kind, str) or kind not in library.CONFIG_MAPPING:
-        hint = _near(str(kind), library.CONFIG_MAPPING)
-        what = "must be given" if kind is None else f"transformers knows no {kind!r}{hint}"
-        raise ConfigError(f"model.config.model_type: {what}", remedy="model_type: gpt2, llama, ...")
-    with explained(_REFUSED.format("model.config")):
-        plain = library.CONFIG_MAPPING[kind]()
-        known = sorted({*plain.to_dict(), *plain.attribute_map, *dir(plain)})
+    library, model_type = transformers(), keys.get("model_type")
+    if not isinstance(model_type, str) or model_type not in library.CONFIG_MAPPING:
+        hint = _suggestion(str(model_type), library.CONFIG_MAPPING)
+        problem = (
+            "must be given" if model_type is None else f"transformers knows no {model_type!r}{hint}"
+        )
+        raise ConfigError(
+            f"model.config.model_type: {problem}", remedy="model_type: gpt2, llama, ..."
+        )
+    with explained(_INVALID_CONFIG.format("model.config")):
+        defaults = library.CONFIG_MAPPING[model_type]()
+        known = sorted({*defaults.to_dict(), *defaults.attribute_map, *dir(defaults)})
         unknown = [
-            f"model.config.{key}: {kind} has no such key{_near(key, known)}"
+            f"model.config.{key}: {model_type} has no such key{_suggestion(key, known)}"
             for key, value in keys.items()
-            if key not in known and not _is_taken(library, plain, key, value)
+            if key not in known and not _is_model_key(library, defaults, key, value)
         ]
         if unknown:
             raise ConfigError("; ".join(unknown))
-        filled = dict(keys)
+        completed = dict(keys)
         if tokenizer is not None:
-            size, end = filled.setdefault("vocab_size", tokenizer.size), tokenizer.end
+            size, end = completed.setdefault("vocab_size", tokenizer.size), tokenizer.end
             if end is not None and isinstance(size, int) and end < size:
-                filled.setdefault("eos_token_id", end)
-                filled.setdefault("bos_token_id", end)
-        return library.AutoConfig.for_model(**filled)
+                completed.setdefault("eos_token_id", end)
+                completed.setdefault("bos_token_id", end)
+        return library.AutoConfig.for_model(**completed)
 
 
-def _is_taken(library: Any, plain: Any, key: str, value: Any) -> bool:
+def _is_model_key(library: Any, defaults: Any, key: str, value: Any) -> bool:
     """Return True if a key without a default in the config class is used by the model.
 
     Published configs have such keys: `head_dim` of Qwen3-MoE is read by the model's code, and
     `rope_theta` becomes part of another entry.
     """
-    if key not in type(plain)(**{key: value}).to_dict():
+    if key not in type(defaults)(**{key: value}).to_dict():
         return True  # merged into another entry; unknown keys stay unchanged
-    model = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(plain), None)
+    model = library.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(defaults), None)
     if model is None:
         return False
     source = inspect.getsource(sys.modules[model.__module__])
     return re.search(rf'\bconfig(\.|, "){re.escape(key)}\b', source) is not None
 
 
-def _near(name: str, known: Any) -> str:
-    names = [one for one in known if not one.startswith("_")]
+def _suggestion(name: str, known: Any) -> str:
+    names = [candidate for candidate in known if not candidate.startswith("_")]
     return f"; {did_you_mean(name, names)}".rstrip("; ")
 
 
 def build(run: RunConfig, facts: ModelFacts, engine: Config) -> nn.Module:
     """Return the lazy model for `initialize`, with its adapters, in train mode."""
     section = run.model
-    more = {} if section.attention is None else {"attn_implementation": section.attention}
-    given: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": more}
+    model_kwargs = {} if section.attention is None else {"attn_implementation": section.attention}
+    options: dict[str, Any] = {"model_class": CAUSAL, "model_kwargs": model_kwargs}
     if (source := source_of(run)) is not None:
-        model = load_model(source, engine, model_config=facts.config, **given)
+        model = load_model(source, engine, model_config=facts.config, **options)
     else:
-        model = build_model(facts.config, engine, **given)
+        model = build_model(facts.config, engine, **options)
     model.train()
     if section.gradient_checkpointing:
         # transformers 5.23 renamed the method.
         enable = getattr(model, "activation_checkpointing_enable", None)
-        again: Any = model
+        untyped_model: Any = model
         try:
-            (enable or again.gradient_checkpointing_enable)({"use_reentrant": False})
+            (enable or untyped_model.gradient_checkpointing_enable)({"use_reentrant": False})
         except ValueError as error:
             raise ConfigError(
                 f"model.gradient_checkpointing: {facts.name} cannot do that",
@@ -225,15 +229,16 @@ def loss_of(model: nn.Module) -> Callable[[Any, Tensor], Tensor]:
     The loss is the mean over the tokens with a loss. The model shifts labels: a window of n tokens
     that are all trained on has n - 1 of them.
     """
-    base: Any = model
-    base = base.get_base_model() if hasattr(base, "peft_config") else base
-    more = {"use_cache": False} if "use_cache" in inspect.signature(base.forward).parameters else {}
+    base_model: Any = model
+    base_model = base_model.get_base_model() if hasattr(base_model, "peft_config") else base_model
+    parameters = inspect.signature(base_model.forward).parameters
+    options = {"use_cache": False} if "use_cache" in parameters else {}
 
     def loss(engine: Any, batch: Tensor) -> Tensor:
         rows = [batch, batch] if batch.dim() == 2 else [r.contiguous() for r in batch.unbind(1)]
         names = ("input_ids", "labels", "position_ids")
-        found: Tensor = engine(**dict(zip(names, rows, strict=False)), **more).loss
-        return found
+        value: Tensor = engine(**dict(zip(names, rows, strict=False)), **options).loss
+        return value
 
     return loss
 
@@ -245,13 +250,14 @@ def check_packing(facts: ModelFacts, attention: str | None) -> None:
     functions, which start a new block where positions restart if there is no cache. No layer may
     pass state from token to token.
     """
-    kind = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
+    model_class = transformers().MODEL_FOR_CAUSAL_LM_MAPPING[type(facts.config)]
     layers = getattr(facts.config.get_text_config(), "layer_types", None) or ()
     others = sorted(set(layers) - {"full_attention", "sliding_attention", "chunked_attention"})
-    source = inspect.getsource(inspect.getmodule(kind) or kind)
-    if getattr(kind, "_is_stateful", False) or others:
+    parameters = inspect.signature(model_class.forward).parameters
+    source = inspect.getsource(inspect.getmodule(model_class) or model_class)
+    if getattr(model_class, "_is_stateful", False) or others:
         because = f"{', '.join(others) or 'some'} layers hand on a state from token to token"
-    elif not {"position_ids", "use_cache"} <= inspect.signature(kind.forward).parameters.keys():
+    elif not {"position_ids", "use_cache"} <= parameters.keys():
         because = "it takes no positions, or does not say whether it uses a cache"
     elif "create_causal_mask" not in source and "create_masks_for_generate" not in source:
         because = "it makes its own attention masks"
@@ -305,27 +311,27 @@ class Prepared:
     @property
     def notes(self) -> list[str]:
         """Messages about padded, cut and omitted conversations."""
-        found = []
+        notes = []
         for name, windows in (("train", self.train), ("evaluate", self.evaluate)):
             # Conversations held out of `data.train` are counted there.
             if isinstance(windows, Packed) and getattr(self.config.data, name):
                 if name == "train":
-                    found.append(
+                    notes.append(
                         f"{windows.filled:.0%} of a window are tokens, the rest is filled up"
                     )
                 cut, untrained = windows.documents.cut, windows.documents.untrained
                 if cut:
-                    found.append(
+                    notes.append(
                         f"data.{name}: {cut:,} conversations are longer than the "
                         f"{self.length:,} tokens of a window: cut at their end "
                         "(data.sequence_length)"
                     )
                 if untrained:
-                    found.append(
+                    notes.append(
                         f"data.{name}: {untrained:,} conversations have nothing to train on within "
                         "a window (no assistant speaks there): left out"
                     )
-        return found
+        return notes
 
     @property
     def micro_batches(self) -> int:
@@ -344,7 +350,7 @@ class Prepared:
 
     def derived(self) -> dict[str, Any]:
         """Return derived settings, by dotted name."""
-        found: dict[str, Any] = {
+        settings: dict[str, Any] = {
             "tokenizer": None if self.tokenizer is None else self.tokenizer.name,
             "data.sequence_length": self.length,
             "training.steps": self.steps,
@@ -358,31 +364,31 @@ class Prepared:
             "engine.activations.offload": self.engine.activations.offload,
         }
         if self.engine.scheduler is not None:
-            found[_SCHEDULE] = self.engine.scheduler.params
-        return {name: value for name, value in found.items() if value is not None}
+            settings[_SCHEDULE] = self.engine.scheduler.params
+        return {name: value for name, value in settings.items() if value is not None}
 
     def decides(self) -> dict[str, Any]:
         """Return the settings that determine the results of the run, by name."""
         engine = self.config.engine.resolved()
-        found = {
+        settings = {
             f"engine.{name}": entry["value"]
             for name, entry in engine.items()
-            if name.startswith(_DECIDE)
+            if name.startswith(_RESULT_KEYS)
         }
         if self.engine.scheduler is not None:  # with the number of steps instead of auto
-            found[_SCHEDULE] = self.engine.scheduler.params
+            settings[_SCHEDULE] = self.engine.scheduler.params
         if self.engine.activations.logits == "chunked":  # absent in older runs: full
-            found["engine.activations.logits"] = "chunked"
+            settings["engine.activations.logits"] = "chunked"
         if self.engine.frozen.format != "as_is":
-            found["engine.frozen.format"] = self.engine.frozen.format
-        found |= {f"model.{name}": value for name, value in self.facts.identity().items()}
+            settings["engine.frozen.format"] = self.engine.frozen.format
+        settings |= {f"model.{name}": value for name, value in self.facts.identity().items()}
         if self.config.adapter is not None:
-            found["adapter"] = self.config.adapter.model_dump(mode="json")
+            settings["adapter"] = self.config.adapter.model_dump(mode="json")
             if not self.config.adapter.target_parameters:  # older records do not have it
-                del found["adapter"]["target_parameters"]
+                del settings["adapter"]["target_parameters"]
         if isinstance(self.train, Packed):
-            found["data.packing"] = self.config.data.packing
-        return found | {
+            settings["data.packing"] = self.config.data.packing
+        return settings | {
             "model.attention": self.config.model.attention,
             "engine.seed": self.engine.seed,
             "engine.gradient_accumulation_steps": self.micro_batches,
@@ -406,64 +412,65 @@ class Prepared:
 
 
 def prepare_run(
-    config: RunConfig, kept: Path, progress: Progress | None = None, ranks: int = 1
+    config: RunConfig, cache: Path, progress: Progress | None = None, ranks: int = 1
 ) -> Prepared:
     """Read the model's config, prepare the corpus, and complete the configuration.
 
-    Tokens are cached in `kept` unless the configuration has `data.cache`.
+    Tokens are stored in `cache` unless the configuration has `data.cache`.
 
     Raises `ConfigError` for inconsistent settings, and the errors of `data.prepare`.
     """
     data, problems = config.data, _Problems()
-    sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
-    held = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format)) or []
-    needs_text = any(source.format != "tokens" for source in (*sources, *held))
+    train_sources = problems.of(lambda: find_sources("data.train", data.train, data.format)) or []
+    eval_sources = problems.of(lambda: find_sources("data.evaluate", data.evaluate, data.format))
+    eval_sources = eval_sources or []
+    needs_text = any(source.format != "tokens" for source in (*train_sources, *eval_sources))
     required = needs_text or config.training.sample is not None
     tokenizer = problems.of(lambda: tokenizer_of(config, required=required))
-    chat = problems.of(lambda: _holds_conversations(config, [*sources, *held]))
+    is_chat = problems.of(lambda: _holds_conversations(config, [*train_sources, *eval_sources]))
     facts = problems.of(lambda: read_facts(config, tokenizer))
-    length = 0 if facts is None else problems.of(lambda: _length(config, facts)) or 0
+    length = 0 if facts is None else problems.of(lambda: _window_length(config, facts)) or 0
     problems.raise_all()
     assert facts is not None
-    ending = _end(config, tokenizer, facts) if needs_text else None
+    end = _end_token(config, tokenizer, facts) if needs_text else None
     conversations = None
-    if chat:
+    if is_chat:
         assert tokenizer is not None
         if data.packing:
             check_packing(facts, config.model.attention)
-        conversations = Conversations(tokenizer, ending, data.loss_on == "all", data.errors)
+        conversations = Conversations(tokenizer, end, data.loss_on == "all", data.errors)
     engine = config.engine_for(length, ranks)
     if engine.seed is None:
         engine = engine.model_copy(update={"seed": config.training.seed})
     if engine.activations.offload != "none" and engine.activations.tokens is None:
         tokens = {"tokens": config.training.micro_batch * length}
-        waits = engine.activations.model_copy(update=tokens)
-        engine = engine.model_copy(update={"activations": waits})
+        activations = engine.activations.model_copy(update=tokens)
+        engine = engine.model_copy(update={"activations": activations})
 
     def corpus(files: Sequence[TextSource]) -> Corpus:
-        recipe = CorpusSpec(
+        spec = CorpusSpec(
             sources=files,
             tokenizer=tokenizer if any(s.format != "tokens" for s in files) else None,
             size=facts.vocabulary,
-            end=ending,
+            end=end,
             text_field=data.text_field,
             errors=data.errors,
             token_dtype=data.token_dtype,
             conversations=conversations,
         )
-        return prepare(recipe, data.cache or kept, progress)
+        return prepare(spec, data.cache or cache, progress)
 
-    train, evaluate = split(corpus(sources), length, data.held_out, data.packing)
+    train, evaluate = split(corpus(train_sources), length, data.held_out, data.packing)
     if data.held_out and len(train) + len(evaluate) == 1:
         raise ConfigError(
             f"data.held_out is {data.held_out:g}, and nothing can be held out",
             because=f"the files make one window of {length} tokens, or one conversation",
             remedy="more data, data.evaluate: FILES, or data.held_out=0: no evaluation",
         )
-    _require("data.train", train)
-    if held:
-        evaluate, _ = split(corpus(held), length, 0.0, data.packing)
-        _require("data.evaluate", evaluate)
+    _require_windows("data.train", train)
+    if eval_sources:
+        evaluate, _ = split(corpus(eval_sources), length, 0.0, data.packing)
+        _require_windows("data.evaluate", evaluate)
     training, steps = config.training, config.training.steps
     if steps is None:
         per_step = training.micro_batch * engine.gradient_accumulation_steps * ranks
@@ -485,48 +492,50 @@ def prepare_run(
 def _holds_conversations(config: RunConfig, sources: Sequence[TextSource]) -> bool:
     """Return True if rows are conversations; raise `ConfigError` if other files cannot be."""
     data = config.data
-    others = [source for source in sources if source.format in ("text", "tokens")]
-    rows = [source for source in sources if source not in others]
-    chat = data.records == "chat"
+    without_rows = [source for source in sources if source.format in ("text", "tokens")]
+    with_rows = [source for source in sources if source not in without_rows]
+    is_chat = data.records == "chat"
     if data.records == AUTO and "text_field" not in data.model_fields_set:
-        chat = holds_conversations(rows, data.text_field, data.errors)
-    if chat and others:
+        is_chat = holds_conversations(with_rows, data.text_field, data.errors)
+    if is_chat and without_rows:
         raise ConfigError(
-            f"a run on conversations, and {others[0].path} has no rows",
-            because="data.records is chat" if not rows else f"{rows[0].path} has conversations",
+            f"a run on conversations, and {without_rows[0].path} has no rows",
+            because="data.records is chat"
+            if not with_rows
+            else f"{with_rows[0].path} has conversations",
             remedy="conversations are in .jsonl, .parquet or hub:NAME; data.format names what "
             "files are, whatever they are called",
         )
-    return chat
+    return is_chat
 
 
 class _Problems:
     """Collector of `ConfigError`s that are reported together."""
 
     def __init__(self) -> None:
-        self._found: list[ConfigError] = []
+        self._errors: list[ConfigError] = []
 
-    def of(self, look: Callable[[], T]) -> T | None:
+    def of(self, check: Callable[[], T]) -> T | None:
         try:
-            return look()
+            return check()
         except ConfigError as error:
-            self._found.append(error)
+            self._errors.append(error)
             return None
 
     def raise_all(self) -> None:
-        if len(self._found) == 1:
-            raise self._found[0]
-        if self._found:
-            texts = [str(error).replace("\n", "\n  ") for error in self._found]
+        if len(self._errors) == 1:
+            raise self._errors[0]
+        if self._errors:
+            texts = [str(error).replace("\n", "\n  ") for error in self._errors]
             raise ConfigError(mistakes("the configuration", texts))
 
 
 def tokenizer_of(config: RunConfig, *, required: bool) -> Tokenizer | None:
     """Return the configured tokenizer; None if there is none and it is not `required`."""
-    found = _find_tokenizer(config, required)
-    if found is not None and config.data.chat_template is not None:
-        use_template(found, config.data.chat_template)
-    return found
+    tokenizer = _find_tokenizer(config, required)
+    if tokenizer is not None and config.data.chat_template is not None:
+        use_template(tokenizer, config.data.chat_template)
+    return tokenizer
 
 
 def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
@@ -547,7 +556,7 @@ def _find_tokenizer(config: RunConfig, required: bool) -> Tokenizer | None:
     )
 
 
-def _length(config: RunConfig, facts: ModelFacts) -> int:
+def _window_length(config: RunConfig, facts: ModelFacts) -> int:
     length = config.length_for(facts.context)
     if facts.context is not None and length > facts.context:
         raise ConfigError(
@@ -558,27 +567,27 @@ def _length(config: RunConfig, facts: ModelFacts) -> int:
     return length
 
 
-def _end(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts) -> int | None:
-    wanted = config.data.end_of_document
-    if wanted == "none":
+def _end_token(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts) -> int | None:
+    end = config.data.end_of_document
+    if end == "none":
         return None
-    if wanted == "auto":
-        found = facts.end if tokenizer is None or tokenizer.end is None else tokenizer.end
-        if found is None:
+    if end == "auto":
+        default = facts.end if tokenizer is None or tokenizer.end is None else tokenizer.end
+        if default is None:
             raise ConfigError(
                 "neither the tokenizer nor the model has a token that ends a document",
                 remedy="data.end_of_document: NUMBER, or none",
             )
-        wanted = found
-    if wanted >= facts.vocabulary:
+        end = default
+    if end >= facts.vocabulary:
         raise ConfigError(
-            f"the token {wanted} ends a document, and the model knows {facts.vocabulary} tokens",
+            f"the token {end} ends a document, and the model knows {facts.vocabulary} tokens",
             remedy="data.end_of_document: none, another token, or a larger vocab_size",
         )
-    return wanted
+    return end
 
 
-def _require(key: str, windows: Windows) -> None:
+def _require_windows(key: str, windows: Windows) -> None:
     if len(windows):
         return
     corpus = windows.corpus
@@ -641,16 +650,16 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
         schedules.append((str(checkpoint), run.get("scheduler") if isinstance(run, dict) else None))
     for where, params in schedules:
         for name, value in scheduler.params.items():
-            before = params.get(name) if isinstance(params, Mapping) else None
-            if value != AUTO or not isinstance(before, int) or before == steps:
+            end = params.get(name) if isinstance(params, Mapping) else None
+            if value != AUTO or not isinstance(end, int) or end == steps:
                 continue
             key = f"engine.scheduler.params.{name}"
             raise ConfigError(
-                f"the learning rate schedule of {where} is for {before} steps, and this run has "
+                f"the learning rate schedule of {where} is for {end} steps, and this run has "
                 f"{steps}",
                 because=f"{key}: auto is the number of steps, and {scheduler.type} keeps its end "
                 "once it has begun (WarmupCosineLR, WarmupDecayLR and WarmupLR follow)",
-                remedy=f"keep training.steps={before}; or {key}={before}, so that the steps after "
+                remedy=f"keep training.steps={end}; or {key}={end}, so that the steps after "
                 "it are made at the schedule's last rate; to train on later, give a new run the "
                 "number of all its steps there",
             )
@@ -658,14 +667,14 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
 
 def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return `prepared.decides()`, with the recorded value of `auto` entries of the schedule."""
-    found, scheduler = prepared.decides(), prepared.config.engine.scheduler
-    before = decided.get(_SCHEDULE)
-    if scheduler is not None and isinstance(before, Mapping):
-        found[_SCHEDULE] = {
-            name: before.get(name, value) if scheduler.params.get(name) == AUTO else value
-            for name, value in found[_SCHEDULE].items()
+    settings, scheduler = prepared.decides(), prepared.config.engine.scheduler
+    recorded = decided.get(_SCHEDULE)
+    if scheduler is not None and isinstance(recorded, Mapping):
+        settings[_SCHEDULE] = {
+            name: recorded.get(name, value) if scheduler.params.get(name) == AUTO else value
+            for name, value in settings[_SCHEDULE].items()
         }
-    return found
+    return settings
 
 
 def follow_steps(schedule: Any, prepared: Prepared) -> str:
@@ -674,22 +683,22 @@ def follow_steps(schedule: Any, prepared: Prepared) -> str:
     From the next step on, its rates are those of a run that had this number of steps from the
     beginning.
     """
-    given, wanted = prepared.config.engine.scheduler, prepared.engine.scheduler
-    if given is None or wanted is None or given.type not in SCHEDULES:
+    configured, resolved = prepared.config.engine.scheduler, prepared.engine.scheduler
+    if configured is None or resolved is None or configured.type not in SCHEDULES:
         return ""
-    ends = {n: wanted.params[n] for n, value in given.params.items() if value == AUTO}
+    ends = {n: resolved.params[n] for n, value in configured.params.items() if value == AUTO}
     changed = {name: end for name, end in ends.items() if getattr(schedule, name) != end}
     if not changed:
         return ""
     vars(schedule).update(changed)
     groups, rates = schedule.optimizer.param_groups, schedule.get_lr()
-    before = groups[0]["lr"]
+    old_rate = groups[0]["lr"]
     for group, rate in zip(groups, rates, strict=True):
         group["lr"] = rate
     schedule._last_lr = rates
     return (
-        f"{given.type} ends with step {prepared.steps} now: the next learning rate is "
-        f"{rates[0]:.3g}, not {before:.3g}"
+        f"{configured.type} ends with step {prepared.steps} now: the next learning rate is "
+        f"{rates[0]:.3g}, not {old_rate:.3g}"
     )
 
 
@@ -709,24 +718,24 @@ def scheduled(
     Micro-batches and slices affect results, so a resumed run retains the `decided` ones. With
     `keeps_ranges`, the expert ranges of `prepared` are retained too.
     """
-    config, before = prepared.config, decided.get("engine.gradient_accumulation_steps")
-    if before is not None and before % ranks.count:
+    config, decided_count = prepared.config, decided.get("engine.gradient_accumulation_steps")
+    if decided_count is not None and decided_count % ranks.count:
         raise ConfigError(
-            f"the run has {before} micro-batches in a step, and {ranks.count} ranks cannot share "
-            "them out",
+            f"the run has {decided_count} micro-batches in a step, and {ranks.count} ranks cannot "
+            "share them out",
             because="it goes on as if it had never stopped, or not at all",
-            remedy=f"a number of ranks that divides {before}",
+            remedy=f"a number of ranks that divides {decided_count}",
         )
-    wish = BatchSchedule.named_by(
+    requested = BatchSchedule.named_by(
         config.engine.activations,
-        None if before is None else before // ranks.count,
+        None if decided_count is None else decided_count // ranks.count,
         decided.get("engine.activations.slices"),
     )
     case, target, _ = case_of(prepared, device, ranks)
     samples = prepared.windows_per_step // ranks.count
     step = case.with_step(samples * prepared.length, 1)
-    others = () if keeps_ranges else other_ranges(step, target)
-    chosen = choose_schedule(step, wish, samples, others)
+    expert_ranges = () if keeps_ranges else other_ranges(step, target)
+    chosen = choose_schedule(step, requested, samples, expert_ranges)
     windows = samples // chosen.case.micro_batches
     return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen
 

@@ -79,9 +79,9 @@ from infinity.train.settings import AUTO, NEVER, RunConfig, as_yaml
 from infinity.train.trackers import Trackers, check_trackers
 from infinity.train.windows import BatchIterator
 
-_NAMED = ("precision", "gradient_clipping")
-_SCHEDULED = ("lr", "betas", "momentum")  # entries of a parameter group that a schedule may change
-_WAITS_S = 60.0  # interval at which rank 0 signals progress to waiting ranks
+_EXPLICIT_KEYS = ("precision", "gradient_clipping")
+_SCHEDULED_KEYS = ("lr", "betas", "momentum")  # of a parameter group, that a schedule may change
+_SIGNAL_INTERVAL_S = 60.0  # interval at which rank 0 signals progress to waiting ranks
 OTHER = Path("/other/drive")  # placeholder for a directory of the user's
 _HEADING = """\
 Arguments of this run; defaults and derived values are in comments.
@@ -108,8 +108,8 @@ class Run:
         self.command = shlex.join(command)
         self.resume = resume
         self.ranks = ranks or find_ranks()
-        self._shares_ranks = False  # an engine uses `ranks`, and closes it
-        self._begins = True  # no run in the directory before this start
+        self._engine_owns_ranks = False  # an engine uses `ranks`, and closes it
+        self._is_new = True  # no run in the directory before this start
         with self.ranks.collective_section("looks for a run"):
             transformers()  # raises before any work if it is not installed
             self.checkpoint = None if resume in (NEVER, AUTO) else _find_checkpoint(Path(resume))
@@ -145,7 +145,7 @@ class Run:
         `prepare_run`, before anything is allocated or trained.
         """
         directory, ranks = self.directory, self.ranks
-        with ranks.collective_section("prepares a run"), _first(ranks, progress) as report:
+        with ranks.collective_section("prepares a run"), _rank_0_first(ranks, progress) as report:
             for path in self.config.engine.nvme_path:  # before tokenization, which may take hours
                 checked_root(path)
             if not ranks.rank:
@@ -155,7 +155,7 @@ class Run:
             if self.continues_state:
                 prepared = self._with_known_ranges(prepared)
             if self.config.leaves_batches_to_the_plan:
-                prepared = self._scheduled(prepared)
+                prepared = self._with_batch_schedule(prepared)
             self.prepared = prepared
             check_schedule(prepared, directory, self.checkpoint)
             directory.check(decides_as_before(prepared, directory.decided))
@@ -172,7 +172,7 @@ class Run:
         engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
         return replace(prepared, engine=engine)
 
-    def _scheduled(self, prepared: Prepared) -> Prepared:
+    def _with_batch_schedule(self, prepared: Prepared) -> Prepared:
         """Set the batch schedule to that chosen by the plan of rank 0."""
         ranks, windows = self.ranks, prepared.windows_per_step
         with ranks.collective_section("chooses micro-batches"):
@@ -203,20 +203,20 @@ class Run:
         """
         prepared, directory, ranks = self.prepared, self.directory, self.ranks
         assert prepared is not None
-        self._begins = not directory.has_run
+        self._is_new = not directory.has_run
         self.state.choose()
         with directory.beginning(prepared.decides(), **prepared.state_facts):
             with ranks.collective_section("builds the model"):
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
                 # Set explicitly: `initialize` warns of these defaults only in loops of users.
-                named = {name: getattr(prepared.engine, name) for name in _NAMED}
-                config = self.state.config_for(prepared.engine).model_copy(update=named)
-            self._shares_ranks = True
+                explicit = {name: getattr(prepared.engine, name) for name in _EXPLICIT_KEYS}
+                config = self.state.config_for(prepared.engine).model_copy(update=explicit)
+            self._engine_owns_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
                 with ranks.collective_section("looks for room"):
-                    self._look_for_room(engine.plan, watcher)
+                    self._check_free_space(engine.plan, watcher)
             except BaseException:
                 engine.close()
                 raise
@@ -247,11 +247,11 @@ class Run:
         engine.register_state("last_step", last_step)
         try:
             session = self.state.claim(engine) if prepared.engine.durable else None
-            source = self._go_on(engine, reel, prepared)
+            source = self._load_state(engine, reel, prepared)
             if session is not None and not engine.resumed:
                 engine.register_state("session", session)  # after loading: no checkpoint has it
         except BaseException:
-            if self._begins:
+            if self._is_new:
                 directory.forget()
             raise
         if source:
@@ -275,14 +275,14 @@ class Run:
         if keeps_best is None:
             keeps_best = training.early_stop is not None
         keep_best = partial(self._export, path=directory.best) if keeps_best else None
-        with self._metrics(done, engine.device) as metrics:
+        with self._open_metrics(done, engine.device) as metrics:
             for note in metrics.notes:
                 watcher.note(note)
             if self.resume == AUTO:
                 metrics.catch_up(last_step)
             loop = Loop(
                 prepared, engine, reel, compute, metrics, last_step, directory.checkpoints,
-                watcher, best, self._remember_saved, keep_best,
+                watcher, best, self._record_saved, keep_best,
             )  # fmt: skip
             if not loop.ended:
                 directory.remember(complete=False)
@@ -294,12 +294,12 @@ class Run:
     def _export(self, engine: Engine, path: Path) -> Path:
         """Write the weights in transformers' format to `path`, and return it."""
         assert self.prepared is not None
-        wanted = self.config.training.export
-        dtype = None if wanted in ("auto", "none") else wanted
+        precision = self.config.training.export
+        dtype = None if precision in ("auto", "none") else precision
         save_pretrained(engine, path, tokenizer=self.prepared.tokenizer, dtype=dtype)
         return path
 
-    def _look_for_room(self, plan: Plan, watcher: TrainCallback) -> None:
+    def _check_free_space(self, plan: Plan, watcher: TrainCallback) -> None:
         """Warn if `keep_last` + 1 checkpoints do not fit; refuse to begin if one does not.
 
         State on disk is already allocated. Raises `DoesNotFitError`.
@@ -310,27 +310,27 @@ class Run:
         )
         if state_only or self.ranks.rank:
             return
-        each = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
+        nbytes = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
         free, count = free_bytes(path), training.keep_last + 1
-        what = (
-            f"{path}: a checkpoint takes {format_size(each)}, and {format_size(free)} are free "
+        summary = (
+            f"{path}: a checkpoint takes {format_size(nbytes)}, and {format_size(free)} are free "
             "there"
         )
-        if self._begins and free < each:
+        if self._is_new and free < nbytes:
             raise DoesNotFitError(
-                what,
-                because=f"{format_size(each - free)} are missing, and without one nothing can go "
+                summary,
+                because=f"{format_size(nbytes - free)} are missing, and without one nothing can go "
                 "on from where it stopped",
                 remedy="run_dir=... on another drive, or room there; with engine.nvme_path also "
                 "engine.durable=true: the state on disk is the checkpoint",
             )
-        if self._begins and free < count * each:
+        if self._is_new and free < count * nbytes:
             watcher.note(
-                f"{what}: there are {count} while one is written (training.keep_last: "
+                f"{summary}: there are {count} while one is written (training.keep_last: "
                 f"{training.keep_last}); those that do not fit are reported, and tried again"
             )
 
-    def _metrics(self, done: int, device: torch.device) -> Metrics:
+    def _open_metrics(self, done: int, device: torch.device) -> Metrics:
         """Open the metrics after `done` steps; only rank 0 writes them."""
         ranks, directory = self.ranks, self.directory
         metrics: Metrics | None = None
@@ -370,7 +370,7 @@ class Run:
         if loop.unsaved is not None:
             loop.save_last()  # the cause may have been removed during the export
         if loop.unsaved is not None and not prepared.engine.durable:
-            raise _not_saved(loop, loop.unsaved, model)
+            raise _not_saved_error(loop, loop.unsaved, model)
         if not stopped:
             if not directory.is_complete:
                 record_sample(loop)
@@ -393,7 +393,7 @@ class Run:
             stopped_by=loop.stopped_by if stopped else 0,
         )
 
-    def _remember_saved(self) -> None:
+    def _record_saved(self) -> None:
         """Record that a checkpoint was complete; a start without one is refused from now on."""
         with suppress(InfinityError):  # retried with the next checkpoint
             self.directory.remember(saved=True)
@@ -407,10 +407,10 @@ class Run:
 
     # --- resuming --------------------------------------------------------------------------------
 
-    def _go_on(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
+    def _load_state(self, engine: Engine, reel: BatchIterator, prepared: Prepared) -> str:
         """Load the saved state and return a description of it; empty for a new run."""
         if self.checkpoint is not None:
-            self._load(engine, self.checkpoint, reel, prepared)
+            self._load_named(engine, self.checkpoint, reel, prepared)
             with self.ranks.collective_section("remembers where it came from"):
                 self.directory.remember(origin=str(self.checkpoint))
                 if self.checkpoint.parent == self.directory.checkpoints:
@@ -421,34 +421,34 @@ class Run:
             return ""
         if self.state.left is not None:
             engine.load_checkpoint(self.state.left)
-        goes_on = engine.resumed or self.state.left is not None
+        has_state = engine.resumed or self.state.left is not None
         with self.ranks.collective_section("looks for a checkpoint"):
-            found = self.last_checkpoint()
-            if found is None and not goes_on:
-                found = self._unnamed_checkpoint()
-            if found is not None:
-                self._remember_saved()
+            last = self.last_checkpoint()
+            if last is None and not has_state:
+                last = self._unnamed_checkpoint()
+            if last is not None:
+                self._record_saved()
         done = reel.taken // prepared.windows_per_step
-        if found is not None and _step_of(found.name) > done:
-            engine.load_checkpoint(found.parent, found.name)
-            return str(found)
+        if last is not None and _step_of(last.name) > done:
+            engine.load_checkpoint(last.parent, last.name)
+            return str(last)
         origin = self.directory.record.get("origin")
-        if origin and found is None and not goes_on:  # a start from a checkpoint that saved none
-            self._load(engine, Path(origin), reel, prepared)
+        if origin and last is None and not has_state:  # a start from a checkpoint that saved none
+            self._load_named(engine, Path(origin), reel, prepared)
             return str(origin)
-        return f"the committed step {done}" if goes_on else ""
+        return f"the committed step {done}" if has_state else ""
 
-    def _load(
+    def _load_named(
         self, engine: Engine, checkpoint: Path, reel: BatchIterator, prepared: Prepared
     ) -> None:
         """Load a named checkpoint; raise `ConfigError` if its settings differ."""
-        here = _hypers(engine)
+        configured = _hyperparameters(engine)
         client_state = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
-        there = _hypers(engine)
+        loaded = _hyperparameters(engine)
         changed = [
-            f"{name} is {there[name]!r} there, and {value!r} here"
-            for name, value in here.items()
-            if there.get(name, value) != value
+            f"{name} is {loaded[name]!r} there, and {value!r} here"
+            for name, value in configured.items()
+            if loaded.get(name, value) != value
         ]
         step = reel.taken // prepared.windows_per_step
         if client_state.get("step", step) != step:
@@ -474,9 +474,11 @@ class Run:
         complete = checkpoints(root) if root.is_dir() else []
         if not directory.record.get("saved", num_recorded > 0) and not directory.is_complete:
             return root / complete[0].tag if complete else None
-        what = f"{root} has no checkpoint" if not complete else f"{root / LATEST_NAME} is missing"
+        problem = (
+            f"{root} has no checkpoint" if not complete else f"{root / LATEST_NAME} is missing"
+        )
         raise CheckpointError(
-            f"{what}, but {num_recorded} steps were done in {directory.path}",
+            f"{problem}, but {num_recorded} steps were done in {directory.path}",
             because="it was moved or removed, or is not mounted",
             remedy=f"--resume {root / complete[0].tag}"
             if complete
@@ -493,7 +495,7 @@ class Run:
     def close(self) -> None:
         """Close files, unlock the directory, and close `ranks`; idempotent."""
         self.directory.close()
-        if not self._shares_ranks:
+        if not self._engine_owns_ranks:
             self.ranks.close()
 
     def __enter__(self) -> Self:
@@ -504,7 +506,7 @@ class Run:
 
 
 @contextmanager
-def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress | None]:
+def _rank_0_first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress | None]:
     """Context whose body rank 0 runs first, and the other ranks afterwards, with its results.
 
     Yields the progress callback. On rank 0 it also synchronizes with the waiting ranks, before
@@ -516,7 +518,7 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
         nonlocal reported_s
         if progress is not None:
             progress(done_bytes, total_bytes, what)
-        if time.monotonic() - reported_s > _WAITS_S:
+        if time.monotonic() - reported_s > _SIGNAL_INTERVAL_S:
             ranks.synchronize(doing, 1)
             reported_s = time.monotonic()
 
@@ -527,7 +529,7 @@ def _first(ranks: DistContext, progress: Progress | None) -> Iterator[Progress |
         ranks.synchronize(doing, 0)
 
 
-def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
+def _not_saved_error(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
     """Return the error of a run whose last state could not be saved."""
     kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
     return kind(
@@ -539,19 +541,19 @@ def _not_saved(loop: Loop, error: InfinityError, model: Path | None) -> Infinity
     )
 
 
-def _hypers(engine: Engine) -> dict[str, Any]:
+def _hyperparameters(engine: Engine) -> dict[str, Any]:
     """Return the hyperparameters of the optimizer's groups by name, without scheduled ones."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for number, group in enumerate(engine.optimizer.param_groups):
         for name, value in group.items():
-            scheduled = engine.lr_scheduler is not None and name in _SCHEDULED
+            scheduled = engine.lr_scheduler is not None and name in _SCHEDULED_KEYS
             if name == "initial_lr":
                 name = "lr"
             elif name in ("params", "param_names") or scheduled:
                 continue
-            plain = list(map(float, value)) if isinstance(value, list | tuple) else value
-            found[f"{name} of group {number}" if number else name] = plain
-    return found
+            plain_value = list(map(float, value)) if isinstance(value, list | tuple) else value
+            values[f"{name} of group {number}" if number else name] = plain_value
+    return values
 
 
 def _step_of(tag: str) -> int:
@@ -587,48 +589,50 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     """
     if removed := next((e for e in _causes(error) if isinstance(e, RemovedError)), None):
         return removed  # not a failure of the drive
-    found = _of_the_state(error, run)
-    if found is None:
+    state_failure = _state_failure(error, run)
+    if state_failure is None:
         return error
-    failure, drive = found
-    copies, given = [], []
+    failure, drive = state_failure
+    copies, overrides = [], []
     if _same_drive(run.directory.path, drive):
         copies.append(run.directory.path)
-        given.append(f"run_dir={OTHER / run.directory.path.name}")
+        overrides.append(f"run_dir={OTHER / run.directory.path.name}")
     checkpoint = latest(run.directory.checkpoints)
     recovery = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
-    update, durable = _committed(run), run.config.engine.durable
-    others = [path for path in run.config.engine.nvme_path if path != drive]
-    if durable and update is None:
-        others = []  # they hold stripes of the lost state
-    if update is not None:
+    last_update, durable = _last_committed_update(run), run.config.engine.durable
+    other_paths = [path for path in run.config.engine.nvme_path if path != drive]
+    if durable and last_update is None:
+        other_paths = []  # they hold stripes of the lost state
+    if last_update is not None:
         state = drive / run.state.name
         copies.append(state)
-        instead = "no checkpoint is there to go on from instead"
+        alternative = "no checkpoint is there to go on from instead"
         if checkpoint is not None:
-            again = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
-            instead = f"if it cannot be copied, `{shlex.join(again)}` goes on from that checkpoint"
-        recovery = f"the commit of update {update} in {state} is whole; {instead}"
-    paths = ",".join(map(str, [OTHER, *others]))
-    given.append(f"engine.nvme_path={f'[{paths}]' if others else paths}")
-    steps = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
+            restart = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
+            alternative = (
+                f"if it cannot be copied, `{shlex.join(restart)}` goes on from that checkpoint"
+            )
+        recovery = f"the commit of update {last_update} in {state} is whole; {alternative}"
+    paths = ",".join(map(str, [OTHER, *other_paths]))
+    overrides.append(f"engine.nvme_path={f'[{paths}]' if other_paths else paths}")
+    commands = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
     # With durable steps, auto refuses to resume without the state.
-    resume = str(checkpoint) if durable and update is None and checkpoint else "auto"
-    steps.append([*command, *given, "--resume", resume])
-    stay = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
+    resume = str(checkpoint) if durable and last_update is None and checkpoint else "auto"
+    commands.append([*command, *overrides, "--resume", resume])
+    local_remedy = f"; or, to stay: {failure.remedy}" if failure.remedy else ""
     return MachineError(
         f"the drive of {drive}, which holds the state of this run, fails: {failure.what}",
         because="; ".join(part for part in (failure.because, recovery) if part),
-        remedy=" && ".join(map(shlex.join, steps))
-        + f"  (with a directory of yours for {OTHER}){stay}",
+        remedy=" && ".join(map(shlex.join, commands))
+        + f"  (with a directory of yours for {OTHER}){local_remedy}",
     )
 
 
-def _of_the_state(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
+def _state_failure(error: BaseException, run: Run) -> tuple[MachineError, Path] | None:
     """Return the cause of `error` that names a file of the state, and its nvme_path."""
     for cause in _causes(error):
-        moved = isinstance(cause, TransferError)
-        if isinstance(cause, MachineError) and (moved or run.trains):
+        is_transfer = isinstance(cause, TransferError)
+        if isinstance(cause, MachineError) and (is_transfer or run.trains):
             text = cause.path if isinstance(cause, TransferError) else cause.what
             for path in run.config.engine.nvme_path:
                 if f"{path}/" in text and f"{run.directory.path}/" not in text:
@@ -643,7 +647,7 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
         error = error.__cause__
 
 
-def _committed(run: Run) -> int | None:
+def _last_committed_update(run: Run) -> int | None:
     """Return the number of the last committed update; None if none can be read."""
     states = [path / run.state.name for path in run.config.engine.nvme_path]
     steps = []
@@ -656,8 +660,8 @@ def _committed(run: Run) -> int | None:
     return min(steps, default=None)  # some ranks may have prepared one more
 
 
-def _same_drive(one: Path, other: Path) -> bool:
+def _same_drive(first: Path, second: Path) -> bool:
     try:
-        return os.stat(one).st_dev == os.stat(other).st_dev
+        return os.stat(first).st_dev == os.stat(second).st_dev
     except OSError:
         return False

@@ -39,9 +39,9 @@ def _generate(engine: Engine, prepared: Prepared, prompt: str) -> str:
     assert prepared.tokenizer is not None
     wrapped, facts = prepared.tokenizer.wrapped, prepared.facts
     is_chat = prepared.train.corpus.marked and bool(wrapped.chat_template)
-    most = facts.context or prepared.length + TOKENS
-    count = min(TOKENS, most // 2)
-    ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - most :]
+    context = facts.context or prepared.length + TOKENS
+    count = min(TOKENS, context // 2)
+    ids = prepared.tokenizer.encode_prompt(prompt, is_chat=is_chat)[:, count - context :]
     ids = ids.to(engine.device)
     module: Any = engine.module  # peft's `generate` takes inputs by keyword only
     settings = transformers().GenerationConfig(
@@ -55,10 +55,10 @@ def _generate(engine: Engine, prepared: Prepared, prompt: str) -> str:
     try:
         with fork_rng([engine.device]):
             torch.manual_seed(prepared.engine.seed or 0)
-            found = module.generate(
+            output = module.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), generation_config=settings
             )
     finally:
         engine.train()
-    text: str = wrapped.decode(found[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
+    text: str = wrapped.decode(output[0, ids.shape[1] :].tolist(), skip_special_tokens=True)
     return text

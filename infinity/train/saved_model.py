@@ -106,12 +106,12 @@ def describe(source: str | Path) -> SavedModel:
             files = (CONFIG_NAME, GENERATION_CONFIG_NAME)
             take_generation_config(base, find_directory(pretrained, wanted=files))
             base.config.name_or_path = pretrained
-        chat = "data.packing" in record.get("decides", {})
-        return SavedModel(str(path), base, tokenizer, run, chat)
-    if (over := _base_of_adapters(path)) is not None:
-        base_model = describe(over)
-        found = _tokenizer_in(path) or base_model.tokenizer
-        return replace(base_model, name=str(source), tokenizer=found)
+        is_chat = "data.packing" in record.get("decides", {})
+        return SavedModel(str(path), base, tokenizer, run, is_chat)
+    if (adapted_base := _base_of_adapters(path)) is not None:
+        base_model = describe(adapted_base)
+        tokenizer = _tokenizer_in(path) or base_model.tokenizer
+        return replace(base_model, name=str(source), tokenizer=tokenizer)
     directory = find_directory(
         source, wanted=(CONFIG_NAME, GENERATION_CONFIG_NAME, *TOKENIZER_FILES)
     )
@@ -173,12 +173,12 @@ def find_description(directory: Path, state: Path) -> Path | None:
     """
     for start in (directory.expanduser().absolute(), state):
         for path in (start, *start.parents[:2]):
-            if run_record(path) is not None or _is_of_transformers(path / CONFIG_NAME):
+            if run_record(path) is not None or _is_transformers_config(path / CONFIG_NAME):
                 return path
     return None
 
 
-def _is_of_transformers(file: Path) -> bool:
+def _is_transformers_config(file: Path) -> bool:
     """Return True if a config.json is that of a transformers model."""
     try:
         return "model_type" in json.loads(file.read_text(encoding="utf-8"))
@@ -241,7 +241,7 @@ def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Mo
     config, run = model.base.config, model.run
     attention = None if run is None else run.model.attention
     tensors = as_saved(model.base, _base_tensors(model, reader, None, merge=False))
-    made = fill_model(
+    loaded = fill_model(
         type(model.base),
         config,
         {t.name: LazyTensor(t.shape, t.dtype, t.read) for t in tensors},
@@ -249,14 +249,14 @@ def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Mo
         {} if attention is None else {"attn_implementation": attention},
         str(reader.directory),
     )
-    made.generation_config = model.base.generation_config
+    loaded.generation_config = model.base.generation_config
     if model.adapter is not None:
-        made = adapted(made, model.adapter)
+        loaded = adapted(loaded, model.adapter)
         with torch.no_grad():
-            for name, parameter in made.named_parameters():
+            for name, parameter in loaded.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(reader.master(name))
-    frozen: nn.Module = made.requires_grad_(False).eval()
+    frozen: nn.Module = loaded.requires_grad_(False).eval()
     return frozen
 
 
@@ -267,16 +267,16 @@ def engine_config(model: SavedModel, **changes: Any) -> Config:
         model: Model whose run, if any, determines placement and format of the weights.
         **changes: Keys of the configuration and values that take precedence.
     """
-    given: dict[str, Any]
+    keys: dict[str, Any]
     stored = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}.get(model.base.config.dtype)
     if model.run is None:
-        given = {"precision": stored or "bf16"}
+        keys = {"precision": stored or "bf16"}
     else:
         engine = model.run.engine_for("auto")
-        kept = {"nvme_path", "precision", "frozen", "budget", "io", "cpu", "prefetch_units"}
-        given = engine.model_dump(exclude_unset=True, include=kept)
-        given["placement"] = {"weights": engine.placement.weights}
-    return Config.model_validate(given | changes)
+        included = {"nvme_path", "precision", "frozen", "budget", "io", "cpu", "prefetch_units"}
+        keys = engine.model_dump(exclude_unset=True, include=included)
+        keys["placement"] = {"weights": engine.placement.weights}
+    return Config.model_validate(keys | changes)
 
 
 def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -289,17 +289,20 @@ def _tied_names(module: nn.Module) -> dict[str, tuple[str, ...]]:
 
 def _check_names(model: SavedModel, reader: StateReader) -> None:
     """Raise `ConfigError` if the state belongs to another model."""
-    there = {record.name: record.shape for record in reader.manifest.parameters}
+    stored_shapes = {record.name: record.shape for record in reader.manifest.parameters}
     tied = _tied_names(model.module)
-    problems = [f"{name} is not one of the model's" for name in there if name not in tied]
+    problems = [f"{name} is not one of the model's" for name in stored_shapes if name not in tied]
     for name, parameter in model.module.named_parameters():
-        held, shape = [other for other in tied[name] if other in there], tuple(parameter.shape)
-        if not held:
+        shape = tuple(parameter.shape)
+        stored_names = [alias for alias in tied[name] if alias in stored_shapes]
+        if not stored_names:
             problems.append(f"it has no {name}")
-        elif len(held) > 1:
-            problems.append(f"{' and '.join(held)} are one tensor in the model")
-        elif there[held[0]] != shape:
-            problems.append(f"{held[0]} has shape {there[held[0]]}, the model's {shape}")
+        elif len(stored_names) > 1:
+            problems.append(f"{' and '.join(stored_names)} are one tensor in the model")
+        elif stored_shapes[stored_names[0]] != shape:
+            problems.append(
+                f"{stored_names[0]} has shape {stored_shapes[stored_names[0]]}, the model's {shape}"
+            )
     if problems:
         raise ConfigError(
             f"{reader.directory} holds another model than {model.name} describes: "
@@ -330,34 +333,34 @@ def _base_tensors(
 ) -> list[Outgoing]:
     """Return the tensors of the base under its names; with `merge`, add the adapters."""
     tied, layers = _tied_names(model.module), _adapted_layers(model)
-    adapted_by = {_adapted_name(path, layer): path for path, layer in layers.items()}
-    found = []
+    adapted_by = {_adapted_parameter_name(path, layer): path for path, layer in layers.items()}
+    tensors = []
     for tensor in reader.outgoing(dtype):
         names = tied.get(tensor.name, (tensor.name,))  # a buffer has one name
-        there = [n for name in names if (n := _base_name(name, layers)) is not None]
-        if not there:
+        base_names = [n for name in names if (n := _base_name(name, layers)) is not None]
+        if not base_names:
             continue
-        read, changed = tensor.read, [n for n in there if n in adapted_by]
+        read, changed = tensor.read, [n for n in base_names if n in adapted_by]
         if merge and changed:
-            if len(there) > 1:
+            if len(base_names) > 1:
                 raise ConfigError(
                     f"the adapters of {changed[0].removesuffix('.weight')} cannot be merged",
-                    because=f"{' and '.join(there)} are one tensor, and all would change",
+                    because=f"{' and '.join(base_names)} are one tensor, and all would change",
                     remedy="leave out --merge: adapters are written by themselves",
                 )
             path = adapted_by[changed[0]]
-            read = partial(_merged, layers[path], path, tensor.dtype, reader)
-        found.append(replace(tensor, name=name_of_tied(model.base, tuple(there)), read=read))
-    return found
+            read = partial(_merged_weight, layers[path], path, tensor.dtype, reader)
+        tensors.append(replace(tensor, name=name_of_tied(model.base, tuple(base_names)), read=read))
+    return tensors
 
 
 def _adapted_layers(model: SavedModel) -> dict[str, Any]:
     """Return peft's layers by name; those that adapt parameters may be nested."""
     if model.adapter is None:
         return {}
-    kind = package("peft.tuners.tuners_utils").BaseTunerLayer
+    layer_type = package("peft.tuners.tuners_utils").BaseTunerLayer
     modules = model.module.get_base_model().named_modules()
-    return {name: module for name, module in modules if isinstance(module, kind)}
+    return {name: module for name, module in modules if isinstance(module, layer_type)}
 
 
 def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
@@ -367,30 +370,30 @@ def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
     parts = name.removeprefix(_PEFT_PREFIX).split(".")
     for count in range(len(parts) - 1, 0, -1):
         if ".".join(parts[:count]) in layers:  # the innermost peft layer around the tensor
-            return _without_layers(parts) if parts[count] == _BASE_LAYER else None
+            return _without_base_layers(parts) if parts[count] == _BASE_LAYER else None
     return ".".join(parts)
 
 
-def _without_layers(parts: Sequence[str]) -> str:
+def _without_base_layers(parts: Sequence[str]) -> str:
     """Return a name without peft's `base_layer` components."""
     return ".".join(part for part in parts if part != _BASE_LAYER)
 
 
-def _adapted_name(path: str, layer: Any) -> str:
+def _adapted_parameter_name(path: str, layer: Any) -> str:
     """Return the base's name of the parameter that a peft layer adapts."""
-    return f"{_without_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
+    return f"{_without_base_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
-def _merged(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:
+def _merged_weight(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:
     """Return the weight of a layer with its adapters, merged in fp32 by peft."""
-    real = copy.deepcopy(layer).to_empty(device="cpu").float()
-    adapted = getattr(real, "parameter_name", "weight")
+    materialized = copy.deepcopy(layer).to_empty(device="cpu").float()
+    parameter_name = getattr(materialized, "parameter_name", "weight")
     with torch.no_grad():
-        for name, parameter in real.named_parameters():
+        for name, parameter in materialized.named_parameters():
             *parents, last = name.split(".")
             is_adapter = _BASE_LAYER not in parents
-            if is_adapter or (last == adapted and {*parents} == {_BASE_LAYER}):
+            if is_adapter or (last == parameter_name and {*parents} == {_BASE_LAYER}):
                 parameter.copy_(reader.master(f"{_PEFT_PREFIX}{path}.{name}"))
-        real.merge()
-    weight: Tensor = getattr(real.get_base_layer(), adapted).detach().to(dtype)
+        materialized.merge()
+    weight: Tensor = getattr(materialized.get_base_layer(), parameter_name).detach().to(dtype)
     return weight

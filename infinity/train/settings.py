@@ -35,7 +35,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
     return paths
 
 
-def _names(value: Any) -> Any:
+def _as_names(value: Any) -> Any:
     return (value,) if isinstance(value, str) else as_pair(value)
 
 
@@ -67,10 +67,10 @@ class ModelSection(Section):
     @model_validator(mode="after")
     def _one_source(self) -> Self:
         if (self.path is None) == (self.config is None):
-            both = "path and config are both given" if self.path else "neither path nor config"
+            problem = "path and config are both given" if self.path else "neither path nor config"
             fine_tune = f"model.config=null fine-tunes {self.path}; " if self.path else ""
             raise ValueError(
-                f"{both}; {fine_tune}path is a pretrained model to go on with, config a new one"
+                f"{problem}; {fine_tune}path is a pretrained model to go on with, config a new one"
             )
         return self
 
@@ -151,7 +151,7 @@ class TrainingSection(Section):
     """Number of checkpoints to retain."""
     sample: Text | None = None
     """Prompt that the model continues at the end, for report.html: 100 tokens, a forward each."""
-    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_names)] = ()
+    report_to: Annotated[tuple[Tracker, ...], BeforeValidator(_as_names)] = ()
     """Trackers of accelerate: tensorboard, wandb, mlflow, ..."""
     export: Literal["auto", "bf16", "fp16", "fp32", "none"] = "auto"
     """Precision of the model written at the end: "auto" is that of training; "none" writes none."""
@@ -176,12 +176,12 @@ class AdapterSection(Section):
     dropout: Number = Field(default=0.0, ge=0, lt=1)
     """Dropout before the matrices."""
     targets: Annotated[
-        tuple[Text, ...], BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...])
+        tuple[Text, ...], BeforeValidator(_as_names, json_schema_input_type=str | tuple[str, ...])
     ] = (ALL_LINEAR,)
     """Suffixes of names of the layers to adapt; all-linear: all linear layers but the head."""
     target_parameters: Annotated[
         tuple[Text, ...],
-        BeforeValidator(_names, json_schema_input_type=str | tuple[str, ...]),
+        BeforeValidator(_as_names, json_schema_input_type=str | tuple[str, ...]),
         Field(validate_default=True),
     ] = ()
     """Suffixes of names of parameters to adapt, such as stacks of experts:
@@ -218,27 +218,27 @@ class RunConfig(Section):
         `ConfigError` if the tokens of a step are no multiple of a micro-batch of windows of
         `length` tokens, or its micro-batches no multiple of `ranks`.
         """
-        wanted, engine = self.training.tokens_per_step, self.engine.with_chunked_logits()
+        tokens_per_step, engine = self.training.tokens_per_step, self.engine.with_chunked_logits()
         quantised = self.adapter is not None and self.adapter.type == "qlora"
         if quantised and "format" not in engine.frozen.model_fields_set:
             frozen = engine.frozen.model_copy(update={"format": FrozenFormat.NF4.value})
             engine = engine.model_copy(update={"frozen": frozen})
         count = engine.gradient_accumulation_steps
-        if wanted is not None and length != "auto":
+        if tokens_per_step is not None and length != "auto":
             try:
-                count = micro_batches(wanted, self.training.micro_batch, length)
+                count = micro_batches(tokens_per_step, self.training.micro_batch, length)
             except ValueError as error:
                 raise ConfigError(f"training.{error}") from None
         if count % ranks:
-            more = -(-count // ranks) * ranks
-            tokens = "" if length == "auto" else more * self.training.micro_batch * length
+            next_count = -(-count // ranks) * ranks
+            tokens = "" if length == "auto" else next_count * self.training.micro_batch * length
             raise ConfigError(
                 f"a step of {count} micro-batches cannot be shared out to {ranks} ranks",
                 because="a run has the same steps on any number of ranks",
                 remedy=f"training.tokens_per_step={tokens}"
-                if wanted is not None and tokens
-                else f"engine.gradient_accumulation_steps={more}, those of all ranks together; "
-                "with a smaller training.micro_batch a step keeps its size",
+                if tokens_per_step is not None and tokens
+                else f"engine.gradient_accumulation_steps={next_count}, those of all ranks "
+                "together; with a smaller training.micro_batch a step keeps its size",
             )
         if count == engine.gradient_accumulation_steps * ranks:
             return engine
@@ -265,26 +265,26 @@ class RunConfig(Section):
 
     @field_validator("training")
     @classmethod
-    def _fits_the_data(cls, value: TrainingSection, info: Any) -> TrainingSection:
-        data, wanted = info.data.get("data"), value.tokens_per_step
+    def _is_consistent_with_data(cls, value: TrainingSection, info: Any) -> TrainingSection:
+        data, tokens_per_step = info.data.get("data"), value.tokens_per_step
         if data is not None and not (data.evaluate or data.held_out):
             for name in ("early_stop", "keep_best"):
                 if getattr(value, name):
                     raise ValueError(f"{name} needs data.evaluate: FILES or data.held_out: 0.05")
         if value.early_stop and not value.evaluate_every:
             raise ValueError("early_stop needs evaluate_every: 50, say; 0 is at the end only")
-        if wanted is not None and data is not None and data.sequence_length != "auto":
-            micro_batches(wanted, value.micro_batch, data.sequence_length)
+        if tokens_per_step is not None and data is not None and data.sequence_length != "auto":
+            micro_batches(tokens_per_step, value.micro_batch, data.sequence_length)
         return value
 
     @field_validator("engine")
     @classmethod
-    def _leaves_ours_alone(cls, value: Config, info: Any) -> Config:
+    def _has_no_reserved_keys(cls, value: Config, info: Any) -> Config:
         if "resume" in value.model_fields_set:
             raise ValueError("resume is not for a run; type infinity train ... --resume auto")
         training = info.data.get("training")
-        wanted = None if training is None else training.tokens_per_step
-        if wanted is not None and "gradient_accumulation_steps" in value.model_fields_set:
+        tokens_per_step = None if training is None else training.tokens_per_step
+        if tokens_per_step is not None and "gradient_accumulation_steps" in value.model_fields_set:
             raise ValueError(
                 "gradient_accumulation_steps is given, and training.tokens_per_step as well; "
                 "leave one of them out"
@@ -304,7 +304,7 @@ def micro_batches(tokens_per_step: int, micro_batch: int, sequence_length: int) 
     return count
 
 
-_OF_DEEPSPEED = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
+_DEEPSPEED_KEYS = {"zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu"}
 
 
 def is_run_config(raw: Mapping[str, Any]) -> bool:
@@ -333,7 +333,7 @@ def load_run_config(
             because="it has no model and no data",
             remedy="`infinity init` writes one to start from; yours goes into its section engine",
         )
-    if is_other and _OF_DEEPSPEED & merged.keys():
+    if is_other and _DEEPSPEED_KEYS & merged.keys():
         raise ConfigError(
             f"{where} is a configuration of DeepSpeed, not of a run",
             because="it has no model and no data",
@@ -351,15 +351,15 @@ def as_yaml(config: RunConfig, derived: Mapping[str, Any], heading: str) -> str:
 
     `derived` are values, by dotted name, that the run has chosen for those not given.
     """
-    found = dict(entries(config, ""))
+    settings = dict(entries(config, ""))
     for name, value in derived.items():
-        entry = found.get(name, {"origin": "default"})
+        entry = settings.get(name, {"origin": "default"})
         if entry["origin"] == "default" or entry["value"] == "auto":
-            found[name] = {"value": value, "origin": "derived"}
+            settings[name] = {"value": value, "origin": "derived"}
     given = config.model_dump(mode="json", exclude_unset=True)
     lines = [f"# {line}".rstrip() for line in heading.splitlines()]
     lines += ["", yaml.safe_dump(given, sort_keys=False, allow_unicode=True)]
-    for name, entry in found.items():
+    for name, entry in settings.items():
         if entry["origin"] != "given":
             lines.append(f"# {name}: {json.dumps(entry['value'])}  # {entry['origin']}")
     return "\n".join(lines) + "\n"

@@ -33,7 +33,7 @@ _FORMATS = {  # by file extension
     ".txt": "text", ".text": "text", ".md": "text", ".jsonl": "jsonl", ".ndjson": "jsonl",
     ".npy": "tokens", ".bin": "tokens", ".parquet": "parquet",
 }  # fmt: skip
-_PIECE = 1 << 20  # characters of a text that are read at once
+_PIECE_CHARACTERS = 1 << 20  # characters of a text that are read at once
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,21 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
 
     Raises one `ConfigError` that lists every pattern without a match.
     """
-    found: dict[str, TextSource] = {}
+    sources: dict[str, TextSource] = {}
     problems = []
     for pattern in patterns:
         if pattern.startswith(HUB):
-            found.setdefault(pattern, TextSource(pattern, "hub"))
+            sources.setdefault(pattern, TextSource(pattern, "hub"))
             continue
         try:
-            files, why_none = _named_files(pattern, form)
+            files, why_none = _matching_files(pattern, form)
             for file in files:
                 # A .json given by name has rows; directories are not searched for .json.
-                fallback = "jsonl" if _ending(file) == ".json" else "text"
-                kind = _FORMATS.get(_ending(file), fallback) if form == "auto" else form
+                fallback = "jsonl" if _extension(file) == ".json" else "text"
+                kind = _FORMATS.get(_extension(file), fallback) if form == "auto" else form
                 facts = file.stat()
                 source = TextSource(str(file), kind, facts.st_size, facts.st_mtime_ns)
-                found.setdefault(source.path, source)
+                sources.setdefault(source.path, source)
             problems += [] if files else [f"{pattern}: {why_none}"]
         except OSError as error:
             problems.append(f"{error.filename or pattern}: {error.strerror}")
@@ -80,10 +80,10 @@ def find_sources(key: str, patterns: Sequence[str], form: str) -> list[TextSourc
             f"{key}: {listed(problems, 4, '; ')}",
             remedy="give files, directories, or patterns such as 'texts/**/*.jsonl'",
         )
-    return list(found.values())
+    return list(sources.values())
 
 
-def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
+def _matching_files(pattern: str, form: str) -> tuple[list[Path], str]:
     """Return the files that a pattern matches, and the message if there is none."""
     path = Path(pattern)
     if path.is_dir():
@@ -92,7 +92,7 @@ def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
         paths = [
             p
             for p in sorted(path.rglob("*"))
-            if _ending(p) in known and not any(map(p.is_relative_to, runs))
+            if _extension(p) in known and not any(map(p.is_relative_to, runs))
         ]
         why_none = f"no file in this directory ends in {', '.join(known)}"
     elif path.exists():
@@ -103,7 +103,7 @@ def _named_files(pattern: str, form: str) -> tuple[list[Path], str]:
     return [p.absolute() for p in paths if p.is_file()], why_none
 
 
-def _ending(path: Path) -> str:
+def _extension(path: Path) -> str:
     """Return the extension in lower case; for "a.jsonl.gz" that is ".jsonl"."""
     return Path(path.stem if path.suffix.lower() == ".gz" else path.name).suffix.lower()
 
@@ -123,7 +123,7 @@ def read_texts(
     Raises `ConfigError` with file and line for text that is not UTF-8 or JSON, or without `field`.
     """
     if source.format == "text":
-        yield from _watched(
+        yield from _with_progress(
             source,
             advance,
             lambda data: _pieces([io.TextIOWrapper(data, "utf-8-sig", errors, newline="")]),
@@ -141,28 +141,30 @@ def read_rows(
     Arguments and errors are those of `read_texts`.
     """
     if source.format in ("parquet", "hub"):
-        yield from _rows(source)
+        yield from _dataset_rows(source)
         advance(source.size)
     else:
-        yield from _watched(source, advance, lambda data: _json_rows(source.path, data, errors))
+        yield from _with_progress(
+            source, advance, lambda data: _json_rows(source.path, data, errors)
+        )
 
 
-def _watched(
+def _with_progress(
     source: TextSource, advance: Callable[[int], None], read: Callable[[Any], Iterator[T]]
 ) -> Iterator[T]:
     """Yield from `read` of the file, decompressed if it is .gz, and call `advance`."""
     with open(source.path, "rb") as file:
-        packed = source.path.lower().endswith(".gz")
-        data: Any = gzip.GzipFile(fileobj=file) if packed else file
+        is_gzip = source.path.lower().endswith(".gz")
+        data: Any = gzip.GzipFile(fileobj=file) if is_gzip else file
         reported = 0
         try:
-            for found in read(data):
-                yield found
+            for value in read(data):
+                yield value
                 advance(file.tell() - reported)
                 reported = file.tell()
         except UnicodeDecodeError as error:
-            near = data.tell() - len(error.object) + error.start
-            raise _not_text(f"{source.path} is not UTF-8 near byte {near}") from None
+            position = data.tell() - len(error.object) + error.start
+            raise _not_text(f"{source.path} is not UTF-8 near byte {position}") from None
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
         advance(source.size - reported)
@@ -171,7 +173,7 @@ def _watched(
 def _pieces(documents: Iterable[IO[str]]) -> Iterator[str | None]:
     for document in documents:
         empty = True
-        while piece := document.read(_PIECE) + document.readline(_PIECE):
+        while piece := document.read(_PIECE_CHARACTERS) + document.readline(_PIECE_CHARACTERS):
             empty = False
             yield piece
         if not empty:
@@ -194,7 +196,7 @@ def _json_rows(path: str, lines: Iterable[bytes], errors: str) -> Iterator[tuple
             ) from None
 
 
-def _rows(source: TextSource) -> Iterator[tuple[str, Any]]:
+def _dataset_rows(source: TextSource) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) of a Parquet file or of a dataset of the Hub."""
     try:
         load = importlib.import_module("datasets").load_dataset
@@ -285,10 +287,10 @@ class Tokenizer:
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """Return the tokens of each text, without special tokens and truncation."""
         if self.fast is not None:
-            found = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
-            return [np.asarray(one.ids, dtype=np.uint32) for one in found]
+            encodings = self.fast.encode_batch_fast(list(texts), add_special_tokens=False)
+            return [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
         lists = [self.wrapped.encode(text, add_special_tokens=False) for text in texts]
-        return [np.asarray(one, dtype=np.uint32) for one in lists]
+        return [np.asarray(ids, dtype=np.uint32) for ids in lists]
 
     def encode_prompt(self, text: str, *, is_chat: bool) -> Tensor:
         """Return the tokens of a prompt, int64, shape (1, number of tokens).
@@ -313,17 +315,18 @@ class ByteTokenizer(Tokenizer):
     """Byte-level BPE without merges: a token is a byte of UTF-8; 256 ends a document."""
 
     def __init__(self) -> None:
-        kind = transformers().PreTrainedTokenizerFast
-        library = importlib.import_module("tokenizers")  # comes with transformers
-        characters = importlib.import_module("transformers.convert_slow_tokenizer")
-        vocabulary = {char: byte for byte, char in characters.bytes_to_unicode().items()}
-        made = library.Tokenizer(library.models.BPE(vocab=vocabulary, merges=[]))
-        level = library.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        made.pre_tokenizer, made.decoder = level, library.decoders.ByteLevel()
+        tokenizer_class = transformers().PreTrainedTokenizerFast
+        tokenizers = importlib.import_module("tokenizers")  # comes with transformers
+        converter = importlib.import_module("transformers.convert_slow_tokenizer")
+        vocabulary = {char: byte for byte, char in converter.bytes_to_unicode().items()}
+        backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+        byte_level = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer, backend.decoder = byte_level, tokenizers.decoders.ByteLevel()
         end = "<|endoftext|>"
-        made.add_special_tokens([library.AddedToken(end, special=True)])
+        backend.add_special_tokens([tokenizers.AddedToken(end, special=True)])
         super().__init__(
-            BYTES, kind(tokenizer_object=made, eos_token=end, bos_token=end, pad_token=end)
+            BYTES,
+            tokenizer_class(tokenizer_object=backend, eos_token=end, bos_token=end, pad_token=end),
         )
 
     def encode(self, texts: Sequence[str]) -> list[NDArray[Any]]:
@@ -349,10 +352,12 @@ def find_tokenizer(source: str) -> Tokenizer:
     because = "there is no such directory"
     if path.is_dir() or not (path.is_absolute() or source.startswith((".", "~"))):
         try:
-            folder = path if path.is_dir() else find_directory(source, wanted=TOKENIZER_FILES)
-            found = transformers().AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-            if len(found):
-                return Tokenizer(source, found)
+            directory = path if path.is_dir() else find_directory(source, wanted=TOKENIZER_FILES)
+            tokenizer = transformers().AutoTokenizer.from_pretrained(
+                directory, trust_remote_code=False
+            )
+            if len(tokenizer):
+                return Tokenizer(source, tokenizer)
             because = "it has no tokens"
         except (OSError, ValueError, KeyError, TypeError, ImportError, AttributeError) as error:
             because = first_lines(error)

@@ -22,17 +22,17 @@ _MODULES = {"tensorboard": ("torch.utils.tensorboard", "tensorboardX")}  # of ot
 def check_trackers(names: Sequence[str]) -> None:
     """Raise `MachineError` for a tracker whose package is not installed."""
     for name in names:
-        failed: ImportError | None = None
+        first_error: ImportError | None = None
         for module in _MODULES.get(name, (name,)):
             try:
                 importlib.import_module(module)
                 break
             except ImportError as error:
-                failed = failed or error
+                first_error = first_error or error
         else:
             raise MachineError(
                 f"training.report_to: {name} cannot be imported",
-                because=first_lines(failed) if failed else None,
+                because=first_lines(first_error) if first_error else None,
                 remedy=f"pip install {name.replace('_', '-')}; or leave it out: metrics.jsonl has "
                 "the same numbers",
             )
@@ -54,8 +54,8 @@ class Trackers:
         after: int = 0,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self._open: dict[str, Any] = {}
-        more: dict[str, dict[str, Any]] = {
+        self._trackers: dict[str, Any] = {}
+        options: dict[str, dict[str, Any]] = {
             "tensorboard": {"purge_step": after + 1 if after else None},
             "wandb": {"id": identity, "resume": "allow", "name": directory.name,
                       "dir": os.fspath(directory)},
@@ -63,43 +63,45 @@ class Trackers:
         }  # fmt: skip
         for name in names:
             try:
-                self._begin(name, directory, more.get(name, {}), dict(settings or {}))
+                self._start(name, directory, options.get(name, {}), dict(settings or {}))
             except Exception as error:
-                _report(name, "did not start", error, f"maybe: pip install {name}")
+                _warn(name, "did not start", error, f"maybe: pip install {name}")
 
-    def _begin(
-        self, name: str, directory: Path, more: dict[str, Any], settings: dict[str, Any]
+    def _start(
+        self, name: str, directory: Path, options: dict[str, Any], settings: dict[str, Any]
     ) -> None:
         tracking: Any = importlib.import_module("accelerate.tracking")
         importlib.import_module("accelerate").PartialState()  # required by its logger
-        kind = tracking.LOGGER_TYPE_TO_CLASS[name]
-        board = name == "tensorboard"  # its name is that of its directory
-        where = {"logging_dir": os.fspath(directory)} if kind.requires_logging_directory else {}
-        tracker = kind(name if board else PROJECT, **where, **more)
+        tracker_type = tracking.LOGGER_TYPE_TO_CLASS[name]
+        is_tensorboard = name == "tensorboard"  # its name is that of its directory
+        directories = (
+            {"logging_dir": os.fspath(directory)} if tracker_type.requires_logging_directory else {}
+        )
+        tracker = tracker_type(name if is_tensorboard else PROJECT, **directories, **options)
         if hasattr(tracker, "start"):  # in older releases the constructor does
             tracker.start()
-        self._open[name] = tracker
-        if not board:  # TensorBoard's would write them to another directory
+        self._trackers[name] = tracker
+        if not is_tensorboard:  # TensorBoard's would write them to another directory
             tracker.store_init_configuration(settings)
 
     def log(self, values: Mapping[str, Any], step: int) -> None:
         """Log the numbers of a step."""
-        self._each(lambda tracker: tracker.log(dict(values), step=step))
+        self._for_each(lambda tracker: tracker.log(dict(values), step=step))
 
     def close(self) -> None:
         """Flush and close the trackers; idempotent."""
-        self._each(lambda tracker: tracker.finish())
-        self._open.clear()
+        self._for_each(lambda tracker: tracker.finish())
+        self._trackers.clear()
 
-    def _each(self, call: Callable[[Any], object]) -> None:
-        for name, tracker in list(self._open.items()):
+    def _for_each(self, call: Callable[[Any], object]) -> None:
+        for name, tracker in list(self._trackers.items()):
             try:
                 call(tracker)
             except Exception as error:
-                del self._open[name]
-                _report(name, "failed", error, "it is not used any more")
+                del self._trackers[name]
+                _warn(name, "failed", error, "it is not used any more")
 
 
-def _report(name: str, what: str, error: Exception, then: str) -> None:
-    message = f"training.report_to: {name} {what} ({first_lines(error)}); {then}"
+def _warn(name: str, problem: str, error: Exception, consequence: str) -> None:
+    message = f"training.report_to: {name} {problem} ({first_lines(error)}); {consequence}"
     warnings.warn(f"{message}; metrics.jsonl has the numbers", InfinityWarning)

@@ -93,16 +93,15 @@ class Packed(Windows):
         """Return the window, int64, shape (3 or 2, length)."""
         tokens = np.zeros(self.length, np.int64)
         labels, positions = np.full_like(tokens, IGNORED), np.arange(self.length)
-        at = 0
+        offset = 0
         for document in self._packs[index]:
             count = int(self.documents.lengths[document])
             marked = self.corpus.read(int(self.documents.starts[document]), count)
-            tokens[at : at + count] = marked & TOKEN
-            found = np.where(marked & TRAINED, marked & TOKEN, IGNORED)
-            labels[at : at + count] = found
-            positions[at : at + count] = np.arange(count)
-            at += count
-        positions[at:] = np.arange(self.length - at)
+            tokens[offset : offset + count] = marked & TOKEN
+            labels[offset : offset + count] = np.where(marked & TRAINED, marked & TOKEN, IGNORED)
+            positions[offset : offset + count] = np.arange(count)
+            offset += count
+        positions[offset:] = np.arange(self.length - offset)
         rows = [tokens, labels, positions] if self._packing else [tokens, labels]
         return torch.from_numpy(np.stack(rows))
 
@@ -113,25 +112,25 @@ def pack(lengths: Ints, size: int) -> list[list[int]]:
     Best fit decreasing: at most 11/9 of the minimal number of windows, plus one (Johnson, 1974).
     """
     windows: list[list[int]] = []
-    with_room: dict[int, list[int]] = {}
-    rooms: list[int] = []  # the keys of `with_room`, sorted
+    windows_by_free: dict[int, list[int]] = {}
+    free_counts: list[int] = []  # keys of `windows_by_free`, sorted
     for document in np.argsort(-lengths, kind="stable"):
         count = int(lengths[document])
-        index = bisect_left(rooms, count)
-        if index == len(rooms):
-            window, room = len(windows), size
+        index = bisect_left(free_counts, count)
+        if index == len(free_counts):
+            window, free = len(windows), size
             windows.append([])
         else:
-            room = rooms[index]
-            window = with_room[room].pop()
-            if not with_room[room]:
-                del with_room[room], rooms[index]
+            free = free_counts[index]
+            window = windows_by_free[free].pop()
+            if not windows_by_free[free]:
+                del windows_by_free[free], free_counts[index]
         windows[window].append(int(document))
-        room -= count
-        if room:
-            if room not in with_room:
-                insort(rooms, room)
-            with_room.setdefault(room, []).append(window)
+        free -= count
+        if free:
+            if free not in windows_by_free:
+                insort(free_counts, free)
+            windows_by_free.setdefault(free, []).append(window)
     return sorted(sorted(window) for window in windows)
 
 
@@ -149,17 +148,17 @@ def documents_of(corpus: Corpus, length: int) -> Documents:
     lengths = np.minimum(full_lengths, length)
     # Number of tokens with a loss before each start and each end, in the order of offsets.
     offsets = np.stack([starts, starts + lengths], axis=1).ravel()
-    before, done, num_before = np.zeros_like(offsets), 0, 0
+    trained_before, done, num_trained = np.zeros_like(offsets), 0, 0
     for start in chunks:
         sums = np.concatenate([[0], np.cumsum((read(start) & TRAINED) != 0)])
         last = int(np.searchsorted(offsets, start + len(sums) - 1, side="right"))
-        before[done:last] = num_before + sums[offsets[done:last] - start]
-        done, num_before = last, num_before + int(sums[-1])
-    trained = before[1::2] - before[::2]
-    kept = trained > 0
+        trained_before[done:last] = num_trained + sums[offsets[done:last] - start]
+        done, num_trained = last, num_trained + int(sums[-1])
+    trained = trained_before[1::2] - trained_before[::2]
+    has_loss = trained > 0
     return Documents(
-        starts[kept], lengths[kept], trained[kept],
-        cut=int((full_lengths > length).sum()), untrained=int((~kept).sum()),
+        starts[has_loss], lengths[has_loss], trained[has_loss],
+        cut=int((full_lengths > length).sum()), untrained=int((~has_loss).sum()),
     )  # fmt: skip
 
 
@@ -170,21 +169,21 @@ def split(
 
     Conversations are split first; both sides are packed separately.
     """
-    found = documents_of(corpus, length) if corpus.marked else None
-    count = corpus.num_tokens // length if found is None else len(found.starts)
-    kept = int(count * held_out + 0.5)
+    documents = documents_of(corpus, length) if corpus.marked else None
+    count = corpus.num_tokens // length if documents is None else len(documents.starts)
+    num_held_out = int(count * held_out + 0.5)
     if held_out and count > 1:
-        kept = min(max(kept, 1), count - 1)
-    if found is None:
-        windows = Windows(corpus, length, 0, count - kept)
-        return windows, Windows(corpus, length, count - kept, count)
+        num_held_out = min(max(num_held_out, 1), count - 1)
+    if documents is None:
+        windows = Windows(corpus, length, 0, count - num_held_out)
+        return windows, Windows(corpus, length, count - num_held_out, count)
 
-    def packed(part: slice, found: Documents = found) -> Packed:
-        arrays = found.starts[part], found.lengths[part], found.trained[part]
-        documents = Documents(*arrays, found.cut, found.untrained)
-        return Packed(corpus, length, documents, packing)
+    def packed(part: slice, documents: Documents = documents) -> Packed:
+        arrays = documents.starts[part], documents.lengths[part], documents.trained[part]
+        selected = Documents(*arrays, documents.cut, documents.untrained)
+        return Packed(corpus, length, selected, packing)
 
-    return packed(slice(0, count - kept)), packed(slice(count - kept, count))
+    return packed(slice(0, count - num_held_out)), packed(slice(count - num_held_out, count))
 
 
 class BatchIterator:
@@ -221,8 +220,8 @@ class BatchIterator:
     def next(self) -> Tensor:
         """Return the next `micro_batch` windows of this rank, stacked."""
         first = self.taken + self._ranks.rank * self._micro_batch
-        picked = [self.window_at(first + i) for i in range(self._micro_batch)]
-        batch = torch.stack([self._windows.window(index) for index in picked])
+        indices = [self.window_at(first + i) for i in range(self._micro_batch)]
+        batch = torch.stack([self._windows.window(index) for index in indices])
         self.taken += self._micro_batch * self._ranks.count
         return batch
 
@@ -260,11 +259,11 @@ class BatchIterator:
 
         Raises `CheckpointError` if it belongs to other data, `ValueError` if it is invalid.
         """
-        for name, here in self._identity().items():
-            if state.get(name) != here:
+        for name, current in self._identity().items():
+            if state.get(name) != current:
                 raise CheckpointError(
                     f"the checkpoint was saved in training on other data: {name} was "
-                    f"{state.get(name)}, and is {here}",
+                    f"{state.get(name)}, and is {current}",
                     because="its position would mean nothing here",
                     remedy="go on with the files and settings of that run, or start a new one with "
                     "model.path=... its model/ directory",

@@ -268,10 +268,10 @@ def test_long_conversations_are_tokenised_few_at_a_time(
             return self.fast.encode_batch(texts, **more)
 
     maker.tokenizer.fast = Counts(maker.tokenizer.fast)
-    monkeypatch.setattr("infinity.train.conversations._CHARACTERS", 33)
+    monkeypatch.setattr("infinity.train.conversations._BATCH_CHARACTERS", 33)
     assert [found.tolist() for found in maker.encode(rows)] == expected
     assert calls == [2, 2, 2]
-    monkeypatch.setattr("infinity.train.conversations._LONGEST", 70)
+    monkeypatch.setattr("infinity.train.conversations._MAX_CHARACTERS", 70)
     with pytest.raises(ConfigError, match=r"line 70 is one conversation of 71 characters"):
         list(maker.encode(rows))
 

@@ -68,8 +68,8 @@ def test_documents_of_all_kinds_end_with_the_end(tmp_path: Path) -> None:
 
 def test_pieces_and_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Small pieces and batches, so that every boundary is crossed."""
-    monkeypatch.setattr(texts, "_PIECE", 50)
-    monkeypatch.setattr(data, "_BATCH", 120)
+    monkeypatch.setattr(texts, "_PIECE_CHARACTERS", 50)
+    monkeypatch.setattr(data, "_BATCH_CHARACTERS", 120)
     monkeypatch.setattr(data, "_CHUNK", 7)
     written = ["wörter " * 30, "o" * 333, "kurz\r\n" * 7, "ü" * 60]
     for index, text in enumerate(written):

@@ -68,11 +68,11 @@ class ReportPage:
     def chart(self, title: str, spec: Spec, note: str = "") -> None:
         """Add a figure with a chart; `spec` refers to its `data` by name, or in its layers."""
         name = f"chart{len(self.charts)}"
-        alone = {"width": "container", "height": HEIGHT}
-        alone["autosize"] = {"type": "fit-x", "contains": "padding"}
-        self.charts[name] = {**alone, **spec}
-        look = "chart low" if "height" in spec else "chart"
-        self._figure(title, f'<div class="{look}" id="{name}"></div>', note)
+        defaults = {"width": "container", "height": HEIGHT}
+        defaults["autosize"] = {"type": "fit-x", "contains": "padding"}
+        self.charts[name] = {**defaults, **spec}
+        css_class = "chart low" if "height" in spec else "chart"
+        self._figure(title, f'<div class="{css_class}" id="{name}"></div>', note)
 
     def table(self, title: str, rows: Iterable[tuple[str, str, str]], note: str = "") -> None:
         """Add a figure of rows: (number or name, label, remark)."""
@@ -121,13 +121,13 @@ def _library() -> str:
     if importlib.util.find_spec("vl_convert") is None:
         raise MachineError("the package vl-convert-python is not installed", remedy=remedy)
     script = "import sys, vl_convert as v; sys.stdout.buffer.write(v.javascript_bundle().encode())"
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, "-P", "-c", script], capture_output=True, encoding="utf-8", check=False
     )
-    if done.returncode:
-        why = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
+    if process.returncode:
+        why = process.stderr.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
         raise MachineError("vl-convert-python does not run", because=why[0], remedy=remedy)
-    return done.stdout.replace("</script", "<\\/script")
+    return process.stdout.replace("</script", "<\\/script")
 
 
 # --- parts of specifications ---------------------------------------------------------------------
@@ -154,11 +154,11 @@ def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
         "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True,
                    "encodings": ["x"]},
     }  # fmt: skip
-    shown = {"condition": {"param": name, "value": 0.6, "empty": False}, "value": 0}
+    opacity = {"condition": {"param": name, "value": 0.6, "empty": False}, "value": 0}
     return {
         "mark": {"type": "rule", "strokeWidth": 1},
         "params": [params],
-        "encoding": {"x": x, "opacity": shown, "tooltip": tooltips},
+        "encoding": {"x": x, "opacity": opacity, "tooltip": tooltips},
     }
 
 

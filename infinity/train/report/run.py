@@ -26,7 +26,7 @@ PAGE = "report.html"  # in the run's directory
 POINTS = 800  # most points of a curve; in longer runs a point is several steps
 BARS = 60  # most bars of a chart
 _GIB = 2**30
-_FREE = "no wait: compute, and the loop"
+_NO_WAIT = "no wait: compute, and the loop"
 _X: Spec = {
     "field": "step",
     "type": "quantitative",
@@ -64,15 +64,15 @@ class RunFacts:
 
     def all_of(self, *keys: str) -> list[Any]:
         """Return the finite values of a number, given by nested keys, over all steps."""
-        found = (_at(step, keys) for step in self.steps)
-        return [value for value in found if value is not None]
+        values = (_nested_number(step, keys) for step in self.steps)
+        return [value for value in values if value is not None]
 
 
 def read_run(path: Path) -> RunFacts:
     """Read a run directory; raise `ConfigError` if it holds no run, or `MachineError`."""
     lives: list[dict[str, Any]] = []
     events = ("step", "evaluation", "not saved", "sample")
-    found: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
+    records: dict[str, list[dict[str, Any]]] = {event: [] for event in events}
     metrics = path / "metrics.jsonl"
     try:
         for _, record in json_lines(metrics):
@@ -83,8 +83,8 @@ def read_run(path: Path) -> RunFacts:
                 lives.append(record)
             elif event == "ended" and lives:
                 lives[-1] = lives[-1] | {"ended": record}
-            elif isinstance(event, str) and event in found:
-                found[event].append(record)
+            elif isinstance(event, str) and event in records:
+                records[event].append(record)
         plan: Any = {}
         with suppress(FileNotFoundError, ValueError, RecursionError):
             plan = json.loads(read_small(path / "plan.json"))
@@ -93,12 +93,12 @@ def read_run(path: Path) -> RunFacts:
             config = read_small(path / "config.yaml").decode()
         facts = RunFacts(
             path,
-            found["step"],
-            found["evaluation"],
+            records["step"],
+            records["evaluation"],
             lives,
-            unsaved=len(found["not saved"]),
+            unsaved=len(records["not saved"]),
             plan=mapping(plan),
-            sample=next(reversed(found["sample"]), {}),
+            sample=next(reversed(records["sample"]), {}),
             config=config,
         )
         if not (facts.steps or facts.evaluations or lives):
@@ -140,22 +140,22 @@ def write_run_page(path: Path, out: Path | None = None) -> Path:
 def run_page(facts: RunFacts) -> ReportPage:
     """Return the page with all sections that the facts allow."""
     page = ReportPage(f"{facts.path.name}: {mapping(facts.plan.get('model')).get('name', 'a run')}")
-    for text, look in _state(facts):
+    for text, look in _status(facts):
         page.say(text, look)
     page.facts(_last_start(facts))
-    page.tiles(_facts(facts))
+    page.tiles(_key_figures(facts))
     page.datasets["steps"] = _curves(facts)
     page.datasets["evaluations"] = [
         {"step": e["step"], "loss": _number(e.get("loss"))} for e in facts.evaluations
     ]
     page.datasets["starts"] = [{"step": x["step"]} for x in facts.lives[1:]]
-    each = -(-len(facts.steps) // POINTS)
-    mean = f"each point is the mean of {each} steps" if each > 1 else ""
+    steps_per_point = -(-len(facts.steps) // POINTS)
+    mean = f"each point is the mean of {steps_per_point} steps" if steps_per_point > 1 else ""
     _losses(page, facts, mean)
     _rates(page, facts, mean)
     _memory(page, facts)
     _times(page, facts)
-    _faster(page, facts)
+    _remedies(page, facts)
     _wear(page, facts)
     if facts.sample:
         page.text(
@@ -172,7 +172,7 @@ def run_page(facts: RunFacts) -> ReportPage:
 # --- the head ------------------------------------------------------------------------------------
 
 
-def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
+def _status(facts: RunFacts) -> Iterable[tuple[str, str]]:
     """Yield (text, look) of how the run ended, and of problems and notes."""
     done = max((s["step"] for s in facts.steps), default=0)
     of = f" of {facts.num_steps:,}" if facts.num_steps else ""
@@ -210,20 +210,20 @@ def _state(facts: RunFacts) -> Iterable[tuple[str, str]]:
 
 def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
     """Yield (name, value) of the last start; older runs do not record all of them."""
-    life = facts.lives[-1] if facts.lives else {}
-    if command := life.get("command"):
+    start = facts.lives[-1] if facts.lives else {}
+    if command := start.get("command"):
         yield "command", str(command)
-    if time := life.get("time"):
-        ended = mapping(life.get("ended")).get("time")
+    if time := start.get("time"):
+        ended = mapping(start.get("ended")).get("time")
         took = "" if ended is None else f", for {format_duration(ended - time)}"
         yield "started", f"{datetime.fromtimestamp(time, UTC):%Y-%m-%d %H:%M} UTC{took}"
-    if machine := ", ".join(str(life[name]) for name in ("host", "device") if name in life):
+    if machine := ", ".join(str(start[name]) for name in ("host", "device") if name in start):
         yield "machine", machine
-    if versions := mapping(life.get("versions")):
+    if versions := mapping(start.get("versions")):
         yield "versions", ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _facts(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
+def _key_figures(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
     """Yield the tiles: (label, number, remark)."""
     losses, held_out = facts.all_of("loss"), _numbers(facts.evaluations, "loss")
     if losses:
@@ -248,7 +248,7 @@ def _facts(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
         yield "tokens", format_count(tokens[-1]), ""
     peaks = facts.all_of("memory", "peak")
     if peaks:
-        tier, budget = _computes(facts.plan)
+        tier, budget = _peak_memory(facts.plan)
         more = f"of {format_size(budget)}, the budget" if budget else ""
         yield f"peak of {tier}", format_size(max(peaks)), more
 
@@ -267,11 +267,11 @@ def model_flop_share(plan: Mapping[str, Any], tokens_per_s: float) -> tuple[floa
     if not rate or not flop:
         return None
     ranks = mapping(plan.get("ranks")).get("count", 1)
-    shared = machine.get("gpus", 1) if machine.get("unified") else 1
+    sharing_gpus = machine.get("gpus", 1) if machine.get("unified") else 1
     nominal = name in machine.get("nominal", ())
-    reaches = f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
-    basis = f"of {reaches}, {'nominal' if nominal else 'measured'}"
-    return flop * tokens_per_s / ranks / (rate / shared), basis
+    rate_text = f"{rate / 1e12:,.3g} TFLOP/s" if rate >= 1e12 else f"{rate / 1e9:,.3g} GFLOP/s"
+    basis = f"of {rate_text}, {'nominal' if nominal else 'measured'}"
+    return flop * tokens_per_s / ranks / (rate / sharing_gpus), basis
 
 
 # --- curves --------------------------------------------------------------------------------------
@@ -317,11 +317,11 @@ def _curve(
     y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
     line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
             "encoding": {"x": _X, "y": y}}  # fmt: skip
-    layers = [*_starts(page), line, *more, hover("at", _X, tip)]
+    layers = [*_start_marks(page), line, *more, hover("at", _X, tip)]
     page.chart(title, {"data": {"name": "steps"}, "layer": layers}, note)
 
 
-def _starts(page: ReportPage) -> list[Spec]:
+def _start_marks(page: ReportPage) -> list[Spec]:
     """Return the layer that marks resumed starts, if there are any."""
     if not page.datasets["starts"]:
         return []
@@ -332,7 +332,7 @@ def _starts(page: ReportPage) -> list[Spec]:
 def _losses(page: ReportPage, facts: RunFacts, mean: str) -> None:
     y = quantitative("loss", "nats a token", scale={"zero": False})
     layers: list[Spec] = [
-        *_starts(page),
+        *_start_marks(page),
         {"mark": {"type": "line", "strokeWidth": 1.5},
          "encoding": {"x": _X, "y": y, "color": {"datum": "training"}}},
     ]  # fmt: skip
@@ -366,7 +366,7 @@ def _rates(page: ReportPage, facts: RunFacts, mean: str) -> None:
 # --- memory --------------------------------------------------------------------------------------
 
 
-def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
+def _peak_memory(plan: Mapping[str, Any]) -> tuple[str, int | None]:
     """Return the name of the memory that `memory.peak` measures, and its budget."""
     unified = mapping(plan.get("machine")).get("unified", True)
     budget = mapping(mapping(plan.get("plan")).get("budget"))
@@ -375,8 +375,8 @@ def _computes(plan: Mapping[str, Any]) -> tuple[str, int | None]:
 
 def _memory(page: ReportPage, facts: RunFacts) -> None:
     """Add a chart of planned tiers with budgets and measured peaks, and one of peaks."""
-    planned, (computes, budget) = mapping(facts.plan.get("plan")), _computes(facts.plan)
-    unified = computes == "RAM"
+    planned, (memory_name, budget) = mapping(facts.plan.get("plan")), _peak_memory(facts.plan)
+    unified = memory_name == "RAM"
     peaks, process = facts.all_of("memory", "peak"), facts.all_of("memory", "process")
     highest = {"RAM": max(peaks if unified else process, default=None),
                "device": None if unified else max(peaks, default=None)}  # fmt: skip
@@ -401,7 +401,7 @@ def _memory(page: ReportPage, facts: RunFacts) -> None:
             "Memory of each tier",
             "bars: planned; lines: the budget, and the peak measured",
         )
-        page.chart(title, _tiers(len({bar["tier"] for bar in bars})), note)
+        page.chart(title, _tier_chart(len({bar["tier"] for bar in bars})), note)
     if peaks:
         note = "resident memory of the process" if unified else "the device's allocator"
         rules: list[Spec] = []
@@ -413,7 +413,7 @@ def _memory(page: ReportPage, facts: RunFacts) -> None:
                 [{"data": values, "mark": mark, "encoding": {"y": y}}],
                 f"{note}; dashed: its budget",
             )
-        title = f"Peak of {computes} in each step"
+        title = f"Peak of {memory_name} in each step"
         _curve(page, title, "peak", "GiB", ".3~f", note, *rules, zero=True)
 
 
@@ -423,25 +423,27 @@ _PURPOSES = {"process": "process", "weights": "weights", "state": "moments, resi
 
 def _planned_memory(plan: Mapping[str, Any], unified: bool) -> dict[str, dict[str, int]]:
     """Return bytes by tier and purpose, other purposes as buffers; empty tiers are omitted."""
-    found: dict[str, dict[str, int]] = {}
+    tiers: dict[str, dict[str, int]] = {}
     estimated = mapping(plan.get("activations"))
     memory = dict(mapping(mapping(plan.get("plan")).get("memory")))
     if memory:
         key = "host" if unified else estimated.get("tier", "device")
-        more = {"activations": estimated.get("total", 0)}
-        memory[key] = {**memory.get(key, {}), **more}
+        activations = {"activations": estimated.get("total", 0)}
+        memory[key] = {**memory.get(key, {}), **activations}
     for key, parts in memory.items():
         tier = "RAM" if key == "host" or (unified and key == "device") else key
         for purpose, nbytes in parts.items():
-            known = purpose == "activations"
-            what = "activations, estimated" if known else _PURPOSES.get(purpose, "buffers")
+            is_activations = purpose == "activations"
+            label = (
+                "activations, estimated" if is_activations else _PURPOSES.get(purpose, "buffers")
+            )
             if nbytes:
-                into = found.setdefault(tier, {})
-                into[what] = into.get(what, 0) + int(nbytes)
-    return found
+                purposes = tiers.setdefault(tier, {})
+                purposes[label] = purposes.get(label, 0) + int(nbytes)
+    return tiers
 
 
-def _tiers(count: int) -> Spec:
+def _tier_chart(count: int) -> Spec:
     step = max(70, 150 // count)  # pixels per tier
     axis = {"labelLimit": 90, "labelExpr": "split(datum.label, ', ')"}
     y = {"field": "tier", "type": "nominal", "title": None, "sort": None, "axis": axis}
@@ -454,11 +456,11 @@ def _tiers(count: int) -> Spec:
                      "tooltip": tip},
     }  # fmt: skip
     tip = tooltip(tier=("tier", ""), kind=("what", ""), size=("size", ""))
-    at = {"y": y, "x": x, "tooltip": tip}
+    encoding = {"y": y, "x": x, "tooltip": tip}
     lines = {
         "data": {"name": "marks"},
         "mark": {"type": "tick", "thickness": 2, "height": {"band": 0.7}},
-        "encoding": at,
+        "encoding": encoding,
     }
     text = {
         "data": {"name": "marks"},
@@ -473,28 +475,28 @@ def _tiers(count: int) -> Spec:
 # --- time ----------------------------------------------------------------------------------------
 
 
-def _waits(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def _wait_times(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Return mean seconds of a step without waits, and by cause of wait if not negligible."""
     timed = [s for s in steps if _number(s.get("step_s")) is not None]
     if not timed:
         return {}
-    found = {
+    waits = {
         cause: fmean(_number(mapping(s.get("stall_s")).get(cause)) or 0.0 for s in timed)
         for cause in STALLS
     }
     mean_s = fmean(s["step_s"] for s in timed)
-    free = max(mean_s - sum(found.values()), 0.0)
-    return {_FREE: free} | {cause: s for cause, s in found.items() if s >= 5e-4 * mean_s}
+    no_wait_s = max(mean_s - sum(waits.values()), 0.0)
+    return {_NO_WAIT: no_wait_s} | {cause: s for cause, s in waits.items() if s >= 5e-4 * mean_s}
 
 
 def _times(page: ReportPage, facts: RunFacts) -> None:
     """Add a chart of the time of steps by cause of wait."""
-    overall = _waits(facts.steps)
+    overall = _wait_times(facts.steps)
     if not overall:
         return
     rows = []
     for part in _parts(facts.steps, BARS):
-        waits = _waits(part)
+        waits = _wait_times(part)
         rows += [
             {"step": part[0]["step"], "to": part[-1]["step"] + 1, "what": _label(cause),
              "seconds": waits.get(cause, 0.0)}
@@ -520,19 +522,19 @@ def _times(page: ReportPage, facts: RunFacts) -> None:
 
 
 def _label(cause: str) -> str:
-    return cause if cause == _FREE else f"wait: {cause.replace('_', ' ')}"
+    return cause if cause == _NO_WAIT else f"wait: {cause.replace('_', ' ')}"
 
 
-def _faster(page: ReportPage, facts: RunFacts) -> None:
+def _remedies(page: ReportPage, facts: RunFacts) -> None:
     """Add tables of waits with remedies, and of predicted gains of changes."""
-    overall = _waits(facts.steps)
+    overall = _wait_times(facts.steps)
     total = sum(overall.values())
     rows = [
-        (f"{seconds / total:.1%}", _label(cause), "" if cause == _FREE else _remedy(cause))
+        (f"{seconds / total:.1%}", _label(cause), "" if cause == _NO_WAIT else _remedy(cause))
         for cause, seconds in sorted(overall.items(), key=lambda item: -item[1])
     ]
     if rows:
-        waited = 1 - overall[_FREE] / total
+        waited = 1 - overall[_NO_WAIT] / total
         note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
         step = mapping(facts.plan.get("step"))
         if {"seconds", "binds"} <= set(step):
@@ -579,7 +581,7 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
                       "color": {"datum": name}}}
         for name in ("read", "written")
     ]  # fmt: skip
-    layers = [*_starts(page), *lines, hover("at", _X, tip)]
+    layers = [*_start_marks(page), *lines, hover("at", _X, tip)]
     page.chart("Drives", {"data": {"name": "steps"}, "layer": layers},
                note + "; checkpoints come on top")  # fmt: skip
 
@@ -587,19 +589,19 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
 # --- numbers -------------------------------------------------------------------------------------
 
 
-def _parts(steps: Sequence[dict[str, Any]], most: int) -> list[Sequence[dict[str, Any]]]:
-    """Split steps into at most `most` parts of equal length."""
-    each = max(-(-len(steps) // most), 1)
-    return [steps[first : first + each] for first in range(0, len(steps), each)]
+def _parts(steps: Sequence[dict[str, Any]], max_parts: int) -> list[Sequence[dict[str, Any]]]:
+    """Split steps into at most `max_parts` parts of equal length."""
+    steps_per_part = max(-(-len(steps) // max_parts), 1)
+    return [steps[first : first + steps_per_part] for first in range(0, len(steps), steps_per_part)]
 
 
 def _number(value: Any) -> float | None:
     """Return a finite number, else None; metrics have "nan" and "inf" as strings."""
-    kept = isinstance(value, int | float) and math.isfinite(value)
-    return float(value) if kept else None
+    is_finite = isinstance(value, int | float) and math.isfinite(value)
+    return float(value) if is_finite else None
 
 
-def _at(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
+def _nested_number(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
     value: Any = record
     for key in keys:
         value = mapping(value).get(key)
@@ -607,4 +609,4 @@ def _at(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
 
 
 def _numbers(records: Iterable[Mapping[str, Any]], *keys: str) -> list[float]:
-    return [value for record in records if (value := _at(record, keys)) is not None]
+    return [value for record in records if (value := _nested_number(record, keys)) is not None]

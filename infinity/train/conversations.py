@@ -323,8 +323,8 @@ def _common_suffix_length(first: str, second: str) -> int:
 def _refuse_turn(where: str, turn: int) -> NoReturn:
     raise ConfigError(
         f"{where}: the chat template does not show where message {turn + 1} begins and ends",
-        because="it writes the messages before it, or itself, in another way where others follow "
-        "(it leaves out earlier reasoning, say), or nothing comes before it",
+        because="it renders this message, or those before it, differently if others follow (it "
+        "leaves out earlier reasoning, say), or nothing comes before it",
         remedy="data.chat_template: FILE, with {% generation %} and {% endgeneration %} around "
         "the assistant's turns; or data.loss_on: all",
     )

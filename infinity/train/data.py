@@ -97,7 +97,8 @@ class Corpus:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        path, remedy = directory / _INDEX, f"rm -r {directory}, and start again: it is made anew"
+        path = directory / _INDEX
+        remedy = f"rm -r {directory}, and start again: it is prepared anew"
         try:
             index = read_sealed(path, _FORMAT, FORMAT)
             self._segments = [_TokenRange(*facts) for facts in index["segments"]]
@@ -196,7 +197,7 @@ def _write_tokens(spec: CorpusSpec, directory: Path, advance: Advance) -> dict[s
         if largest >= spec.size:
             raise ConfigError(
                 f"the tokenizer {spec.tokenizer.name} has {largest + 1} tokens, and the model "
-                f"knows {spec.size}",
+                f"has {spec.size}",
                 because="they do not belong together, or the model's vocab_size is too small",
                 remedy="tokenizer: auto takes the model's own; a new model: "
                 f"model.config.vocab_size={largest + 1}",
@@ -274,7 +275,7 @@ def _token_file_range(
             index = int(is_invalid.argmax())
             raise ConfigError(
                 f"{source.path} holds the token {int(tokens[index])} at {start + index}, and the "
-                f"model knows {spec.size} tokens",
+                f"model has {spec.size} tokens",
                 because="it was made with another tokenizer, or is read with another dtype",
                 remedy="tokenise it for this model; data.token_dtype is that of .bin files",
             )
@@ -288,6 +289,6 @@ def _explained(cache: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        what = f"{error.filename or cache}: tokens cannot be kept there, or read from there"
-        remedy = "data.cache: DIR names another place, perhaps a larger one, for them"
+        what = f"{error.filename or cache}: tokens cannot be written or read"
+        remedy = "data.cache: DIR, another directory for tokens, perhaps on a larger drive"
         raise refused(what, error, cache, remedy=remedy) from error

@@ -171,7 +171,7 @@ class RunDirectory:
                 + listed(changed, 6, "; "),
                 because="it goes on as if it had never stopped, or not at all"
                 + _TOKENS_NOTE * any(name.startswith("data.tokens") for name in changed),
-                remedy="put them back; or start a new run, run_dir=..., with model.path=... "
+                remedy="restore them; or start a new run, run_dir=..., with model.path=... "
                 "this one's model/ directory",
             )
 

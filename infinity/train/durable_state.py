@@ -179,7 +179,7 @@ class DurableState:
             ranks=self._ranks.count,
             **facts,
         )
-        self._ranks.synchronize("keeps its state")
+        self._ranks.synchronize("records its state")
         self._created.clear()
         if self._replaces:
             self._remove_other_states(paths)
@@ -242,10 +242,10 @@ class DurableState:
                         continue
                     if session.get("run_dir") == str(directory):
                         raise ConfigError(
-                            f"{directory} holds no run, but {state} holds the state of one that "
-                            "was there",
+                            f"{directory} holds no run, but {state} holds the state of a run in "
+                            "that directory",
                             because="a drive is not mounted, or the directory was moved or removed",
-                            remedy=f"bring it back; or remove {state}, or start without --resume, "
+                            remedy=f"restore it; or remove {state}, or start without --resume, "
                             "for a new run",
                         )
 
@@ -254,8 +254,8 @@ class DurableState:
         directories = run_directories(paths)
         if not directories:
             raise CheckpointError(
-                f"the run in {self._directory.path} keeps its state below "
-                f"{', '.join(map(str, paths))}, where there is none",
+                f"the run in {self._directory.path} has its state below "
+                f"{', '.join(map(str, paths))}, but no state exists there",
                 because="a drive is not mounted, or the state was moved or removed",
                 remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
                 "another run_dir=...",
@@ -271,7 +271,7 @@ class DurableState:
         alternative = f"; or --resume {checkpoint}, and lose the steps since" if checkpoint else ""
         return ConfigError(
             f"the run in {directory.path} did {num_recorded} steps with engine.durable=true, and "
-            f"keeps its state below engine.nvme_path={value}; here engine.durable is false",
+            f"has its state below engine.nvme_path={value}, but engine.durable is now false",
             because="--resume auto goes on from the last committed step, or not at all",
             remedy=f"engine.durable=true engine.nvme_path={value}{alternative}; a new run needs "
             "another run_dir=...",

@@ -352,9 +352,11 @@ class Loop:
         """Save the weights as the best; if that fails, the previous ones stay."""
 
         def on_error(error: InfinityError) -> None:
-            previous = f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are"
+            previous = (
+                f"those of step {best.kept_step} stay" if best.kept_step >= 0 else "none are saved"
+            )
             self.watcher.note(
-                f"the weights of step {self.step}, the best so far, were not kept: {error}\n"
+                f"the weights of step {self.step}, the best so far, were not saved: {error}\n"
                 f"  {previous}, and training goes on"
             )
 
@@ -394,7 +396,7 @@ class Loop:
 def last_of(root: Path) -> str:
     """Return a clause that names the checkpoint to resume from."""
     path = latest(root)
-    return f"the last checkpoint is {path}" if path else "no checkpoint is whole yet"
+    return f"the last checkpoint is {path}" if path else "no checkpoint is complete yet"
 
 
 def latest(root: Path) -> Path | None:

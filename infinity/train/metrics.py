@@ -215,7 +215,7 @@ class Metrics:
     def _write_error(self, error: OSError) -> MachineError:
         return MachineError(
             f"{self._path} cannot be written: {error.strerror}",
-            remedy="make room, or run_dir=... elsewhere; --resume auto goes on",
+            remedy="free space, or run_dir=... elsewhere; --resume auto goes on",
         )
 
 

@@ -137,7 +137,9 @@ def _from_keys(keys: Mapping[str, Any], tokenizer: Tokenizer | None) -> Any:
     if not isinstance(model_type, str) or model_type not in library.CONFIG_MAPPING:
         hint = _suggestion(str(model_type), library.CONFIG_MAPPING)
         problem = (
-            "must be given" if model_type is None else f"transformers knows no {model_type!r}{hint}"
+            "must be given"
+            if model_type is None
+            else f"transformers has no model type {model_type!r}{hint}"
         )
         raise ConfigError(
             f"model.config.model_type: {problem}", remedy="model_type: gpt2, llama, ..."
@@ -256,17 +258,17 @@ def check_packing(facts: ModelFacts, attention: str | None) -> None:
     parameters = inspect.signature(model_class.forward).parameters
     source = inspect.getsource(inspect.getmodule(model_class) or model_class)
     if getattr(model_class, "_is_stateful", False) or others:
-        because = f"{', '.join(others) or 'some'} layers hand on a state from token to token"
+        because = f"{', '.join(others) or 'some'} layers pass state from token to token"
     elif not {"position_ids", "use_cache"} <= parameters.keys():
-        because = "it takes no positions, or does not say whether it uses a cache"
+        because = "its forward has no argument position_ids, or no use_cache"
     elif "create_causal_mask" not in source and "create_masks_for_generate" not in source:
         because = "it makes its own attention masks"
     elif attention is not None and "flash" in attention:
-        because = f"with {attention} their losses have not been compared with those of each alone"
+        because = f"with {attention} losses have not been compared with those of separate windows"
     else:
         return
     raise ConfigError(
-        f"{facts.name}: conversations that are packed into one window would see each other",
+        f"{facts.name}: conversations packed into one window would attend to each other",
         because=because,
         remedy="data.packing=false: each has a window of its own",
     )
@@ -317,7 +319,7 @@ class Prepared:
             if isinstance(windows, Packed) and getattr(self.config.data, name):
                 if name == "train":
                     notes.append(
-                        f"{windows.filled:.0%} of a window are tokens, the rest is filled up"
+                        f"{windows.filled:.0%} of a window are tokens, the rest is padding"
                     )
                 cut, untrained = windows.documents.cut, windows.documents.untrained
                 if cut:
@@ -329,7 +331,7 @@ class Prepared:
                 if untrained:
                     notes.append(
                         f"data.{name}: {untrained:,} conversations have nothing to train on within "
-                        "a window (no assistant speaks there): left out"
+                        "a window (it has no assistant turn): left out"
                     )
         return notes
 
@@ -560,7 +562,8 @@ def _window_length(config: RunConfig, facts: ModelFacts) -> int:
     length = config.length_for(facts.context)
     if facts.context is not None and length > facts.context:
         raise ConfigError(
-            f"data.sequence_length is {length}, and {facts.name} sees {facts.context} tokens",
+            f"data.sequence_length is {length}, and {facts.name} has a context of {facts.context} "
+            "tokens",
             because="its config has max_position_embeddings, or an entry like it",
             remedy=f"data.sequence_length={facts.context}",
         )
@@ -581,7 +584,7 @@ def _end_token(config: RunConfig, tokenizer: Tokenizer | None, facts: ModelFacts
         end = default
     if end >= facts.vocabulary:
         raise ConfigError(
-            f"the token {end} ends a document, and the model knows {facts.vocabulary} tokens",
+            f"the token {end} ends a document, and the model has {facts.vocabulary} tokens",
             remedy="data.end_of_document: none, another token, or a larger vocab_size",
         )
     return end
@@ -594,7 +597,7 @@ def _require_windows(key: str, windows: Windows) -> None:
     if isinstance(windows, Packed) and windows.documents.untrained:
         raise ConfigError(
             f"{key}: none of {windows.documents.untrained} conversations has a token to train on",
-            because="no assistant speaks within the first tokens that a window has room for"
+            because="there is no assistant turn within the first tokens, which fit a window"
             if windows.documents.cut
             else "no message in them has the role 'assistant'",
             remedy="a larger data.sequence_length; or data.loss_on: all"
@@ -657,8 +660,8 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
             raise ConfigError(
                 f"the learning rate schedule of {where} is for {end} steps, and this run has "
                 f"{steps}",
-                because=f"{key}: auto is the number of steps, and {scheduler.type} keeps its end "
-                "once it has begun (WarmupCosineLR, WarmupDecayLR and WarmupLR follow)",
+                because=f"{key}: auto is the number of steps, and {scheduler.type} retains its "
+                "end when it is resumed (WarmupCosineLR, WarmupDecayLR and WarmupLR follow)",
                 remedy=f"keep training.steps={end}; or {key}={end}, so that the steps after "
                 "it are made at the schedule's last rate; to train on later, give a new run the "
                 "number of all its steps there",

@@ -215,7 +215,7 @@ class Run:
             self._engine_owns_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
             try:
-                with ranks.collective_section("looks for room"):
+                with ranks.collective_section("checks free space"):
                     self._check_free_space(engine.plan, watcher)
             except BaseException:
                 engine.close()
@@ -263,12 +263,12 @@ class Run:
                 watcher.note(note)
         elif directory.record.get("durable"):  # resumed from a named checkpoint instead
             directory.remember(durable=False)
-        with ranks.collective_section("remembers the run"):
+        with ranks.collective_section("records the run"):
             directory.remember(decides=prepared.decides())
         best, done = Best(of=prepared.held_out), reel.taken // prepared.windows_per_step
         engine.register_state("evaluations", best)  # after loading: older runs do not have it
         if best.anew:
-            watcher.note("held-out data are others than before: the best of them begins anew")
+            watcher.note("the held-out data have changed: the best loss is reset")
         if not ranks.all_gather_object(directory.best.is_dir())[0]:
             best.kept, best.kept_step = math.inf, -1  # saved elsewhere, or removed
         keeps_best = training.keep_best
@@ -313,16 +313,15 @@ class Run:
         nbytes = sum(spec.nbytes for stream in state_streams(plan).values() for spec in stream)
         free, count = free_bytes(path), training.keep_last + 1
         summary = (
-            f"{path}: a checkpoint takes {format_size(nbytes)}, and {format_size(free)} are free "
-            "there"
+            f"{path}: a checkpoint takes {format_size(nbytes)}, and {format_size(free)} are free"
         )
         if self._is_new and free < nbytes:
             raise DoesNotFitError(
                 summary,
-                because=f"{format_size(nbytes - free)} are missing, and without one nothing can go "
-                "on from where it stopped",
-                remedy="run_dir=... on another drive, or room there; with engine.nvme_path also "
-                "engine.durable=true: the state on disk is the checkpoint",
+                because=f"{format_size(nbytes - free)} are missing, and without a checkpoint a run "
+                "that stops cannot be resumed",
+                remedy="run_dir=... on another drive, or free space on this one; with "
+                "engine.nvme_path also engine.durable=true: the state on disk is the checkpoint",
             )
         if self._is_new and free < count * nbytes:
             watcher.note(
@@ -411,12 +410,12 @@ class Run:
         """Load the saved state and return a description of it; empty for a new run."""
         if self.checkpoint is not None:
             self._load_named(engine, self.checkpoint, reel, prepared)
-            with self.ranks.collective_section("remembers where it came from"):
+            with self.ranks.collective_section("records its origin"):
                 self.directory.remember(origin=str(self.checkpoint))
                 if self.checkpoint.parent == self.directory.checkpoints:
                     # Later checkpoints are of steps that this start discards.
                     self.directory.write(f"checkpoints/{LATEST_NAME}", f"{self.checkpoint.name}\n")
-            return f"{self.checkpoint}; its optimizer and schedule go on as they were"
+            return f"{self.checkpoint}, with its optimizer and schedule unchanged"
         if self.resume != AUTO:
             return ""
         if self.state.left is not None:
@@ -446,7 +445,7 @@ class Run:
         client_state = engine.load_checkpoint(checkpoint.parent, checkpoint.name)[1] or {}
         loaded = _hyperparameters(engine)
         changed = [
-            f"{name} is {loaded[name]!r} there, and {value!r} here"
+            f"{name} is {loaded[name]!r} in the checkpoint, and {value!r} in this run"
             for name, value in configured.items()
             if loaded.get(name, value) != value
         ]
@@ -454,13 +453,13 @@ class Run:
         if client_state.get("step", step) != step:
             changed.append(
                 f"it is of step {client_state['step']}, which would be step {step} with the "
-                f"{prepared.windows_per_step} windows of a step here"
+                f"{prepared.windows_per_step} windows of a step of this run"
             )
         if changed:
             raise ConfigError(
                 f"cannot go on from {checkpoint} with other settings: {listed(changed, 4, '; ')}",
-                because="its optimizer and its schedule go on as they were",
-                remedy="put them back; or begin anew with its weights, model.path=...",
+                because="its optimizer and its schedule are resumed unchanged",
+                remedy="restore them; or begin a new run with its weights, model.path=...",
             )
 
     def _unnamed_checkpoint(self) -> Path | None:
@@ -482,7 +481,7 @@ class Run:
             because="it was moved or removed, or is not mounted",
             remedy=f"--resume {root / complete[0].tag}"
             if complete
-            else "bring it back; a new run needs another run_dir=...",
+            else "restore it; a new run needs another run_dir=...",
         )
 
     def last_checkpoint(self) -> Path | None:
@@ -535,7 +534,7 @@ def _not_saved_error(loop: Loop, error: InfinityError, model: Path | None) -> In
     return kind(
         f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
         f"failed; {last_of(loop.checkpoints)}"
-        + (f"; the model is whole: {model}" if model is not None else ""),
+        + (f"; the model is complete: {model}" if model is not None else ""),
         because=error.because,
         remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
     )
@@ -598,7 +597,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
         copies.append(run.directory.path)
         overrides.append(f"run_dir={OTHER / run.directory.path.name}")
     checkpoint = latest(run.directory.checkpoints)
-    recovery = f"{checkpoint} is whole" if checkpoint else "there is no checkpoint to go on from"
+    recovery = f"{checkpoint} is complete" if checkpoint else "there is no checkpoint to go on from"
     last_update, durable = _last_committed_update(run), run.config.engine.durable
     other_paths = [path for path in run.config.engine.nvme_path if path != drive]
     if durable and last_update is None:
@@ -606,13 +605,13 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     if last_update is not None:
         state = drive / run.state.name
         copies.append(state)
-        alternative = "no checkpoint is there to go on from instead"
+        alternative = "there is no checkpoint to go on from instead"
         if checkpoint is not None:
             restart = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
             alternative = (
                 f"if it cannot be copied, `{shlex.join(restart)}` goes on from that checkpoint"
             )
-        recovery = f"the commit of update {last_update} in {state} is whole; {alternative}"
+        recovery = f"the commit of update {last_update} in {state} is complete; {alternative}"
     paths = ",".join(map(str, [OTHER, *other_paths]))
     overrides.append(f"engine.nvme_path={f'[{paths}]' if other_paths else paths}")
     commands = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []

@@ -346,7 +346,7 @@ def _base_tensors(
                 raise ConfigError(
                     f"the adapters of {changed[0].removesuffix('.weight')} cannot be merged",
                     because=f"{' and '.join(base_names)} are one tensor, and all would change",
-                    remedy="leave out --merge: adapters are written by themselves",
+                    remedy="leave out --merge: adapters are then written separately",
                 )
             path = adapted_by[changed[0]]
             read = partial(_merged_weight, layers[path], path, tensor.dtype, reader)

@@ -166,7 +166,7 @@ def _with_progress(
             position = data.tell() - len(error.object) + error.start
             raise _not_text(f"{source.path} is not UTF-8 near byte {position}") from None
         except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ConfigError(f"{source.path} is no whole gzip file: {error}") from error
+            raise ConfigError(f"{source.path} is no complete gzip file: {error}") from error
         advance(source.size - reported)
 
 

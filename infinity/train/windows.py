@@ -264,7 +264,7 @@ class BatchIterator:
                 raise CheckpointError(
                     f"the checkpoint was saved in training on other data: {name} was "
                     f"{state.get(name)}, and is {current}",
-                    because="its position would mean nothing here",
+                    because="its position is meaningless for this data",
                     remedy="go on with the files and settings of that run, or start a new one with "
                     "model.path=... its model/ directory",
                 )

@@ -49,7 +49,8 @@ COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     ),
     "data": ("train run.yaml data.train=corpus.txt", 2, ("corpus.txt: does not exist",)),
     "length": (
-        "train run.yaml data.sequence_length=99", 2, ("sees 64 tokens", "data.sequence_length=64"),
+        "train run.yaml data.sequence_length=99", 2,
+        ("a context of 64 tokens", "data.sequence_length=64"),
     ),
     "drive": (
         "train run.yaml engine.nvme_path=/mnt/none", 4, ("/mnt/none does not exist", "mkdir -p"),

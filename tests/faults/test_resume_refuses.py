@@ -184,12 +184,12 @@ CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = 
     "not durable any more": (
         durable_settings,
         NOT_DURABLE,
-        r"did 4 steps with engine.durable=true, .*engine.nvme_path=\[.*d0,.*d1\]; here .* false",
+        r"did 4 steps with engine.durable=true, .*engine.nvme_path=\[.*d0,.*d1\], but .* false",
     ),
     "without nvme_path": (
         durable_settings,
         NOT_DURABLE | {"engine__nvme_path": None, "engine__placement": None, "engine__io": None},
-        "did 4 steps with engine.durable=true, and keeps its state",
+        "did 4 steps with engine.durable=true, and has its state",
     ),
     "checkpoints gone, and rarer": (
         settings,
@@ -246,7 +246,7 @@ def test_a_checkpoint_goes_on_where_the_state_is_gone(tmp_path: Path) -> None:
     train(raw, stop_after=4)
     for drive in DRIVES:
         shutil.rmtree(state_in(tmp_path, drive))
-    with pytest.raises(InfinityError, match="keeps its state below"):
+    with pytest.raises(InfinityError, match="has its state below"):
         train(raw, resume="auto")
     train(raw, resume=str(tmp_path / "run" / "checkpoints"), stop_after=1)
     _, watcher = train(raw, resume="auto")
@@ -419,7 +419,7 @@ def test_a_state_that_a_copy_has_moved_is_not_removed_by_the_original(tmp_path: 
     for drive in DRIVES:
         (state,) = (tmp_path / drive).iterdir()
         moved.append(state.rename(state.with_name(f"{state.name}-1")))
-    with pytest.raises(CheckpointError, match="where there is none"):
+    with pytest.raises(CheckpointError, match="but no state exists there"):
         train(raw, resume="auto")
     assert all(state.is_dir() for state in moved)
 
@@ -428,7 +428,7 @@ def test_a_run_directory_that_is_not_mounted_is_not_begun_again(tmp_path: Path) 
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     with away(tmp_path / "run"):
-        with pytest.raises(ConfigError, match="holds the state of one that was there"):
+        with pytest.raises(ConfigError, match="holds the state of a run in"):
             train(raw, resume="auto")
         shutil.rmtree(tmp_path / "run")
     assert going_on(raw, resume="auto") == [5, 6]

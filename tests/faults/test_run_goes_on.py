@@ -127,7 +127,9 @@ def test_the_last_save_fails_after_everything_else_was_tried(
         train(raw)
     root, model = tmp_path / "run" / "checkpoints", tmp_path / "run" / "model"
     text = str(caught.value)
-    assert f"failed; the last checkpoint is {root / 'step2'}; the model is whole: {model}" in text
+    assert (
+        f"failed; the last checkpoint is {root / 'step2'}; the model is complete: {model}" in text
+    )
     assert (model / "model.safetensors").exists()
     before = (model / "model.safetensors").read_bytes()
     failing("", ())
@@ -330,11 +332,11 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
     state.close()
     if durable:
         assert "the commit of update " in error
-        assert f" in {paths[0] / state.state.name} is whole" in error
+        assert f" in {paths[0] / state.state.name} is complete" in error
     elif kind == "bare":
         assert "there is no checkpoint to go on from" in error
     else:
-        assert f"{tmp_path / 'run' / 'checkpoints' / 'step2'} is whole" in error
+        assert f"{tmp_path / 'run' / 'checkpoints' / 'step2'} is complete" in error
     said = follow(error, tmp_path / "other")
     assert ("going on from" in said) == (kind != "bare")
     folder = tmp_path / "other" if kind == "one drive" else tmp_path

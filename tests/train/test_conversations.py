@@ -406,8 +406,8 @@ def test_a_step_is_the_same_packed_or_not(tmp_path: Path) -> None:
 
 def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -> None:
     for config, words in (
-        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, "a state from token"),
-        ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, "no positions"),
+        ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, "pass state from"),
+        ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, "no use_cache"),
         (
             {
                 "model_type": "lfm2",
@@ -415,7 +415,7 @@ def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -
                 "num_hidden_layers": 2,
                 "layer_types": ["conv", "full_attention"],
             },
-            "conv layers hand on",
+            "conv layers pass state",
         ),
     ):
         facts = read_facts(
@@ -579,8 +579,8 @@ def test_weights_that_cannot_be_kept_cost_only_themselves(
 
     monkeypatch.setattr(runs_run, "save_pretrained", saving)
     result, watcher = train(chat_run(tmp_path, training__keep_best=True, training__steps=4))
-    (note,) = [n for n in watcher.notes if "were not kept" in n]
-    assert "step 2, the best so far, were not kept: the disk is full" in note
+    (note,) = [n for n in watcher.notes if "were not saved" in n]
+    assert "step 2, the best so far, were not saved: the disk is full" in note
     assert result.best_step == 4
     assert result.best_model is not None
 
@@ -591,7 +591,7 @@ def test_a_run_does_not_begin_where_no_checkpoint_fits(
     raw = chat_run(tmp_path, training__steps=2)
     free = [100]
     monkeypatch.setattr(runs_run, "free_bytes", lambda path: free[0])
-    words = r"a checkpoint takes 137\..* KiB, and 100 B are free there(.|\n)*run_dir=\.\.\. on"
+    words = r"a checkpoint takes 137\..* KiB, and 100 B are free(.|\n)*run_dir=\.\.\. on"
     with pytest.raises(DoesNotFitError, match=words):
         train(raw)
     assert not (tmp_path / "run" / "run.json").exists()

@@ -94,7 +94,7 @@ def test_each_end_of_a_run_is_told(tmp_path: Path) -> None:
         "stopped after 2 of 3": (2, {"why": None}),
         "stopped early: 2 of 3": (2, {"why": None, "stopped_early": True}),
         "ended after 2 of 3 steps by an error: the drive failed": (2, {"why": "the drive failed"}),
-        "goes on, or was killed": (2, None),
+        "is running, or was killed": (2, None),
     }
     for text, (done, end) in ends.items():
         ended = [] if end is None else [{"event": "ended", "step": done, **end}]

@@ -148,7 +148,7 @@ def test_files_of_tokens(tmp_path: Path) -> None:
     assert raw.stat().st_size == 8
     for made, message in (
         (recipe(raw), "data.token_dtype"),
-        (recipe(raw, token_dtype="uint32"), "393221 at 0, and the model knows 257"),
+        (recipe(raw, token_dtype="uint32"), "393221 at 0, and the model has 257"),
         (recipe(raw, token_dtype="uint16", size=7), "holds the token 7 at 2"),
     ):
         with pytest.raises(ConfigError, match=message):
@@ -190,7 +190,7 @@ def test_text_that_is_none(tmp_path: Path) -> None:
             prepare(recipe(lines), cache)
     half = tmp_path / "c.txt.gz"
     half.write_bytes(gzip.compress(b"wort " * 1000)[:30])
-    with pytest.raises(ConfigError, match="no whole gzip file"):
+    with pytest.raises(ConfigError, match="no complete gzip file"):
         prepare(recipe(half), cache)
 
 

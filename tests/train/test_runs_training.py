@@ -311,8 +311,11 @@ def test_a_checkpoint_of_another_run_and_other_settings(
     """Its optimizer goes on as it was: nothing that is told otherwise may look as if it acted."""
     start = str(plain[0] / "run" / "checkpoints" / "step4")
     for changes, words in (
-        ({"engine__optimizer__lr": 1e-3}, "lr is 0.01 there, and 0.001 here"),
-        ({"engine__optimizer__weight_decay": 0.5}, "weight_decay is 0.01 there, and 0.5 here"),
+        ({"engine__optimizer__lr": 1e-3}, "lr is 0.01 in the checkpoint, and 0.001 in this run"),
+        (
+            {"engine__optimizer__weight_decay": 0.5},
+            "weight_decay is 0.01 in the checkpoint, and 0.5 in this run",
+        ),
         ({"training__micro_batch": 1}, "of step 4, which would be step 8 with the 2 windows"),
     ):
         with pytest.raises(ConfigError) as caught:
@@ -479,7 +482,7 @@ def test_losses_of_other_held_out_data_are_not_compared(tmp_path: Path) -> None:
     train(raw, stop_after=4)
     raw["data"]["evaluate"] = str(hard)
     result, watcher = train(raw, "auto")
-    assert any("held-out data are others" in note for note in watcher.notes)
+    assert any("held-out data have changed" in note for note in watcher.notes)
     assert not result.stopped_early
     assert result.best == min(result.evaluation_before, watcher.evaluations[6])
 
@@ -607,7 +610,7 @@ def test_two_signals_stop_at_once_and_say_what_is_kept(
     monkeypatch.setattr(TrainPage, "on_record", told)
     result = CliRunner().invoke(app, ["train", configuration(tmp_path, raw)])
     assert result.exit_code == 128 + signal.SIGTERM, result.output
-    kept = "the last committed step is on disk" if durable else "no checkpoint is whole yet"
+    kept = "the last committed step is on disk" if durable else "no checkpoint is complete yet"
     last = result.stderr.strip().splitlines()[-1]
     assert last.startswith(f"stopped by SIGTERM; {kept}; go on with: infinity train ")
 

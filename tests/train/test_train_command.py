@@ -191,11 +191,14 @@ def test_the_keys_of_published_configurations_are_taken_and_misspelled_ones_refu
     ("changes", "message"),
     [
         ({"data__train": "/nowhere/a.txt"}, "data.train: /nowhere/a.txt: does not exist"),
-        ({"data__sequence_length": 65}, "data.sequence_length is 65, and gpt2 sees 64 tokens"),
+        (
+            {"data__sequence_length": 65},
+            "data.sequence_length is 65, and gpt2 has a context of 64 tokens",
+        ),
         ({"model__config__n_layers": 2}, "model.config.n_layers: gpt2 has no such key"),
         ({"model__config__n_head": 0}, "transformers"),
         ({"model__config__n_embd": "abc"}, "n_embd"),
-        ({"model__config__model_type": "gpt3"}, "transformers knows no 'gpt3'"),
+        ({"model__config__model_type": "gpt3"}, "transformers has no model type 'gpt3'"),
         ({"model__config__model_type": "vit"}, "no key"),
         ({"model": {"path": "./nowhere"}}, "there is no directory ./nowhere"),
         ({"model__config__vocab_size": 200}, "the token 256 ends a document"),
@@ -233,7 +236,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asarray([3, 999, 3], dtype=np.uint16))
     changes = {"data__train": str(tmp_path / "a.npy"), "model__config__vocab_size": 300}
     error = refusal(tmp_path, **changes)
-    assert "holds the token 999 at 1, and the model knows 300 tokens" in error
+    assert "holds the token 999 at 1, and the model has 300 tokens" in error
     more = {"tokenizer": "auto", "training__sample": "a prompt"}
     assert "tokenizer: must be given" in refusal(tmp_path, **changes, **more)
 

@@ -178,7 +178,7 @@ def _status(facts: RunFacts) -> Iterable[tuple[str, str]]:
     of = f" of {facts.num_steps:,}" if facts.num_steps else ""
     ended = facts.lives[-1].get("ended") if facts.lives else None
     if ended is None:
-        yield f"{done:,}{of} steps; no end was recorded: it goes on, or was killed", "bad"
+        yield f"{done:,}{of} steps; no end was recorded: it is running, or was killed", "bad"
     elif ended.get("why"):
         yield f"ended after {done:,}{of} steps by an error: {ended['why']}", "bad"
     elif ended.get("stopped_early"):
@@ -198,7 +198,7 @@ def _status(facts: RunFacts) -> Iterable[tuple[str, str]]:
     if facts.ranks > 1:
         notes.append(f"{facts.ranks} ranks; memory, waits and bytes are those of the first")
     if len(facts.lives) > 1:
-        notes.append(f"started {len(facts.lives)} times: grey lines are where it went on")
+        notes.append(f"started {len(facts.lives)} times: grey lines mark where it resumed")
     model = mapping(facts.plan.get("model"))
     if "parameters" in model:
         notes.insert(0, format_parameters(model["parameters"], model.get("active_parameters")))

@@ -1,5 +1,5 @@
-"""Checkpoints on disk: what their files are, how they are written and how they are read.
+"""Checkpoints on disk: file formats, writers and readers.
 
-Knows nothing of engines, tiers or training: bytes by name, a manifest, and what makes a directory
-appear complete or not at all. The format is described in docs/checkpoint-format.md.
+Independent of engines and training: tensors by name, a manifest, and the atomic publication of a
+directory. The format is described in docs/checkpoint-format.md.
 """

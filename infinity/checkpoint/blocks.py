@@ -1,8 +1,7 @@
-"""One file in blocks with a CRC32C each: written once from its begin to its end, or read.
+"""Files in blocks with one CRC32C each: written once from start to end, or read.
 
-Reads and writes go past the page cache where the file system allows, some aligned blocks at a
-time. The memory for writes is a `Pool`, which all files of a checkpoint share; each file that is
-read has its own.
+Reads and writes bypass the page cache where the file system allows it, several aligned blocks at a
+time. All files of a checkpoint share one `Pool` of write buffers; each reader has its own buffer.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ import infinity._aio as _aio
 from infinity.common.files import open_new
 from infinity.storage.staging import host_buffer
 
-RING_BLOCKS = 4  # of a reader: in flight or in hand at once
-# In flight at once by a writer. A drive is faster with more, and whoever fills the blocks may be
-# kept from a core for some milliseconds; docs/benchmarks has numbers.
+RING_BLOCKS = 4  # blocks of a reader that are in flight or in use at once
+# Maximum of a writer. A drive is faster with more, and the thread that fills the blocks may be
+# descheduled for some milliseconds; docs/benchmarks has numbers.
 WRITES_IN_FLIGHT = 16
 _PAGE = 4096
 _READ_ONLY = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 class Pool:
-    """Page-aligned memory for blocks that are filled and written, whatever file they belong to.
+    """Page-aligned memory for blocks that are filled and written, shared by several files.
 
-    `num_filled` is how many are filled at a time, at most: one for each open file.
+    `num_filled` is the maximum number of blocks being filled at once: one for each open file.
     """
 
     def __init__(self, engine: _aio.Engine, block_bytes: int, num_filled: int) -> None:
         nbytes = (WRITES_IN_FLIGHT + num_filled) * block_bytes
-        # In huge pages where the kernel gives them: it pins what direct I/O uses page by page.
+        # Huge pages where the kernel provides them: direct I/O pins its memory page by page.
         memory = host_buffer(nbytes)
         self.block_bytes = block_bytes
         self._engine = engine
@@ -43,18 +42,18 @@ class Pool:
         self._writes: deque[tuple[_aio.Ticket, Tensor]] = deque()  # oldest first
 
     def take(self) -> Tensor:
-        """A block (uint8) that nothing uses. Raises `AioError` if an earlier write failed."""
+        """Return a free block (uint8). Raises `AioError` if an earlier write failed."""
         while len(self._writes) >= WRITES_IN_FLIGHT:
             self._finish_oldest()
         return self._free.pop()
 
     def write(self, file: _aio.File, offset: int, block: Tensor, nbytes: int) -> None:
-        """Start to write the first bytes of a block that was taken; it is given back with that."""
+        """Start writing `nbytes` of a taken block, which becomes free when the write completes."""
         pieces = [(file, offset, nbytes, block.data_ptr())]
         self._writes.append((self._engine.submit(_aio.WRITE, pieces, keep=block), block))
 
     def wait_all(self) -> None:
-        """Wait for every write. Raises `AioError`."""
+        """Wait for all writes. Raises `AioError`."""
         while self._writes:
             self._finish_oldest()
 
@@ -65,24 +64,24 @@ class Pool:
         self._free.append(block)
 
     def drop(self) -> None:
-        """Cancel every write; the pool is of no use any more."""
+        """Cancel all writes; the pool cannot be used afterwards."""
         for ticket, _ in self._writes:
             ticket.cancel()
-        self._writes.clear()  # dropped, they wait for the kernel
+        self._writes.clear()  # the destructor of a ticket waits for the kernel
 
 
 class BlockWriter:
-    """Writes a new file of a size that is known; all methods raise `OSError`."""
+    """Writer of a new file of known size; all methods raise `OSError`."""
 
     def __init__(self, path: Path, nbytes: int, pool: Pool) -> None:
         self.path = path
-        self.crc32c: list[int] = []  # of the blocks that are full
+        self.crc32c: list[int] = []  # of the full blocks
         self._nbytes = nbytes
         self._pool = pool
-        self._block: Tensor | None = None  # that is being filled
-        self._filled = 0  # bytes of it
-        self._sum = 0  # their CRC32C
-        # Made here: the native module would make it readable by its owner alone.
+        self._block: Tensor | None = None  # being filled
+        self._filled = 0  # bytes in the block
+        self._sum = 0  # CRC32C of these bytes
+        # Created here: the native module would make it readable only by its owner.
         open_new(path).close()
         self._file = _aio.File(str(path))
         self._alignment = max(_PAGE, self._file.offset_alignment)
@@ -97,18 +96,18 @@ class BlockWriter:
 
     @property
     def room(self) -> int:
-        """Bytes that the file still lacks."""
+        """Bytes that remain to be appended."""
         return self._nbytes - len(self.crc32c) * self._pool.block_bytes - self._filled
 
     def append(self, data: Tensor) -> None:
-        """Copy the next bytes (uint8, 1-D, on the CPU), at most `room` of them."""
+        """Copy the next bytes (uint8, 1-D, on the CPU), at most `room`."""
         data, done = data.contiguous(), 0
         while done < data.numel():
             if self._block is None:
                 self._block = self._pool.take()
             count = min(self._block.numel() - self._filled, data.numel() - done)
-            # In one pass, so that the checksum is that of what is written, whoever else writes to
-            # `data` meanwhile; on this thread, for the time it takes is a fraction of the write's.
+            # Copy and checksum in one pass: the checksum matches the written bytes even if `data`
+            # is modified concurrently. On this thread: it takes a fraction of the write's time.
             target, source = self._block.data_ptr() + self._filled, data.data_ptr() + done
             self._sum = _aio.crc32c_copy(target, source, count, self._sum)
             self._filled += count
@@ -118,7 +117,7 @@ class BlockWriter:
 
     def _send(self, block: Tensor) -> None:
         offset, length = len(self.crc32c) * block.numel(), self._filled
-        padded = self._aligned(length)  # direct writes need it; the end is cut off later
+        padded = self._aligned(length)  # direct writes need it; `finish` truncates the file
         block[length:padded] = 0
         self._pool.write(self._file, offset, block, padded)
         self.crc32c.append(self._sum)
@@ -129,30 +128,31 @@ class BlockWriter:
         assert self.room == 0, (self.path, self.room)
         if self._block is not None:
             self._send(self._block)
-        self._pool.wait_all()  # those of other files too; a file ends seldom
+        self._pool.wait_all()  # writes of other files too; files end rarely
         os.ftruncate(self._file.fd, self._nbytes)
         self._file.sync()
         self._file.close()
 
     def drop(self) -> None:
-        """Close the file, complete or not; the pool must be dropped before."""
+        """Close the file, complete or not; the pool must be dropped first."""
         self._file.close()
 
 
 class BlockReader:
-    """Reads blocks of a file that is held to its CRCs; the blocks ahead are on their way."""
+    """Reader of a file in blocks that verifies their CRCs and reads ahead."""
 
     def __init__(
         self, path: Path, nbytes: int, block_bytes: int, crc32c: Sequence[int], engine: _aio.Engine
     ) -> None:
-        """Raises `OSError`; `ChangedError` if it is no longer a file of `nbytes`."""
+        """Raises `OSError`; `ChangedError` if `path` is not a regular file of `nbytes`."""
         self.path = path
         self._nbytes = nbytes
         self._block_bytes = block_bytes
         self._crc32c = crc32c
         self._engine = engine
         self._memory = host_buffer(RING_BLOCKS * block_bytes)
-        # Of blocks that are in memory (None) or on their way there; so many apart share a place.
+        # By block: its read in flight, or None if it is in memory. Blocks with the same index
+        # modulo RING_BLOCKS share a slot of the memory.
         self._tickets: dict[int, _aio.Ticket | None] = {}
         self._checked: int | None = None
         self._plain = os.open(path, _READ_ONLY)
@@ -173,19 +173,20 @@ class BlockReader:
         return file
 
     def block(self, index: int) -> Tensor:
-        """The bytes (uint8) of a block, valid until another is asked for.
+        """Return the bytes (uint8) of a block, valid until the next call.
 
-        Raises `OSError`, and `WrongBytesError` if they are not those that were written.
+        Raises `OSError`, and `WrongBytesError` if the CRC32C of the block is wrong.
         """
         memory = self._memory_of(index)
         if index == self._checked:
             return memory
         self._checked = None
-        # Whoever reads here and there would wait for blocks that nobody needs.
+        # Random access reads less ahead: it would wait for blocks that are never used.
         ahead = RING_BLOCKS if index in self._tickets or index == 0 else 2
         for block in range(index, min(index + ahead, len(self._crc32c))):
             is_end = self._memory_of(block).numel() % self._file.offset_alignment != 0
-            # The end of a file is read at once, not ahead: its errors are nobody else's.
+            # An unaligned end is read synchronously, not ahead: its errors must not be raised
+            # for another block.
             if block not in self._tickets and (block == index or not is_end):
                 self._start(block, plainly=is_end)
         try:
@@ -228,10 +229,10 @@ class BlockReader:
         os.posix_fadvise(self._plain, offset, 0, os.POSIX_FADV_DONTNEED)
 
     def _cancel(self, block: int) -> None:
-        """Make its place free, whatever becomes of the request that uses it."""
+        """Free the slot of a block; cancel its read if it is in flight."""
         ticket = self._tickets.pop(block)
         if ticket is not None:
-            ticket.cancel()  # dropped, it waits for the kernel
+            ticket.cancel()  # the destructor waits for the kernel
 
     def _forget(self) -> None:
         for block in list(self._tickets):
@@ -248,18 +249,18 @@ class BlockReader:
 
 
 class ChangedError(Exception):
-    """A file was replaced, or is no regular file."""
+    """A file was replaced, or is not a regular file."""
 
 
 class WrongBytesError(Exception):
-    """The bytes of a block are not those that were written."""
+    """The CRC32C of a block is wrong."""
 
     def __init__(self, found: int, expected: int) -> None:
         super().__init__(f"its CRC32C is {found:08x}, not {expected:08x}")
 
 
 def check_regular(path: Path, nbytes: int | None = None) -> int:
-    """Size of a regular file that is no link. Raises `OSError` or `ChangedError`."""
+    """Return the size of a regular file, not a link. Raises `OSError` or `ChangedError`."""
     facts = os.lstat(path)
     _check_facts(facts, nbytes)
     return facts.st_size

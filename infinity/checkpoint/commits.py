@@ -1,30 +1,30 @@
-"""The commit record of a durable run: the few bytes that say which copies are the state.
+"""Commit record of a durable run: the small document that names the copies that form the state.
 
 [Note: two copies]
-A record is written to two files, one after the other, each synced, after everything that it speaks
-of is on stable storage and before anything is written over what the record before it speaks of. So
-at any moment at least one file is whole, and *every whole file names a state that is still there*:
-both hold the same record; or the second still holds the one before, of which nothing has been
-overwritten yet. Whatever is cut short, flipped or lost, loading takes the whole record with the
-highest sequence number. A run that goes on first makes both files equal again (`repair`): otherwise
-its first pass would overwrite what the older one names. See docs/decisions/0016.
+A record is written to two files, one after the other, each synced: after all data that it names is
+on stable storage, and before any extent that the previous record names is overwritten. So at any
+moment at least one file is intact, and *every intact file names a state that still exists*: both
+hold the same record, or the second still holds the previous one, no extent of which has been
+overwritten yet. Whatever is torn, flipped or lost, loading takes the intact record with the highest
+sequence number. A run that resumes first makes both files equal again (`repair`): otherwise its
+first pass would overwrite the state that the older record names. See docs/decisions/0016.
 
 [Note: two phases]
-Of several ranks each has such files of its own. The first file of a step prepares it, and the
-second one commits it, after all ranks have met and so said that it is prepared on all. Loading
-takes the highest sequence number that *every* rank has in one of its files, of the same step: one
-that is prepared on all is rolled forward, and one that is not is rolled back. (At the end of a run
-ranks prepare without a meeting, and one of them may have failed a step before.) See
+With several ranks, each has two such files. Writing the first file of a step prepares the step, and
+writing the second commits it, after a barrier has shown that all ranks have prepared it. Loading
+takes the highest sequence number that *every* rank has in one of its files, for the same step: a
+step that is prepared on all ranks is rolled forward, any other is rolled back. (At the end of a run
+ranks prepare without a barrier, and one of them may have failed one step earlier.) See
 docs/decisions/0025.
 
 [Note: one history]
-A record holds a CRC of the page checksums of each unit that it names, and these hold CRCs of the
-pages: state that is read through a record is the state that was committed with it, whichever files
-were set back or exchanged. `session` is a random id on which all ranks agree at each start. Within
-a session each sequence number stands for one commit, so records of several ranks with the same
-number and session are of the same commit.
+A record holds a CRC of the page checksums of each unit that it names, and these are CRCs of the
+pages: state that is read through a record is the state that was committed with it, even if files
+were restored from an older copy or exchanged. `session` is a random id on which all ranks agree at
+each start. Within a session each sequence number identifies one commit, so records of several ranks
+with the same number and session are of the same commit.
 
-A record is sealed JSON, and behind it lies what is left of longer ones.
+A record is sealed JSON. The end of a longer, older record may follow it in the file.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ from infinity.common.parsed_json import Count, Counts, Text, Texts, made
 from infinity.errors import CheckpointError, MachineError
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
-OF_EACH_RANK = ("rng", "registered")  # of a run's state; all else is the same on all ranks
+OF_EACH_RANK = ("rng", "registered")  # keys of the run state that differ between ranks
 _FORMAT, _VERSION = "torch-infinity-commit", 4
 _RESERVED_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
 class OpenWindow:
-    """The checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
+    """Checkpoint that was loaded within an accumulation window, and the CRC of its manifest."""
 
     root: Text
     tag: Text
@@ -71,11 +71,11 @@ class _StoredDocument:
 
 @dataclass(frozen=True)
 class Document:
-    """Data of a committed step besides the stored state.
+    """Data of a committed step in addition to the stored state.
 
-    `run` are counters, groups, generators and so on; `persistent` names those buffers that are of
-    the state dict. Within an accumulation window, where only a load can commit, `window` is the
-    checkpoint that its gradients are read from: they have no place in a commit.
+    `run` holds counters, groups, generators etc.; `persistent` names the buffers in the state dict.
+    Within an accumulation window, where only a load can commit, `window` is the checkpoint from
+    which to read the gradients: a commit does not hold them.
     """
 
     run: dict[str, Any] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class Document:
     window: OpenWindow | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """A snapshot of it, which is JSON; empty where there is nothing."""
+        """Return a snapshot as JSON; empty if there is no run state."""
         if not self.run:
             return {}
         return {
@@ -96,7 +96,7 @@ class Document:
 
     @staticmethod
     def from_json(found: Mapping[str, Any]) -> Document:
-        """The inverse. Raises `CheckpointError`."""
+        """Invert `to_json`. Raises `CheckpointError`."""
         if found == {}:
             return Document()
         try:
@@ -109,13 +109,13 @@ class Document:
 
 
 def with_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a document as JSON with the optimizer's state of parameters, by name."""
+    """Return a JSON document with `kept`, the optimizer state by parameter name, replaced."""
     run = {**document["run"], "kept": encode(dict(kept), "the optimizer's state")}
     return {**document, "run": run}
 
 
 class CommitKey(NamedTuple):
-    """Identity of a commit, the same on all ranks; see [Note: one history]. Ordered by age."""
+    """Identity of a commit, equal on all ranks; see [Note: one history]. Ordered by age."""
 
     sequence: int
     step: int
@@ -132,14 +132,14 @@ class CommitRecord:
     Attributes:
         run: Id of the run directory.
         session: Id of the start that committed it.
-        sequence: Number of commits of the run before this one.
+        sequence: Number of earlier commits of the run.
         step: Number of updates.
         copies: Active copy (0 or 1) of each unit's trained state.
         frozen_copies: Active copy of each unit's frozen parameters.
         checksums: CRC32C of the page checksums of each unit's active copies, its trained state and
-            then its frozen parameters; empty if none are kept.
+            then its frozen parameters; empty without page checksums.
         document: Result of `Document.to_json`.
-        plan: Checksum of the `plan.json` that the state was written by; empty in runs of before.
+        plan: Checksum of the `plan.json` of the state; empty in runs of older versions.
         when: UTC, ISO 8601.
     """
 
@@ -160,7 +160,7 @@ class CommitRecord:
         return CommitKey(self.sequence, self.step, self.session)
 
     def is_of(self, run: str, num_units: int) -> bool:
-        """Return whether the record can be of this run, which has that many units."""
+        """Return True if the record can belong to this run, which has `num_units` units."""
         return (
             self.run == run
             and len(self.copies) == len(self.frozen_copies) == num_units
@@ -169,14 +169,14 @@ class CommitRecord:
         )
 
     def to_bytes(self) -> bytes:
-        """As a file holds it."""
+        """Return the content of a commit file."""
         return seal({"format": _FORMAT, "version": _VERSION, **vars(self)})
 
     @staticmethod
     def from_bytes(data: bytes) -> CommitRecord | None:
-        """The record at the beginning of a file; None where there is no whole one.
+        """Return the record at the beginning of a file; None if there is no intact one.
 
-        Raises `ValueError` for one of another version.
+        Raises `ValueError` for a record of another version or with invalid values.
         """
         try:
             found = unseal(first_sealed(data))
@@ -221,30 +221,30 @@ class SmallFile:
             write_at(self._fd, data, offset)
 
     def sync(self) -> None:
-        """Put it on stable storage; raises `RemovedError` where it has no name any more."""
+        """Sync the file; raises `RemovedError` if it was unlinked."""
         with self._doing("synced"):
             os.fsync(self._fd)
             check_linked(self._fd, self.path)
 
     def reserve(self, nbytes: int) -> None:
-        """Take the space beforehand, where the file system can."""
+        """Allocate `nbytes` of disk space in advance."""
         with self._doing("reserved"):
             os.posix_fallocate(self._fd, 0, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
-        """Return `count` bytes, fewer at the end of the file."""
+        """Return `nbytes` bytes, fewer at the end of the file."""
         with self._doing("read"):
             return os.pread(self._fd, nbytes, offset)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the file; idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class CommitFiles:
-    """The two files of one run's record; see [Note: two copies]."""
+    """The two commit files of one run; see [Note: two copies]."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -257,20 +257,20 @@ class CommitFiles:
             raise
 
     def reserve(self) -> None:
-        """Take the space for records of a common size."""
+        """Allocate disk space for records of a typical size."""
         for file in self._files:
             file.reserve(_RESERVED_BYTES)
 
     def prepare(self, record: CommitRecord) -> None:
-        """The first file: one rank that is alone would load it from now on."""
+        """Write the first file; a single rank would load this record from now on."""
         self._put(record, self._files[:1])
 
     def commit(self, record: CommitRecord) -> None:
-        """Write the second file of a prepared commit, which frees extents of the one before."""
+        """Write the second file of a prepared record; the extents of the previous one are free."""
         self._put(record, self._files[1:])
 
     def repair(self, record: CommitRecord) -> None:
-        """Make both files hold a record that was read from one of them, which is not touched."""
+        """Make both files hold a record that was read from one of them, which is not written."""
         there = read_commits(self._directory, record.run, len(record.copies))
         self._put(record, [file for file in self._files if there[file.path] != record])
         sync_directory(self._directory)
@@ -289,7 +289,7 @@ class CommitFiles:
 
 
 def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, CommitRecord | str]:
-    """Return the record in each file of a run, or why it has none, as the end of a sentence."""
+    """Return the record in each commit file of a run, or a message to append to its path."""
     found: dict[Path, CommitRecord | str] = {}
     for path in (directory / name for name in COMMIT_NAMES):
         try:
@@ -306,7 +306,7 @@ def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, Commit
 
 
 def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> CheckpointError:
-    """Return the error for a file of page checksums that is not of a commit."""
+    """Return the error for a file of page checksums that does not match a commit."""
     return CheckpointError(
         f"{path} does not hold the checksums of {unit} that update {record.step} committed",
         because="it is damaged, or this file, the commit records and the state are of different "
@@ -319,7 +319,7 @@ def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> Checkpoint
 def intact_records(
     directory: Path, found: Mapping[Path, CommitRecord | str]
 ) -> dict[CommitKey, CommitRecord]:
-    """Return the intact records among the results of `read_commits`; `CheckpointError` if none."""
+    """Return the intact records of `read_commits` by key; raises `CheckpointError` if none is."""
     records = [record for record in found.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
@@ -331,14 +331,14 @@ def intact_records(
 
 
 def last_common(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKey:
-    """Return the newest commit that every rank has an intact record of.
+    """Return the newest commit of which every rank has an intact record.
 
     Args:
         records: Commits of each rank.
         where: A directory of the run, for the message.
 
     Raises:
-        CheckpointError: There is none.
+        CheckpointError: The ranks have no commit in common.
     """
     every = [set(there) for there in records]
     common = every[0].intersection(*every)

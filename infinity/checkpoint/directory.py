@@ -1,4 +1,4 @@
-"""What lies below a root: checkpoints, `latest`, and the removal of old ones."""
+"""Checkpoints below a root directory: listing, `latest`, and the removal of old ones."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from infinity.errors import (
 
 
 def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -> InfinityError:
-    """The error for `error`, met while `doing` ("writing") something to `path`.
+    """Return the error for an `OSError` raised while `doing` ("writing") something to `path`.
 
-    `nbytes` is what the whole needs.
+    `nbytes` is the size of the checkpoint, for the message.
     """
     needed = "" if nbytes is None else f" (the checkpoint needs {format_size(nbytes)})"
     return refused(f"{doing} {path} failed{needed}", error, path)
 
 
-# Who may write a checkpoint's directory, and the removal of what dead writers left.
+# Locks of checkpoint writers, and the removal of files that dead writers left.
 #
-# A writer of TAG holds the lock of `.TAG.infinity-lock` from before `TAG.tmp` exists until `TAG`
-# is in its place, so a lock that can be taken beside a `TAG.tmp` belongs to the dead. The lock
-# file goes last. Only files that a checkpoint can contain are ever removed, and never through
-# links.
+# A writer of TAG holds the lock of `.TAG.infinity-lock` from before `TAG.tmp` exists until it has
+# been renamed to `TAG`. So if `TAG.tmp` exists and its lock can be taken, its writer is dead. The
+# lock file is removed last. Only files that a checkpoint can contain are ever removed, and links
+# are never followed.
 
 
 _LOCK_PREFIX, _LOCK_SUFFIX = ".", ".infinity-lock"
@@ -48,7 +48,7 @@ _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TagLock(LockFile):
-    """The right to make or remove `ROOT/TAG.tmp`, held until `release`."""
+    """Exclusive lock for creating or removing `ROOT/TAG.tmp`, held until `release`."""
 
     def __init__(self, root: Path, tag: str) -> None:
         """Raises `CheckpointError` if another writer holds the tag, `MachineError` on failure."""
@@ -70,9 +70,10 @@ def new_latest_name(tag: str) -> str:
 
 
 def remove_stale(root: Path) -> list[Path]:
-    """Remove the remains of dead writers under `root`; return the removed directories.
+    """Remove the files of dead writers under `root`; return the removed directories.
 
-    What is locked, somebody else's, or cannot be removed stays. Never raises `OSError`.
+    Directories that are locked, belong to another user or cannot be removed are left. Never raises
+    `OSError`.
     """
     removed: list[Path] = []
     try:
@@ -93,16 +94,16 @@ def remove_stale(root: Path) -> list[Path]:
 
 
 def remove_temporary(root: Path, tag: str) -> bool:
-    """Remove `TAG.tmp`, whose lock is held; whether there was one. Raises `OSError`."""
+    """Remove `TAG.tmp`, whose lock is held; return True if it existed. Raises `OSError`."""
     with suppress(FileNotFoundError):
         (root / new_latest_name(tag)).unlink()
     return remove_files(root / f"{tag}{TEMPORARY_SUFFIX}")
 
 
 def remove_files(directory: Path) -> bool:
-    """Remove a directory of checkpoint files; return True if it was there.
+    """Remove a directory of checkpoint files; return True if it existed.
 
-    Raises `OSError`: ENOTEMPTY if it holds anything else, which then stays.
+    Raises `OSError`: ENOTEMPTY if it holds other files, which are left.
     """
     try:
         descriptor = os.open(directory, _DIRECTORY)
@@ -129,9 +130,9 @@ _BEGIN = f'{{\n"format": "{FORMAT_NAME}"'.encode()
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint below a root: its tag, when its manifest was written, and its size.
+    """Checkpoint below a root: its tag, the time its manifest was written, and its size.
 
-    `is_ours`: the manifest begins as one of ours does.
+    `is_ours`: the manifest begins like one of this format.
     """
 
     tag: str
@@ -141,10 +142,10 @@ class Found:
 
 
 def find_tag(root: Path, tag: str | None) -> str | None:
-    """`tag`, or without one what `latest` names; None if there is no `latest`.
+    """Return `tag`, or the tag that `latest` names if it is None; None if there is no `latest`.
 
-    Raises `ConfigError` for a tag that cannot be one, `CheckpointError` for a `latest` that is
-    damaged, `MachineError` if it cannot be read.
+    Raises `ConfigError` for an invalid tag, `CheckpointError` for a damaged `latest`,
+    `MachineError` if `latest` cannot be read.
     """
     if tag is not None:
         return check_tag(tag)
@@ -167,7 +168,7 @@ def find_tag(root: Path, tag: str | None) -> str | None:
 
 
 def no_latest(root: Path) -> str:
-    """Describe why `find_tag` found no checkpoint, also where `root` is a tag's directory."""
+    """Describe why `find_tag` found no checkpoint; suggest a call if `root` is one itself."""
     why = f"{root} has no checkpoint that is called the latest"
     if not (root / MANIFEST_NAME).is_file():
         return why
@@ -177,7 +178,7 @@ def no_latest(root: Path) -> str:
 
 
 def checkpoints(root: Path, *, any_manifest: bool = False) -> list[Found]:
-    """All checkpoints below `root`, the last written first; with `any_manifest` damaged ones too.
+    """Return the checkpoints below `root`, newest first; with `any_manifest` damaged ones too.
 
     Raises `MachineError`.
     """
@@ -194,14 +195,17 @@ def checkpoints(root: Path, *, any_manifest: bool = False) -> list[Found]:
 
 
 def tags(root: Path) -> list[str]:
-    """Of all `checkpoints`, sound or not, and what `latest` names. Raises `MachineError`."""
+    """Return the tags of all checkpoints, sound or damaged, and the one that `latest` names.
+
+    Raises `MachineError`, and as `find_tag` does.
+    """
     found = [one.tag for one in checkpoints(root, any_manifest=True)]
     latest = find_tag(root, None)
     return found if latest is None or latest in found else [*found, latest]
 
 
 def _found(directory: Path) -> Found:
-    """What has a manifest; raises `OSError` where there is none."""
+    """Describe a directory with a manifest; raises `OSError` if it has none."""
     try:
         is_ours = read_small(directory / MANIFEST_NAME, nbytes=len(_BEGIN)) == _BEGIN
     except OSError:
@@ -215,11 +219,11 @@ def _found(directory: Path) -> Found:
 def prune(
     root: Path, keep: int, *, keep_too: Sequence[str] = (), dry_run: bool = False
 ) -> list[Found]:
-    """Remove all but the last `keep` checkpoints; return the removed ones, or those to remove.
+    """Remove all but the last `keep` checkpoints and return them; with `dry_run` only list them.
 
-    Never what `latest` names, nor a tag in `keep_too`, nor a directory that holds anything else
-    but a checkpoint. Raises `ConfigError` for `keep` below 1, `MachineError` if the system
-    refuses; what was removed before stays removed.
+    Never removes the checkpoint that `latest` names, tags in `keep_too`, or directories that hold
+    other files. Raises `ConfigError` for `keep` below 1, `MachineError` if the system refuses;
+    checkpoints that were removed before the error stay removed.
     """
     if keep < 1:
         raise ConfigError(f"at least 1 checkpoint is kept, not {keep}")
@@ -236,7 +240,7 @@ def prune(
 
 
 def discard(root: Path, tag: str) -> None:
-    """Remove a checkpoint, if there is one and nothing else is in its directory.
+    """Remove a checkpoint if it exists and its directory holds no other files.
 
     Raises `MachineError` if the system refuses.
     """
@@ -247,7 +251,7 @@ def discard(root: Path, tag: str) -> None:
 
 
 def is_ours_alone(directory: Path) -> bool:
-    """Whether a directory holds files of a checkpoint, and nothing else."""
+    """Return True if a directory holds only files of a checkpoint."""
     with os.scandir(directory) as entries:
         return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)
 

@@ -1,17 +1,17 @@
-"""Commits: from a finished optimizer pass to a step that no crash can take back.
+"""Commits of a durable run: from a finished optimizer pass to a step that survives any crash.
 
 [Note: commit of a step]
-1. What rests in RAM of units that changed goes to the copy that is active on disk, where the
-   optimizer pass has put the rest.
-2. Every write of every unit is waited for, and every state file synced.
-3. With `io.verify` the page checksums of what changed are written to a file and synced.
+1. State of changed units that is stored in RAM or on a device is written to the active copy on
+   disk, where the optimizer pass has already written the other kinds.
+2. All writes of all units complete, and every state file is synced.
+3. With `io.verify` the page checksums of changed copies are written to a file and synced.
 4. One record is written and synced: the step is prepared. It holds the copies, a CRC of the page
    checksums of each, and the document.
-5. Ranks meet, and so say that it is prepared on all; one rank meets nobody.
-6. The record is written and synced once more: the step is committed (`commits.py`).
-Only then is the former committed copy free to be written. All of this runs on the optimizer thread,
-behind the training thread, before the next optimizer pass begins; of several ranks 5 and 6 on the
-training thread, when next it needs all updates, as `step()` does.
+5. A barrier shows that all ranks have prepared the step; a single rank skips it.
+6. The record is written and synced a second time: the step is committed (`commits.py`).
+Only then may the previously committed copy be written. All of this runs on the optimizer thread,
+concurrently with the training thread, before the next optimizer pass begins. With several ranks,
+5 and 6 run on the training thread the next time it needs all updates, as `step()` does.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ _LABEL: Label = (NO_UNIT, "commit")
 
 
 class Durability:
-    """Commits the steps of one run; used by the optimizer thread, and at start and end.
+    """Commit protocol of one run; called by the optimizer thread, and at start and end.
 
-    `step` counts updates; whoever loads a state of another step may set it.
+    `step` counts updates; a caller that loads the state of another step may set it.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Durability:
         self.store = store
         self.step = 0
         self._ranks: DistContext = store.ranks
-        self._prepared: CommitRecord | None = None  # on this rank, and not committed
+        self._prepared: CommitRecord | None = None  # prepared on this rank, not committed yet
         self._disk = transfers.disk
         self._primary = self._disk.scratches[0]
         self._run = self._primary.directory.name.rpartition("-")[2]
@@ -89,7 +89,7 @@ class Durability:
         self._records = CommitFiles(self._primary.directory)
         self._sums: SmallFile | None = None
         self._kept = KeptFiles()
-        self._checksums: dict[int, int] = {}  # as in a record, by position
+        self._checksums: dict[int, int] = {}  # those of a record, by position
         try:
             if self._disk.checksums is not None:
                 self._sums = self._open_sums(stored)
@@ -111,9 +111,10 @@ class Durability:
     # --- beginning and end -------------------------------------------------------------------
 
     def begin(self, facts: Mapping[str, Any]) -> None:
-        """Commit the initial state as step 0; from then on the directories are never removed.
+        """Commit the initial state as step 0; the directories are never removed afterwards.
 
-        `facts` are those of `durable_runs.model_facts`. The first copies of all units are written.
+        `facts` is a result of `durable_runs.model_facts`. The first copies of all units have been
+        written.
         """
         self._records.reserve()
         directories = [scratch.directory for scratch in self._disk.scratches]
@@ -126,7 +127,7 @@ class Durability:
         for index, (scratch, used) in enumerate(
             zip(self._disk.scratches, striping.used, strict=True)
         ):
-            with closing(SmallFile(scratch.path(STATE_NAME))) as file:  # a page behind its extents
+            with closing(SmallFile(scratch.path(STATE_NAME))) as file:  # a page after the extents
                 file.write(used, state_tag(self._run, index))
                 file.sync()
         for state in self.store.units:
@@ -139,15 +140,15 @@ class Durability:
                 if len(directories) > 1:
                     self._primary.announce(self._run, directories[1:])
                 for index, scratch in reversed(list(enumerate(self._disk.scratches))):
-                    scratch.keep({**tie, "index": index})  # the first one last: it decides for all
+                    scratch.keep({**tie, "index": index})  # the first one last: it makes all valid
         except BaseException:
             for scratch in self._disk.scratches:
-                scratch.durable = False  # nothing was promised: they go with the others
+                scratch.durable = False  # nothing is committed: all are removed at close
             raise
         self._watch()
 
     def _watch(self) -> None:
-        """Watch the files that are written once, in every directory."""
+        """Watch the files in every directory that are written only once."""
         plan = self._primary.path(PLAN_NAME)
         records = (scratch.directory / RECORD_NAME for scratch in self._disk.scratches)
         locks = (scratch.directory / LOCK_NAME for scratch in self._disk.scratches)
@@ -157,7 +158,7 @@ class Durability:
             raise refused(f"{error.filename} cannot be opened", error) from error
 
     def forget(self) -> None:
-        """Drop the reserved ranges."""
+        """Free the commit buffers."""
         self._buffers.forget()
 
     def close(self) -> None:
@@ -170,10 +171,10 @@ class Durability:
     # --- steps -------------------------------------------------------------------------------
 
     def finish_step(self, document: Mapping[str, Any] | None, stopped: Callable[[], bool]) -> None:
-        """An optimizer pass is over; commit if it is time and there is a document.
+        """Count a finished optimizer pass; commit if `durable_every` is reached.
 
-        Where `stopped` becomes true this returns early, and nothing is committed. Raises
-        `TransferError` and `MachineError`; the step before is what a new run goes on from then.
+        Without a `document`, or if `stopped` returns True during the commit, nothing is committed.
+        Raises `TransferError` and `MachineError`; a new run then resumes from the last commit.
         """
         self.step += 1
         self._since += 1
@@ -182,28 +183,29 @@ class Durability:
             self._prepare(document, stopped=stopped)
 
     def finish(self) -> None:
-        """Commit the last step, if it is not and nothing was edited since; no update may run.
+        """Commit the last step unless it is committed or was edited since; no update may run.
 
-        Of several ranks each prepares it only: at the end of a run they may not meet any more. The
-        next start rolls it forward, if all have.
+        With several ranks only prepare it: at the end of a run the others may no longer
+        synchronize. The next start rolls it forward if all ranks have prepared it.
         """
         if self._since and self.document is not None and not self.store.edited:
             self._prepare(self.document)
 
     def commit(self, document: Mapping[str, Any], step: int) -> None:
-        """Commit the state as it is, as that of `step`: after a state was loaded.
+        """Commit the current state as `step`, after a state was loaded.
 
-        No optimizer pass may run, and nothing may be lent. Raises as `finish_step` and `agree` do.
+        No optimizer pass may run, and no parameter may be materialized. Raises as `finish_step` and
+        `agree` do.
         """
         self.step, self.document, self.store.edited = step, document, False
         self._prepare(document)
         self.agree()
 
     def agree(self) -> None:
-        """Commit the prepared step, once all ranks have prepared it; all ranks call this.
+        """Commit the prepared step once all ranks have prepared it; collective.
 
-        Until then nothing may be written to either copy. No optimizer pass may run. Raises
-        `MachineError`, and what `DistContext.synchronize` raises.
+        Until then neither copy may be written. No optimizer pass may run. Raises `MachineError`,
+        and as `DistContext.synchronize` does.
         """
         record = self._prepared
         if record is None:
@@ -228,7 +230,7 @@ class Durability:
         if in_memory and not self._move_memory(changed, frozen, stopped):
             return
         for state in self.store.units:
-            for write in tuple(state.writes):  # the training thread may take them off the list
+            for write in tuple(state.writes):  # the training thread may remove entries
                 write.wait()
         laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
@@ -261,8 +263,8 @@ class Durability:
     def _move_memory(
         self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
     ) -> bool:
-        """Write what rests in memory to the active copies; False if it was stopped."""
-        for state in changed:  # updates and copies into a device are queued, perhaps not over
+        """Write state in memory to the active copies; return False if it was stopped."""
+        for state in changed:  # updates and copies into a device may still be in flight
             if any(map(state.on_device, state.memory)):
                 for write in tuple(state.writes):
                     write.wait()
@@ -290,7 +292,7 @@ class Durability:
     def _in_memory(
         self, changed: list[UnitState], frozen: list[UnitState]
     ) -> Iterator[tuple[Extent, Range]]:
-        """Yield (extent of the active copy, range) of state in memory, at most a buffer each."""
+        """Yield (extent of the active copy, range in memory), each at most the size of a buffer."""
         for state in changed:
             for index in range(state.layout.num_chunks(self.plan.chunk_elements)):
                 for kind in state.memory:
@@ -315,7 +317,7 @@ class Durability:
     # --- checksums ---------------------------------------------------------------------------
 
     def _write_sums(self, *, unchanged: bool = False) -> None:
-        """Write the page checksums of active copies that changed, or of all, and sync the file."""
+        """Write and sync the page checksums of changed active copies, or of all if `unchanged`."""
         sums = self._disk.checksums
         if self._sums is None or sums is None:
             return
@@ -329,9 +331,9 @@ class Durability:
         self._sums.sync()
 
     def _restore_sums(self, record: CommitRecord) -> None:
-        """Load the page checksums of a commit; without any, compute them from the state.
+        """Load the page checksums of a commit; if it has none, compute them from the state.
 
-        Raises `CheckpointError` if the file does not hold those of this commit.
+        Raises `CheckpointError` if the checksum file does not match the commit.
         """
         sums, file = self._disk.checksums, self._sums
         if sums is None or file is None:
@@ -353,11 +355,11 @@ class Durability:
         if not record.checksums:
             self._write_sums(unchanged=True)
 
-    # --- going on ----------------------------------------------------------------------------
+    # --- resuming ----------------------------------------------------------------------------
 
     def _take_over(self, stored: StoredRun) -> None:
-        """The copies, counters and checksums of a run that is continued."""
-        # Read again: the directory is locked now.
+        """Restore copies, counters and checksums of the run to resume; collective."""
+        # Read the records again: the directory is locked only now.
         num_units = len(self.store.units)
         found = read_commits(stored.directory, stored.record.run, num_units)
         records = intact_records(stored.directory, found)
@@ -384,7 +386,7 @@ class Durability:
         self._watch()
 
     def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
-        """Bring what rests in RAM and on devices from the committed copies; raises as reads do."""
+        """Read state in RAM and on devices from the committed copies; raises as reads do."""
         units = self.store.units
         total, done = self.plan.commit_bytes, 0
         for state in units:

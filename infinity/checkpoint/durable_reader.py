@@ -1,8 +1,7 @@
-"""The last committed state of a durable run, read like a checkpoint: for tools, and other
-placements.
+"""Reader of the last committed state of a durable run, with the interface of a checkpoint.
 
-Everything follows from `plan.json` and the last commit record. The directories are locked for
-reading, so that no run goes on in them meanwhile.
+Used by tools, and to load a run into another placement. Offsets follow from `plan.json` and the
+last commit record. The directories are locked for reading, so that no run resumes in them.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ from infinity.storage.run_dir import lock_durable
 from infinity.storage.striping import Stripes
 from infinity.types import PAGE, Tier, round_up
 
-_READ_BYTES = 1 << 20  # at once, whole pages
+_READ_BYTES = 1 << 20  # per read; a multiple of PAGE
 
 
 def _apart(values: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Those that are not the first rank's."""
+    """Return the tensors that differ from those of the first rank."""
     return {n: v for n, v in values.items() if n not in first or not torch.equal(v, first[n])}
 
 
 class DurableReader(StateReader):
-    """The streams of a durable run's last commit, and the buffers of its document.
+    """Reader of a durable run's last commit: its streams, and the buffers of its document.
 
-    `directories` are those of the run, the first one first, rank by rank; `plan` is as much of the
-    run's, or of its first rank's, as its `plan.json` holds. `roots` are where directories that
-    were moved are sought.
+    `directories` are those of the run, rank by rank, the first of each rank first; `plan` is the
+    part of the first rank's plan that `plan.json` holds. Directories that were moved are searched
+    for in `roots`.
     """
 
     def __init__(self, directory: str | os.PathLike[str], roots: Iterable[Path] = ()) -> None:
-        """Raises `CheckpointError` where it is damaged or incomplete, `MachineError` where a run
-        is going on in it.
+        """Raises `CheckpointError` if the run is damaged or incomplete, `MachineError` if it is
+        in use.
         """
         self._parts: list[_Part] = []
         try:
@@ -101,23 +100,23 @@ class DurableReader(StateReader):
             for part in self._parts
         ]
         kept: dict[str, Any] = {}
-        for part in self._parts:  # whoever has the last part of a parameter tells, as in a save
+        for part in self._parts:  # the rank with the last shard of a parameter wins, as in a save
             there = {s.name for unit in part.plan.local_units for s in unit.trained_segments}
             kept |= {n: v for n, v in part.document.run["kept"].items() if n in there}
         return encode({**self.document.run, "kept": kept, "ranks": rank_states}, "the run's state")
 
     @property
     def verified(self) -> bool:
-        """Whether checksums of the state were kept (`io.verify`)."""
+        """True if the state has checksums (`io.verify`)."""
         return all(part.verified for part in self._parts)
 
     @property
     def nbytes(self) -> int:
-        """Of the committed state, with its padding."""
+        """Bytes of the committed state, including padding."""
         return sum(extent.nbytes for part in self._parts for extent, _ in part.extents)
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """See `StateReader.verify`; page by page. Without checksums nothing is read."""
+        """See `StateReader.verify`; checks each page. Without checksums nothing is read."""
         for part in self._parts if self.verified else ():
             yield from part.verify(seen)
 
@@ -125,8 +124,6 @@ class DurableReader(StateReader):
         """Close the directories; idempotent."""
         for part in self._parts:
             part.close()
-
-    # --- inside ------------------------------------------------------------------------------
 
     def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
         end = first_byte + target.numel()
@@ -142,10 +139,10 @@ class DurableReader(StateReader):
 
 
 class _Part:
-    """What one rank keeps of a run; all of it, where there is one rank."""
+    """Locked directories and committed extents of one rank of a run."""
 
     def __init__(self, run: StoredRun) -> None:
-        """Locks the directories; raises as `DurableReader` does."""
+        """Raises as `DurableReader` does."""
         self.directory = run.directory
         self.directories = run.striping.directories
         self.facts = run.facts
@@ -153,7 +150,8 @@ class _Part:
         self.record: CommitRecord
         self.document: Document
         self.extents: list[tuple[Extent, list[StreamRange]]] = []
-        self._foreign: dict[int, CheckpointError] = {}  # by offset of extents without checksums
+        # By offset of each extent whose page checksums do not match the commit.
+        self._foreign: dict[int, CheckpointError] = {}
         self._striping = run.striping
         self._stripes = Stripes(len(self.directories), run.striping.stripe_bytes)
         self._locks: list[LockFile] = []
@@ -163,7 +161,7 @@ class _Part:
             for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
                 self._files.append(_open(member / STATE_NAME))
-            # Read again, now that it is locked.
+            # Read the records again: the directories are locked only now.
             found = read_commits(run.directory, run.record.run, len(run.plan.units))
             self.records = intact_records(run.directory, found)
         except BaseException:
@@ -171,7 +169,7 @@ class _Part:
             raise
 
     def open(self, key: CommitKey) -> None:
-        """Read that commit; raises `CheckpointError`."""
+        """Read the record, document and extents of a commit; raises `CheckpointError`."""
         self.record = self.records[key]
         if self.record.checksums:
             self._sums = _open(self.directory / SUMS_NAME)
@@ -192,17 +190,17 @@ class _Part:
                     )
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
-        """As `Disk.extent` does it."""
+        """Reserve an extent, as `Disk.extent` does."""
         return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     @property
     def verified(self) -> bool:
-        """Whether checksums were kept."""
+        """True if the state has checksums."""
         return self._sums >= 0
 
     def verify(self, seen: Callable[[int], None] | None) -> Iterator[str]:
         """See `DurableReader.verify`."""
-        for file in self._files:  # what lies in memory was checked, the disk was not
+        for file in self._files:  # drop the page cache: read from the drive
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         for extent, held in self.extents:
             if error := self._foreign.get(extent.offset):
@@ -227,7 +225,7 @@ class _Part:
             lock.close()
 
     def fill(self, extent: Extent, start: int, target: Tensor) -> None:
-        """Read a range of an extent; whole pages are read, and checked."""
+        """Read a range of an extent; the full pages around it are read and verified."""
         if error := self._foreign.get(extent.offset):
             raise error
         end = start + target.numel()
@@ -254,7 +252,7 @@ class _Part:
         return torch.frombuffer(data, dtype=torch.uint8)
 
     def _wrong_pages(self, part: Extent, pages: Tensor) -> list[int]:
-        """Return pages, counted from the part's first, that differ from their checksums."""
+        """Return the indices, within `part`, of pages that differ from their checksums."""
         return wrong_pages(pages, stored_checksums(self._read_sums, part))
 
     def _read_sums(self, offset: int, nbytes: int) -> bytes:
@@ -265,7 +263,7 @@ class _Part:
             raise CheckpointError(why) from error
 
     def _describe_page(self, extent: Extent, start: int, held: Sequence[StreamRange]) -> str:
-        """A damaged page of an extent, and whose bytes it holds."""
+        """Describe a damaged page of an extent and the tensors that it holds bytes of."""
         (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
         names = [
             f"{one.stream} of {one.name!r}"
@@ -282,15 +280,15 @@ class _Part:
 def committed(
     plan: Plan, record: CommitRecord, disk: ExtentAllocator
 ) -> Iterator[list[tuple[Extent, list[StreamRange]]]]:
-    """Yield the extents of each active copy in the order of a record, with what each holds.
+    """Yield the extents of each active copy in the order of a record, with the ranges they hold.
 
-    `disk` promises them. Of each unit there are two lists: trained state, and frozen parameters.
+    `disk` reserves the extents. Each unit yields two lists: trained state, and frozen parameters.
     """
     units = [UnitState(layout, plan.record(layout)) for layout in plan.local_units]
     for unit in units:
         promise_extents(plan, unit, disk)
     for layout, placement in zip(plan.local_units, plan.placements, strict=True):
-        if layout.numel and placement.gradient is Tier.DISK:  # behind them, as in a run
+        if layout.numel and placement.gradient is Tier.DISK:  # after all state, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
     for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
         trained = []
@@ -317,7 +315,7 @@ def _manifest(
     segments = [s for layout in plan.units for s in layout.segments if s.begins]
     return Manifest(
         engine_version=facts["engine_version"],
-        # A skipped step changes nothing: it is committed with the next.
+        # Skipped steps change nothing, and are committed with the next step.
         global_steps=record.step + progress.get("skipped_steps", 0),
         precision=plan.precision.name,
         rule=facts["rule"],

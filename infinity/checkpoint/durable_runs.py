@@ -1,8 +1,8 @@
 """Durable directories: their `plan.json`, finding them, and choosing one that fits a model.
 
-`plan.json` is written once, before the first commit: what the model is (names, shapes, dtypes,
-precision, rule, moments), where every kind rests, and how bytes are dealt over the paths. It is
-all that is needed to find any parameter in the state files again.
+`plan.json` is written once, before the first commit: the model (names, shapes, dtypes, precision,
+rule, moments), the tier of every kind, and the striping over the paths. It suffices to find any
+parameter in the state files.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ SUMS_NAME = "checksums.bin"
 _FORMAT = "torch-infinity-durable"
 _VERSION = 4
 _STATE_FORMAT = "torch-infinity-state"
-MAX_TOLD = 5  # differences between a stored run and this one
+MAX_TOLD = 5  # differences in one message
 
 
 @dataclass(frozen=True)
 class StoredRun:
-    """A durable run that is over: its first directory, its facts and plan, and its last commit.
+    """Durable run that is not active: its first directory, facts, plan and last commit.
 
-    Of several ranks it is the part of one; which commit is the last they tell each other later.
+    With several ranks, the directories of one rank; their last common commit is agreed on later.
     """
 
     directory: Path
@@ -63,16 +63,16 @@ class StoredRun:
     plan: Plan
     striping: Striping
     record: CommitRecord
-    sequences: tuple[int, ...]  # of the commits that it has whole
+    sequences: tuple[int, ...]  # of its intact commit records
 
     @property
     def group(self) -> str:
-        """Return the key that the directories of all ranks share."""
+        """Key that the directories of all ranks share."""
         return str(self.facts.get("group", self.facts["run"]))
 
     @property
     def stored(self) -> Stored:
-        """Return the facts that a plan takes over."""
+        """Facts that a new plan takes over."""
         plan = self.plan
         return Stored(str(self.directory), self.record.step, plan.placements, plan.chunk_elements)
 
@@ -86,7 +86,7 @@ class StoredRun:
 def model_facts(
     units: Sequence[UnitLayout], precision: str, rule: RuleFacts, gradient_itemsize: int
 ) -> dict[str, Any]:
-    """What must be equal for a run to be continued, JSON-able."""
+    """Return the facts, JSON-able, that must be equal for a run to be resumed."""
     return {
         "ranks": units[0].shards if units else 1,
         "precision": precision,
@@ -116,7 +116,7 @@ def _segment_facts(segment: Segment) -> dict[str, Any]:
 
 
 def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Describe why a run cannot resume from a stored one; empty if it can."""
+    """Describe why a run (`here`) cannot resume from a stored one (`there`); empty if it can."""
     found = []
     if (ranks := there.get("ranks", 1)) != here["ranks"]:
         one = "one rank" if ranks == 1 else f"{ranks} ranks"
@@ -135,7 +135,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
         found.append(f"{name!r} is {where}")
     for name in (n for n in names[0] if n in names[1]):
         for key in ("shape", "dtype", "trained", "form"):
-            # Only forms may be missing.
+            # Only "form" may be missing.
             old, new = (
                 _full_shape(one[name]) if key == "shape" else one[name].get(key, "as_is")
                 for one in names
@@ -151,7 +151,7 @@ def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def _segment_of(facts: Mapping[str, Any]) -> Segment:
-    """What `_segment_facts` was made of, without indices."""
+    """Invert `_segment_facts`, without indices of parameter and group."""
     rows = facts.get("rows")
     fields = {key: value for key, value in facts.items() if key not in ("rows", "whole")}
     stack = StackRows(-2, *rows) if rows else None
@@ -161,25 +161,25 @@ def _segment_of(facts: Mapping[str, Any]) -> Segment:
 
 
 def _full_shape(facts: Mapping[str, Any]) -> list[int]:
-    """The shape of the model's parameter that a segment is, or holds rows of."""
+    """Return the full shape of the parameter that a segment is, or holds rows of."""
     rows = facts.get("rows")
     return [rows[1], *facts["shape"][1:]] if rows else list(facts["shape"])
 
 
 def _without_names(units: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return what decides where bytes lie: names of units are shown, and have changed."""
+    """Return the facts that determine offsets: unit names do not, and differ between versions."""
     return [{key: value for key, value in unit.items() if key != "name"} for unit in units]
 
 
 def plan_checksum(facts: Mapping[str, Any]) -> str:
-    """Return the checksum of the members of a `plan.json` that commit records hold."""
+    """Return the checksum of the members of a `plan.json`, which commit records hold."""
     return f"{crc32c(json.dumps(facts, sort_keys=True).encode()):08x}"
 
 
 def write_plan(
     path: Path, run: str, facts: Mapping[str, Any], plan: Plan, striping: Striping
 ) -> str:
-    """Write `plan.json`, for good, and return its checksum; raises `MachineError`."""
+    """Write and sync `plan.json`; return its checksum. Raises `MachineError`."""
     content = {
         "engine_version": __version__,
         "run": run,
@@ -203,7 +203,7 @@ def write_plan(
 
 
 def plan_of(facts: Mapping[str, Any]) -> Plan:
-    """Return the part of a run's plan in its `plan.json`: enough to find every byte."""
+    """Return the part of a run's plan that `plan.json` holds: enough to find every byte."""
     moments = tuple(MomentFormat(name) for name in facts["moments"])
     precision = replace(PRECISIONS[facts["precision"]], moments=moments)
     units = []
@@ -238,7 +238,7 @@ def plan_of(facts: Mapping[str, Any]) -> Plan:
 
 
 def state_tag(run: str, index: int) -> bytes:
-    """The last page of a state file: whose it is, and which of its run's."""
+    """Return the last page of a state file: the id of its run, and its index in the run."""
     text = json.dumps({"format": _STATE_FORMAT, "run": run, "index": index})
     return text.encode().ljust(PAGE, b"\0")
 
@@ -247,9 +247,9 @@ def state_tag(run: str, index: int) -> bytes:
 
 
 def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
-    """Read a durable directory, any of a run's; directories that were moved are sought in `roots`.
+    """Read a durable run from any of its directories; `roots` are searched for moved ones.
 
-    Raises `CheckpointError` if it is none, is damaged, or one of the run's is missing.
+    Raises `CheckpointError` if it is not a durable run, is damaged, or lacks a directory.
     """
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read_plan(directory)
@@ -277,9 +277,9 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
 
 
 def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
-    """As `read_run`, of all ranks of a run, any of whose directories is given; in their order.
+    """Read the directories of all ranks of a run, in order of rank, given any of them.
 
-    Those of other ranks are sought beside it, and beside `roots`.
+    Those of other ranks are searched for next to it and next to `roots`. Raises as `read_run` does.
     """
     roots = list(roots)
     run = read_run(directory, roots)
@@ -307,7 +307,7 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
 
 
 def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
-    """The directory of a run that holds its plan and its commits; raises `CheckpointError`."""
+    """Return the directory of a run with its plan and commits; raises `CheckpointError`."""
     if not record.get("index", 0):
         return directory
     first = Path(str(record.get("primary")))
@@ -321,7 +321,7 @@ def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable
 
 
 def _check_files(striping: Striping, run: str) -> None:
-    """Raise `CheckpointError` unless all state files are there, and are this run's."""
+    """Raise `CheckpointError` unless all state files exist and belong to this run."""
     for index, (directory, used) in enumerate(
         zip(striping.directories, striping.used, strict=True)
     ):
@@ -367,9 +367,9 @@ def _reading(path: Path, remedy: str | None = None) -> Iterator[None]:
 
 
 def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -> tuple[Path, ...]:
-    """The directories of a run, one for each of its paths."""
+    """Return the directories of a run, one for each of its paths."""
     named = [Path(name) for name in facts["directories"]]
-    # What the user names comes first: it may be a copy.
+    # Directories that the user names come first: they may be a copy of the recorded ones.
     search_dirs = [*roots, directory.parent, *(path.parent for path in named)]
     found = {**_pieces(facts["run"], search_dirs), 0: directory}
     missing = [str(path) for index, path in enumerate(named) if index not in found]
@@ -383,7 +383,7 @@ def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -
 
 
 def _pieces(run: object, parents: Iterable[Path]) -> dict[int, Path]:
-    """The directories of a run by their index, those of earlier places first."""
+    """Return the directories of a run by index; those in earlier parents take precedence."""
     found: dict[int, Path] = {}
     for parent in dict.fromkeys(parents):
         for path, record in durable_records(parent).items() if parent.is_dir() else ():
@@ -399,13 +399,13 @@ def find_run(
     step_log: Path | None = None,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> StoredRun | None:
-    """The durable run to go on from, of several ranks this one's part; None for a new one.
+    """Return the local rank's directories of the durable run to resume; None for a new run.
 
-    `resume` is "never", "auto", or a directory, of several ranks any one's; `here` are
-    `model_facts` of this run; `step_log` is where an earlier run may have told of its steps. Raises
-    `ConfigError` where "auto" finds several that fit, or signs of one that it cannot go on with,
-    and where the given one does not fit; and what `read_run` raises. All ranks call this, go on
-    from one run, and raise where one does.
+    `resume` is "never", "auto", or a directory (of any rank); `here` are the `model_facts` of this
+    run; `step_log` is a log in which an earlier run may have recorded its steps. Raises
+    `ConfigError` if "auto" finds several runs that fit, or signs of one that cannot be resumed, and
+    if the given run does not fit; and as `read_run` does. Collective: all ranks resume the same
+    run, and raise if one does.
     """
     if resume == "never":
         return None
@@ -457,19 +457,19 @@ def find_run(
             "(resume: never), and load a checkpoint",
         )
     for other, run in runs.items():
-        if other not in began:  # a start that died while it was marked: there is nothing in it
+        if other not in began:  # its start died while marking the directories: it has no state
             disown(run.striping.directories, run.facts["run"])
     return None if group is None else runs[group]
 
 
 @dataclass(frozen=True)
 class _FoundRun:
-    """Report of one rank to the others about the run it found.
+    """Report of one rank to the others about the runs it found.
 
-    `fitting` has by group what to call its part of a run, and the sequence numbers of its commits;
-    `signs` are words on what it cannot go on with, `named` is the group of the directory that was
-    given, `steps` those in a step log, `misplaced` words on parts that are of ranks which this
-    machine does not have.
+    `fitting` maps the group of a run to a description of its local directories and the sequence
+    numbers of its commits; `signs` describe directories that cannot be resumed from; `named` is the
+    group of the given directory; `steps` counts those in the step log; `misplaced` describes
+    directories of ranks that are not on this machine.
     """
 
     fitting: dict[str, tuple[str, Sequence[int]]]
@@ -480,7 +480,7 @@ class _FoundRun:
 
 
 def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
-    """Return True if a run was marked on all ranks, or has a later commit on one."""
+    """Return True if a run was marked durable on all ranks, or has a second commit on one."""
     parts = [one.fitting[group] for one in every if group in one.fitting]
     return len(parts) == len(every) or any(max(numbers) > 0 for _, numbers in parts)
 
@@ -488,7 +488,7 @@ def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
 def _chosen(
     began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], step_log: Path | None
 ) -> str | None:
-    """Return the group of runs to resume without a given name, if any, from all ranks' reports."""
+    """Return the group of the run that `resume: auto` resumes, if any, from all ranks' reports."""
     if signs := [sign for one in every for sign in one.signs]:
         raise ConfigError(
             "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
@@ -523,9 +523,9 @@ def _chosen(
 def _directories(
     roots: Sequence[Path], ranks: DistContext
 ) -> tuple[list[Path], list[Path], list[Path]]:
-    """Return where runs of this rank are, of other numbers of ranks, and of ranks elsewhere.
+    """Return directories with runs of this rank, of other rank counts, and of remote ranks.
 
-    One rank of a machine looks at the last two.
+    Only the first rank of a machine gets the last two.
     """
     others = [item for root in roots for item in ranks_below(root).items()]
     if ranks.count == 1:
@@ -539,7 +539,7 @@ def _directories(
 
 
 def _durable_steps(step_log: Path) -> int:
-    """Return the steps in a step log since the last start, if that start was of a durable run."""
+    """Return the number of steps in a log since its last start; 0 if that was not durable."""
     steps, durable = 0, False
     with suppress(OSError):
         for _, record in json_lines(step_log):
@@ -552,11 +552,11 @@ def _durable_steps(step_log: Path) -> int:
 
 @dataclass(frozen=True)
 class Survey:
-    """Durable runs under some paths.
+    """Durable runs below some paths.
 
-    `fitting` can be gone on with. `foreign` are whole, and of other models. `doubtful` might be
-    those that are meant: they are in use, damaged or not complete, links or of other users, or were
-    of other settings. The last two are directories and why, in words.
+    `fitting` can be resumed. `foreign` are intact, and of other models. `doubtful` may be the
+    intended run: they are in use, damaged, incomplete, links, of other users, or of other settings.
+    The last two hold directories with the reason.
     """
 
     fitting: list[StoredRun]
@@ -565,7 +565,7 @@ class Survey:
 
 
 def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
-    """What there is below `roots`, for a run whose `model_facts` are `here`."""
+    """Classify the durable runs below `roots` for a run whose `model_facts` are `here`."""
     found, roots = Survey([], [], []), list(roots)
     there = {path: record for root in roots for path, record in run_records(root).items()}
     for directory, record in there.items():
@@ -578,7 +578,7 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
         try:
             first = _first_directory(directory, record, roots)
             if first != directory and first in there:
-                continue  # it is met by itself
+                continue  # reported with its first directory
             facts = _read_plan(first)
             if _shapes(facts) != _shapes(here):
                 found.foreign.append((directory, "; ".join(differences(facts, here))))
@@ -600,7 +600,7 @@ def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
 
 
 def _may_be_durable(directory: Path) -> bool:
-    """Return True if a run without a record may have been durable, as one that cannot be read."""
+    """Return True if a run without a record may have been durable, or cannot be read."""
     try:
         return not {PLAN_NAME, *COMMIT_NAMES}.isdisjoint(os.listdir(directory))
     except OSError:

@@ -1,4 +1,4 @@
-"""Small files that a durable run is found and read by, watched while it goes on."""
+"""Small files without which a durable run cannot be found or read, watched while it is active."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity.errors import RemovedError
 
 
 class KeptFiles:
-    """Holds files open that are written once, and puts one back that was removed."""
+    """Open files that are written once; one that was removed is written again."""
 
     def __init__(self) -> None:
         self._open: dict[Path, int] = {}
@@ -23,9 +23,9 @@ class KeptFiles:
             self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def check(self) -> None:
-        """Raise `RemovedError` if a file was removed, after it has been written again.
+        """Write removed files again and raise `RemovedError`.
 
-        Commits after that would go into a directory that nothing can resume from.
+        Otherwise later commits would go into a directory that cannot be resumed from.
         """
         for path, descriptor in self._open.items():
             if os.fstat(descriptor).st_nlink:

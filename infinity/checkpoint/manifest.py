@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: tensors, their offsets in files, and checksums.
+"""Manifest of a checkpoint: tensors, the files that hold them, and checksums.
 
-A stream is a sequence of tensors. It is cut into safetensors files between tensors, so every file
-can be read alone, by anything that reads safetensors.
+A stream is a sequence of tensors. It is split into safetensors files between tensors, so any
+safetensors reader can read each file separately.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MAX_SHARD_BYTES = 5 << 30
 
 MODEL, FROZEN, BUFFERS = "model", "frozen", "buffers"
 RESIDUAL, MASTER, GRADIENT = "residual", "master", "gradient"
-INDEX = "index"  # the stream that INDEX_NAME is counted to; it holds no tensors
+INDEX = "index"  # stream of the file INDEX_NAME; it holds no tensors
 
 _STREAM = re.compile(r"[a-z][a-z0-9_]{0,63}")
 _FILE = re.compile(r"([a-z][a-z0-9_]{0,63})(?:-([0-9]{5,9})-of-([0-9]{5,9}))?\.safetensors")
@@ -43,7 +43,7 @@ TEMPORARY_SUFFIX = ".tmp"
 
 
 class TensorSpec(NamedTuple):
-    """A tensor that a stream holds; its bytes are its elements in row-major order."""
+    """Tensor in a stream; its bytes are its elements in row-major order."""
 
     name: str
     shape: tuple[int, ...]
@@ -51,16 +51,14 @@ class TensorSpec(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """Number of elements."""
         return prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its elements."""
         return self.numel * self.dtype.itemsize
 
     def quantised(self, form: str) -> TensorSpec:
-        """The bytes that hold its values in a `FrozenFormat`; of none itself."""
+        """Return the spec of its bytes in a `FrozenFormat`; for "" the spec itself."""
         if not form:
             return self
         return TensorSpec(self.name, (FrozenFormat(form).nbytes(self.shape),), torch.uint8)
@@ -68,7 +66,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One file of a stream: its name, what stands before the tensors, and the tensors."""
+    """One file of a stream: its name, its safetensors header, and its tensors."""
 
     name: str
     header: bytes
@@ -76,22 +74,22 @@ class Shard:
 
     @property
     def nbytes(self) -> int:
-        """Size of the file."""
+        """Size of the file, including the header."""
         return len(self.header) + sum(t.nbytes for t in self.tensors)
 
 
 def moment_stream(index: int) -> str:
-    """The stream of a moment, counted from 1."""
+    """Return the name of a moment's stream; `index` starts at 1."""
     return f"moment{index}"
 
 
 def cut(
     stream: str, tensors: Sequence[TensorSpec], max_shard_bytes: int, *, numbered: bool
 ) -> list[Shard]:
-    """The files of a stream; none if it has no tensors. A shard holds at least one tensor.
+    """Split a stream into files of at least one tensor each; no files if it has no tensors.
 
     `numbered`: a single file is "model-00001-of-00001.safetensors" and not "model.safetensors".
-    Raises `ConfigError` for a name or a dtype that the format does not know, and for names twice.
+    Raises `ConfigError` for an invalid stream name, an unsupported dtype and duplicate names.
     """
     if _STREAM.fullmatch(stream) is None or stream == INDEX:
         raise ConfigError(f"{stream!r} is no name for a stream of tensors")
@@ -118,19 +116,18 @@ def cut(
 
 
 def file_names(stream: str, count: int, *, numbered: bool) -> list[str]:
-    """Return the names of the files of a stream."""
     if count == 1 and not numbered:
         return [f"{stream}.safetensors"]
     return [f"{stream}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
 def is_our_file(name: str) -> bool:
-    """Whether a checkpoint may contain a file of this name."""
+    """Return True if a checkpoint may contain a file of this name."""
     return name in (MANIFEST_NAME, INDEX_NAME) or _FILE.fullmatch(name) is not None
 
 
 def check_tag(tag: str) -> str:
-    """`tag`, if it can be the name of a checkpoint's directory; raises `ConfigError`."""
+    """Return `tag` if it is a valid name of a checkpoint's directory; raises `ConfigError`."""
     problem = None
     if not isinstance(tag, str) or not tag:
         problem = "is no text" if not isinstance(tag, str) else "is empty"
@@ -154,16 +151,16 @@ MAX_MANIFEST_BYTES = 512 << 20
 MAX_BLOCK_BYTES = 64 << 20
 MIN_BLOCK_BYTES = 4096
 MAX_MOMENTS = 6
-_RECORDS = ("parameters", "buffers", "files")  # of a manifest: tuples of objects
+_RECORDS = ("parameters", "buffers", "files")  # members of a manifest that are tuples of records
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
 
 
 @dataclass(frozen=True)
 class ParameterRecord:
-    """A parameter: `name` is its key in the files, `aliases` are the other names of a tied one.
+    """Parameter: `name` is its key in the files, `aliases` are the other names of a tied one.
 
-    `dtype` is torch's name of what it computes in ("bfloat16"); `step` counts its updates; `form`
-    is the `FrozenFormat` of its bytes, "" where they are of `dtype`.
+    `dtype` is torch's name of its compute dtype ("bfloat16"); `step` counts its updates; `form` is
+    the `FrozenFormat` of its bytes, "" if they are of `dtype`.
     """
 
     name: Text
@@ -176,13 +173,13 @@ class ParameterRecord:
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor in its stream."""
+        """Spec of its tensor in a stream."""
         return TensorSpec(self.name, self.shape, DTYPES[self.dtype]).quantised(self.form)
 
 
 @dataclass(frozen=True)
 class BufferRecord:
-    """A buffer; one that is not `persistent` is no part of the model's state dict."""
+    """Buffer; one that is not `persistent` is not in the model's state dict."""
 
     name: Text
     aliases: Texts
@@ -192,19 +189,19 @@ class BufferRecord:
 
     @classmethod
     def of(cls, names: Sequence[str], value: Tensor, *, persistent: bool) -> Self:
-        """Of a buffer with these names, the first of which is its key."""
+        """Return the record of a buffer with these names, the first of which is its key."""
         dtype = dtype_name(value.dtype)
         return cls(names[0], tuple(names[1:]), tuple(value.shape), dtype, persistent)
 
     @property
     def spec(self) -> TensorSpec:
-        """The tensor in the stream of buffers."""
+        """Spec of its tensor in the stream of buffers."""
         return TensorSpec(self.name, self.shape, getattr(torch, self.dtype))
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its size, and the CRC32C of every `block_bytes` of it; the last may be shorter."""
+    """File: its size, and the CRC32C of every block of `block_bytes`; the last may be shorter."""
 
     name: Text
     stream: Text
@@ -223,7 +220,7 @@ class Manifest:
     """Contents of a checkpoint. `run`, `client_state`, `config` and `plan` are opaque JSON.
 
     `moments` are values of `MomentFormat`; the stream "moment1" holds the first. `files` are
-    grouped by stream, in the order of their bytes.
+    grouped by stream, in byte order.
     """
 
     engine_version: Text
@@ -240,8 +237,8 @@ class Manifest:
     files: Annotated[tuple[FileRecord, ...], FailFast()] = ()
 
     def to_bytes(self) -> bytes:
-        """Return the content of manifest.json. Raises `ConfigError` for values that are no JSON."""
-        # Not by `asdict`, which copies a million checksums one by one.
+        """Return the content of manifest.json. Raises `ConfigError` for values that JSON lacks."""
+        # Not `asdict`, which would copy a million checksums one by one.
         members = {
             name: [vars(record) for record in value] if name in _RECORDS else value
             for name, value in vars(self).items()
@@ -250,10 +247,10 @@ class Manifest:
 
     @classmethod
     def from_bytes(cls, data: bytes, where: str | PathLike[str]) -> Self:
-        """The manifest in `data`, which was found at `where`.
+        """Return the manifest in `data`, which was read from `where`.
 
-        Members that are not known are ignored: later minor versions may have more. Raises
-        `CheckpointError` that names `where` and what is at fault.
+        Unknown members are ignored: later minor versions may add some. Raises `CheckpointError`
+        that names `where` and the problem.
         """
         try:
             found = unseal(data)
@@ -280,7 +277,7 @@ class Manifest:
         )
 
     def problems(self) -> Iterator[str]:
-        """What contradicts itself."""
+        """Yield contradictions and values out of range."""
         if self.precision not in PRECISIONS:
             yield f"its precision is {self.precision!r:.60}, not one of {', '.join(PRECISIONS)}"
         if len(self.moments) > MAX_MOMENTS:

@@ -1,4 +1,4 @@
-"""Comparison of the tensors in a checkpoint's files with those that its manifest names."""
+"""Comparison of the tensors in a checkpoint's files with its manifest."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ from infinity.types import MomentFormat
 
 
 def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) -> Iterator[str]:
-    """What does not agree, each naming stream and tensor; streams of other names are not judged."""
+    """Yield the mismatches, each with stream and tensor; unknown streams are ignored.
+
+    A stream of a moment that the manifest does not have is a mismatch.
+    """
     expected = _expected(manifest)
     for stream in (MODEL, FROZEN, BUFFERS):
         there = {spec.name for spec in streams.get(stream, ())}
@@ -50,7 +53,7 @@ def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) ->
 def differences(
     stream: str, spec: TensorSpec, shape: tuple[int, ...], dtype: torch.dtype | None
 ) -> Iterator[str]:
-    """Describe how a tensor of a stream differs from the expected; a dtype of None is any."""
+    """Describe how a tensor differs from the expected shape and dtype; None matches any dtype."""
     where = f"{spec.name!r} in the stream {stream!r}"
     if spec.shape != shape:
         yield f"{where} has the shape {spec.shape}, not {shape}"
@@ -63,7 +66,7 @@ _Expected = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
 def _expected(manifest: Manifest) -> dict[str, _Expected]:
-    """Stream -> name -> shape and dtype."""
+    """Return the shape and dtype of every expected tensor, by stream and name."""
     trained = {p.name: p for p in manifest.parameters if p.trained}
     frozen = {p.name: p for p in manifest.parameters if not p.trained}
     buffers = {b.name: b for b in manifest.buffers}

@@ -1,8 +1,8 @@
-"""Python data as JSON and back, exactly, types too; nothing is ever executed.
+"""Lossless conversion of Python data to JSON and back, types included; no code is executed.
 
-JSON has no tuples, sets, bytes, arrays, infinities, and no keys but texts. Those become an object
-with one key that begins with `$`; everything else is what it looks like. Why not a pickle, even a
-restricted one: see docs/decisions/0013.
+JSON has no tuples, sets, bytes, arrays or infinities, and only string keys. These become an object
+with one key that begins with `$`; all other values are stored literally. docs/decisions/0013
+explains why this is not a pickle, not even a restricted one.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from infinity.model.safetensors_file import DTYPE_NAMES
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of a dtype: "bfloat16"."""
+    """Return torch's name of a dtype: "bfloat16"."""
     return str(dtype).removeprefix("torch.")
 
 
-DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}  # that safetensors files can hold
+DTYPES = {dtype_name(dtype): dtype for dtype in DTYPE_NAMES}  # those that safetensors supports
 _ALL_DTYPES = {dtype_name(v): v for v in vars(torch).values() if isinstance(v, torch.dtype)}
 _MAX_DEPTH = 100
 MAX_ARRAY_BYTES = 64 << 20
@@ -40,12 +40,12 @@ _MARK = "$"
 
 
 def encode(value: Any, what: str) -> Any:
-    """JSON for `value`: what `json.dumps` takes and `decode` turns into the same value again.
+    """Return data that `json.dumps` accepts and `decode` turns into an equal value.
 
-    None, bool, int, float, str, bytes, list, tuple, dict, set, `OrderedDict`, `Counter`,
+    Supports None, bool, int, float, str, bytes, list, tuple, dict, set, `OrderedDict`, `Counter`,
     `torch.Tensor` (dense, on the CPU, without grad), `torch.dtype`, `torch.Size`, `numpy.ndarray`
     and numpy scalars; no other subclasses.
-    Raises `ConfigError` for anything else, naming its place below `what`: "client_state.a[3]".
+    Raises `ConfigError` for anything else, with its path below `what`: "client_state.a[3]".
     """
     return _encode(value, what, 0)
 
@@ -61,10 +61,10 @@ def _encode(value: Any, what: str, depth: int) -> Any:
         return value
     if kind is int:
         return value if -_SAFE_INT <= value < _SAFE_INT else {"$int": hex(value)}
-    if kind is float:  # of a NaN all bits are kept
+    if kind is float:  # preserves all bits of a NaN
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
     if kind in (list, tuple, set):
-        # An element of a set has no number, but what it is.
+        # Elements of a set have no index: the path shows the value.
         steps = (f"{{{_short(v)}}}" if kind is set else f"[{i}]" for i, v in enumerate(value))
         items = [_encode(v, f"{what}{at}", depth + 1) for at, v in zip(steps, value, strict=True)]
         return items if kind is list else {f"${kind.__name__}": items}
@@ -74,7 +74,7 @@ def _encode(value: Any, what: str, depth: int) -> Any:
             return dict(pairs)
         key_of = f"the key {{}} of {what}".format
         return {"$dict": [[_encode(k, key_of(_short(k)), depth + 1), v] for k, v in pairs]}
-    if kind in (OrderedDict, Counter):  # as schedules of torch keep milestones
+    if kind in (OrderedDict, Counter):  # torch's schedulers hold milestones in a Counter
         mark = "$ordered" if kind is OrderedDict else "$counter"
         return {mark: _encode(dict(value), what, depth + 1)}
     if kind is bytes:
@@ -112,12 +112,12 @@ def _encode_tensor(value: Tensor, what: str) -> dict[str, Any]:
 
 
 def _encode_array(value: Any, what: str) -> str:
-    """As a file of numpy's own format."""
+    """Return a file in numpy's .npy format as base64."""
     _check_size(value.nbytes, what)
     file = io.BytesIO()
     try:
         np.lib.format.write_array(file, np.asarray(value), version=(1, 0), allow_pickle=False)
-    except ValueError as error:  # objects, above all
+    except ValueError as error:  # mostly arrays of objects
         raise ConfigError(
             f"{what} is numpy data of {value.dtype}, which cannot be saved", because=str(error)
         ) from None
@@ -141,7 +141,7 @@ def _step(key: Any) -> str:
 def _short(value: Any) -> str:
     try:
         return f"{value!r:.40}"
-    except ValueError:  # a number of thousands of digits
+    except ValueError:  # an integer of thousands of digits
         return f"a large {type(value).__name__}"
 
 
@@ -149,7 +149,7 @@ def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
 
 
-# --- and back ------------------------------------------------------------------------------------
+# --- decoding ------------------------------------------------------------------------------------
 
 
 def decode(value: Any) -> Any:
@@ -198,7 +198,7 @@ def _set(value: Any, depth: int) -> Any:
 
 def _dict(value: Any, depth: int) -> Any:
     pairs = _items(value, depth)
-    return _unique({key: item for key, item in pairs}, pairs)  # noqa: C416  # of two, or an error
+    return _unique({key: item for key, item in pairs}, pairs)  # noqa: C416  # fails unless pairs
 
 
 def _counter(value: Any, depth: int) -> Any:
@@ -228,8 +228,8 @@ def _tensor(value: Any, depth: int) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(size)
 
 
-# What numpy writes of arrays that are not records. Its own reader parses Python, which in CPython
-# 3.11 fails where two threads do at once ("AST constructor recursion depth mismatch").
+# Header that numpy writes for arrays without fields. numpy's reader parses it as Python, which
+# fails in CPython 3.11 if two threads do so at once ("AST constructor recursion depth mismatch").
 _HEADER = re.compile(
     rb"\x93NUMPY\x01\x00..{'descr': '([^'\\]+)', 'fortran_order': (True|False), "
     rb"'shape': \(((?:\d+, )*\d*,?)\), } *\n",
@@ -255,7 +255,7 @@ def _array(value: Any, depth: int) -> Any:
 
 
 def _check_data(data: bytes, shape: tuple[int, ...], itemsize: int) -> None:
-    """Before memory is taken."""
+    """Check the size of an array before its memory is allocated."""
     if len(data) != math.prod(shape) * itemsize:
         raise ValueError(f"an array of {len(data)} bytes, not {math.prod(shape) * itemsize}")
     if math.prod(n for n in shape if n) * itemsize >= _SAFE_INT:

@@ -1,8 +1,8 @@
-"""Files of a checkpoint that several ranks write, each the bytes that it keeps.
+"""Checkpoint files that several ranks write together, each rank its shards.
 
-The first rank makes them, and says what stands before the tensors. Every rank writes ranges, none
-over the end of a block, and keeps their checksums. Together these are the checksums of whole
-blocks, as if one had written the files from begin to end.
+The first rank creates the files and writes their headers. Every rank writes ranges, none across the
+end of a block, and records their checksums. Combined, these are the checksums of full blocks, as if
+one rank had written the files from start to end.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ Streams = Mapping[str, Sequence[Shard]]
 
 @dataclass
 class _Run:
-    """Bytes of a file that follow one another, up to the end of a block: not written yet."""
+    """Contiguous bytes of a file, up to the end of a block, that are not written yet."""
 
     block: Tensor
-    number: int = 0  # of the file
+    number: int = 0  # index of the file
     first: int = 0
     filled: int = 0
     crc32c: int = 0
@@ -39,9 +39,9 @@ class _Run:
 
 @dataclass
 class RangeWriter:
-    """One rank's part of files that are there; used by one thread, and no more after an error.
+    """Writer of one rank's ranges of existing files; used by one thread, and not after an error.
 
-    `rows` (int64) say of every range its file, by number, first byte, bytes, and CRC32C.
+    `rows` (int64) has one row per range: index of the file, first byte, bytes, CRC32C.
     """
 
     directory: Path
@@ -53,7 +53,7 @@ class RangeWriter:
     _ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        """Opens them. Raises `MachineError`."""
+        """Open the files. Raises `MachineError`."""
         try:
             for stream, shards in self.streams.items():
                 self._runs[stream] = _Run(torch.empty(BLOCK_BYTES, dtype=torch.uint8))
@@ -75,7 +75,7 @@ class RangeWriter:
             raise refusal("saving", self.directory, error) from error
 
     def write_headers(self) -> None:
-        """What stands before the tensors: of the first rank. Raises like `write`."""
+        """Write the safetensors headers; called on the first rank only. Raises like `write`."""
         number = 0
         for stream, shards in self.streams.items():
             for shard in shards:
@@ -84,9 +84,9 @@ class RangeWriter:
                 number += 1
 
     def write(self, stream: str, name: str, first: int, data: Tensor) -> None:
-        """Bytes (uint8, 1-D, on the CPU) of a tensor, from `first` of it on.
+        """Write bytes (uint8, 1-D, on the CPU) of a tensor, starting at its byte `first`.
 
-        They are copied before this returns. Raises `DoesNotFitError` or `MachineError`.
+        `data` is copied before this returns. Raises `DoesNotFitError` or `MachineError`.
         """
         number, start = self._locations[stream, name]
         self._write(self._runs[stream], number, start + first, data.contiguous())
@@ -99,7 +99,7 @@ class RangeWriter:
                 run.number, run.first = number, at + done
             end = run.first + run.filled
             count = min(BLOCK_BYTES - end % BLOCK_BYTES, data.numel() - done)
-            # In one pass, so that the checksum is that of what is written.
+            # Copy and checksum in one pass: the checksum is that of the written bytes.
             target, source = run.block.data_ptr() + run.filled, data.data_ptr() + done
             run.crc32c = _aio.crc32c_copy(target, source, count, run.crc32c)
             run.filled += count
@@ -119,7 +119,7 @@ class RangeWriter:
         run.first, run.filled, run.crc32c = run.first + run.filled, 0, 0
 
     def finish(self) -> None:
-        """Put all of it on stable storage; then `rows` are whole. Raises like `write`."""
+        """Write, sync and close all files; `rows` is complete afterwards. Raises like `write`."""
         for run in self._runs.values():
             self._send(run)
         try:
@@ -140,9 +140,9 @@ class RangeWriter:
 
 
 def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, ...]]:
-    """The files of each stream with the checksums of their blocks, by the rows of all ranks.
+    """Return the files of each stream with the checksums of their blocks, from all ranks' rows.
 
-    Raises `CheckpointError` where some bytes were written by nobody, or twice.
+    Raises `CheckpointError` if bytes were written by no rank, or twice.
     """
     rows = sorted(map(tuple, ranges.tolist()))
     files = [(stream, shard) for stream, shards in streams.items() for shard in shards]
@@ -155,7 +155,7 @@ def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, 
         ends[number] += nbytes
         if first % BLOCK_BYTES == 0:
             sums[number].append(crc32c)
-        else:  # of two parts: with zeros in the place of one of them, and of both
+        else:  # crc(a + b) = crc(a + zeros) ^ crc(zeros) ^ crc(b), with len(zeros) == len(b)
             before = sums[number][-1]
             both = _aio.crc32c(zeros.data_ptr(), nbytes, before)
             sums[number][-1] = both ^ _aio.crc32c(zeros.data_ptr(), nbytes) ^ crc32c

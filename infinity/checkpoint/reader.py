@@ -1,6 +1,6 @@
-"""State that is read, from a checkpoint or whatever else holds it.
+"""Readers of stored state: their common interface, and the reader of a checkpoint.
 
-Nothing of it is believed before it was checked.
+All data is verified before it is used.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ from infinity.types import FrozenFormat
 
 
 class StateReader:
-    """Tensors by stream and name, and what they are of: the manifest. A context manager.
+    """Tensors by stream and name, and the manifest that describes them. A context manager.
 
-    Whatever they lie in: the files of a checkpoint, or the extents of a durable run. One thread at
-    a time reads.
+    Subclasses read the files of a checkpoint, or the extents of a durable run. Used by one thread
+    at a time.
     """
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.manifest: Manifest
-        self._specs: dict[str, dict[str, TensorSpec]] = {}  # by stream and name, in their order
+        self._specs: dict[str, dict[str, TensorSpec]] = {}  # by stream and name, in byte order
 
     @property
     def verified(self) -> bool:
-        """Whether there are checksums of all that is read."""
+        """True if all data has checksums."""
         return True
 
     @property
     def nbytes(self) -> int:
-        """What `verify` reads."""
+        """Bytes that `verify` reads."""
         raise NotImplementedError
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """Read everything; yields every problem, naming file, bytes and tensors.
+        """Read everything; yield every problem, naming file, bytes and tensors.
 
-        `seen` is told how many bytes were read, sound or not, piece by piece.
+        `seen` is called with the size in bytes of each range that was read, sound or damaged.
         """
         raise NotImplementedError
 
@@ -85,7 +85,7 @@ class StateReader:
         raise NotImplementedError
 
     def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
-        """`read_into`, of bytes that the tensor has."""
+        """Implement `read_into` for a valid range of a tensor's bytes."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -98,15 +98,15 @@ class StateReader:
 
     @property
     def streams(self) -> Sequence[str]:
-        """Those that have tensors."""
+        """Streams that have tensors."""
         return tuple(self._specs)
 
     def names(self, stream: str) -> Sequence[str]:
-        """The tensors of a stream, in the order of their bytes; none if it is not there."""
+        """Return the tensors of a stream in byte order; none if it does not exist."""
         return tuple(self._specs.get(stream, ()))
 
     def facts(self, stream: str, name: str) -> TensorSpec:
-        """Shape and dtype of a tensor. Raises `CheckpointError` if it is not there."""
+        """Return shape and dtype of a tensor. Raises `CheckpointError` if it does not exist."""
         found = self._specs.get(stream, {}).get(name)
         if found is None:
             raise CheckpointError(
@@ -118,9 +118,9 @@ class StateReader:
     def read_into(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
         """Fill `target` (uint8, 1-D, on the CPU) with bytes of a tensor, from `first_byte` on.
 
-        What has a checksum is checked before it is copied. Raises `CheckpointError` that names
-        file, tensor and place, `MachineError` if the drive refuses, `ConfigError` for bytes that
-        the tensor does not have. What `target` holds then is undefined.
+        Data with a checksum is verified before it is copied. Raises `CheckpointError` that names
+        file, tensor and offset, `MachineError` if the drive refuses, `ConfigError` for a range
+        outside the tensor. After an error the content of `target` is undefined.
         """
         nbytes = self.facts(stream, name).nbytes
         if target.dtype is not torch.uint8 or target.dim() != 1 or target.device.type != "cpu":
@@ -134,7 +134,7 @@ class StateReader:
             self._fill(stream, name, first_byte, target)
 
     def read(self, stream: str, name: str) -> Tensor:
-        """A whole tensor, in memory of its own. Raises as `read_into`, and `DoesNotFitError`."""
+        """Return a full tensor in new memory. Raises as `read_into`, and `DoesNotFitError`."""
         facts = self.facts(stream, name)
         flat = _empty(name, facts.numel, facts.dtype)
         self.read_into(stream, name, 0, flat.view(torch.uint8))
@@ -144,7 +144,7 @@ class StateReader:
 
     @cached_property
     def quantised(self) -> Mapping[str, ParameterRecord]:
-        """Parameters that rest quantised, by name."""
+        """Parameters that are stored quantised, by name."""
         return {record.name: record for record in self.manifest.parameters if record.form}
 
     def weight(self, name: str) -> Tensor:
@@ -158,10 +158,10 @@ class StateReader:
         return value
 
     def master(self, name: str) -> Tensor:
-        """A trained parameter's fp32 master, or a frozen one's value, in its shape.
+        """Return a trained parameter's fp32 master, or a frozen one's value, in its shape.
 
-        That of a bf16 weight is joined from it and the residual, that of an fp16 weight a stream
-        of its own, that of an fp32 weight itself.
+        The master of a bf16 weight is joined from weight and residual, that of an fp16 weight is in
+        a separate stream, and that of an fp32 weight is the weight.
         """
         if name in self._specs.get(MASTER, ()):
             return self.read(MASTER, name)
@@ -179,10 +179,10 @@ class StateReader:
         return master.view(facts.shape)
 
     def outgoing(self, dtype: torch.dtype | None) -> Sequence[Outgoing]:
-        """The tensors of the model's state dict, tied ones once; one is in memory at a time.
+        """Return the tensors of the model's state dict, tied ones once; each is read when needed.
 
-        Parameters are converted to `dtype`, fp32 being the exact masters; None keeps what they
-        compute in. Other dtypes are rounded once, from the masters. Buffers stay as they are.
+        Parameters are converted to `dtype`: fp32 gives the exact masters, other dtypes are rounded
+        once from the masters, None keeps the compute dtype. Buffers are not converted.
         """
         tensors = []
         for parameter in self.manifest.parameters:
@@ -199,7 +199,7 @@ class StateReader:
 
 
 def damaged(what: str) -> CheckpointError:
-    """The error for bytes that are not those that were written."""
+    """Return the error for bytes that differ from the written ones."""
     return CheckpointError(
         what,
         because="a drive, a copy or another program changed it, or it is of another checkpoint",
@@ -211,24 +211,25 @@ def damaged(what: str) -> CheckpointError:
 class CheckpointReader(StateReader):
     """An open checkpoint.
 
-    The manifest is held to its checksum, the files to the manifest, headers to both, all before
-    memory is taken for a tensor; and every block is held to its CRC before it is handed out.
+    The manifest is verified against its checksum, the files against the manifest, and headers
+    against both, before memory is allocated for a tensor. Every block is verified against its CRC
+    before it is returned.
     """
 
     def __init__(self, root: Path, tag: str) -> None:
-        """Check all that can be known without the bytes of tensors.
+        """Verify everything except the bytes of tensors.
 
-        Raises `ConfigError` for a tag that cannot be, `CheckpointError` that names the file at
-        fault, `MachineError` if one cannot be read.
+        Raises `ConfigError` for an invalid tag, `CheckpointError` that names the file at fault,
+        `MachineError` if one cannot be read.
         """
         check_tag(tag)
         super().__init__(Path(root).expanduser().absolute() / tag)
         self._engine: _aio.Engine | None = None
-        self._open: dict[str, BlockReader] = {}  # one file of each stream
+        self._open: dict[str, BlockReader] = {}  # at most one file of each stream
         self._headers_checked: set[str] = set()
         remove_stale(self.directory.parent)
         self._check_directory()
-        self.manifest_crc32c = 0  # tells this checkpoint from others of its name
+        self.manifest_crc32c = 0  # distinguishes checkpoints of the same name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
         self._tensor_facts: dict[str, dict[str, TensorFacts]] = {}
@@ -305,7 +306,7 @@ class CheckpointReader(StateReader):
         problems = list(disagreements(self.manifest, streams))
         if problems:
             for record in self.manifest.files:
-                self._check_header(record)  # a damaged one is named, rather than its effects
+                self._check_header(record)  # report a damaged header rather than its effects
             raise damaged(
                 f"the files of the checkpoint {self.directory} are not those of its manifest: "
                 + listed(problems, separator="; ")
@@ -323,7 +324,7 @@ class CheckpointReader(StateReader):
             block, start = divmod(facts.offset + first_byte + done, size)
             data = self._block(record, block)
             count = min(data.numel() - start, target.numel() - done)
-            # By numpy: torch copies with all its threads, which wait for one another on a busy CPU.
+            # With numpy: torch copies with all threads, which wait for one another on a busy CPU.
             target.numpy()[done : done + count] = data[start : start + count].numpy()
             done += count
 
@@ -382,7 +383,7 @@ class CheckpointReader(StateReader):
             reader.close()
 
     def _describe_block(self, record: FileRecord, block: int) -> str:
-        """Which block, and whose bytes it holds."""
+        """Describe a block and the tensors that it holds bytes of."""
         first = block * record.block_bytes
         last = min(first + record.block_bytes, record.nbytes)
         names = []
@@ -401,13 +402,13 @@ class CheckpointReader(StateReader):
 
     @property
     def nbytes(self) -> int:
-        """Of all files."""
+        """Bytes of all files."""
         return sum(record.nbytes for record in self.manifest.files)
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
-        """See `StateReader.verify`; block by block."""
+        """See `StateReader.verify`; checks each block."""
         for record in self.manifest.files:
-            self._forget(record.stream)  # what lies in memory was checked, the disk was not
+            self._forget(record.stream)  # drop verified blocks in memory: read from the drive
             for block in range(len(record.crc32c)):
                 try:
                     self._block(record, block)
@@ -428,7 +429,7 @@ class CheckpointReader(StateReader):
 
 
 def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
-    """Memory for a tensor's values, in one dimension; raises `DoesNotFitError` that names it."""
+    """Allocate memory for a tensor, in one dimension; raises `DoesNotFitError` with its name."""
     try:
         return torch.empty(numel, dtype=dtype)
     except RuntimeError as error:
@@ -436,24 +437,21 @@ def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         raise DoesNotFitError(f"tensor {name!r} needs {size} of RAM", because=str(error)) from error
 
 
-# fp32 masters, and bf16 weights with what they lack to them.
-
-
-_PIECE = 1 << 20  # elements
-_NAN = 0x7FC00000  # the one NaN that masters hold
+_PIECE = 1 << 20  # elements that are joined at once
+_NAN = 0x7FC00000  # the only NaN in masters
 _INFINITY = 0x7F800000
 # Parameters of these dtypes are converted on request; others are codes of a quantised model.
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 def join(weight: Tensor, residual: Tensor) -> Tensor:
-    """The fp32 masters that bf16 weights and int16 residuals stand for; new memory."""
+    """Return the fp32 masters of bf16 weights and int16 residuals, in new memory."""
     bits = weight.view(torch.int16).to(torch.int32) << 16
     return bits.add_(residual).view(torch.float32)  # int32 wraps: modulo 2**32
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 masters as bf16 weights and int16 residuals, losslessly but for the bits of a NaN."""
+    """Split fp32 masters into bf16 weights and int16 residuals; lossless except for NaN bits."""
     bits = master.contiguous().view(torch.int32)
     bits = torch.where((bits & 0x7FFFFFFF) > _INFINITY, _NAN, bits)
     residual = bits.to(torch.int16)  # the lower half, signed

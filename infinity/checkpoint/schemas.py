@@ -1,7 +1,7 @@
-"""What saved documents must look like before any of them is used.
+"""Schemas of saved documents, which are validated before any of them is used.
 
-A checksum shows that a file is what was written, not that it was written by this package. So the
-types and ranges of all that is computed with are checked in one place, where a file comes in.
+A checksum shows that a file is unchanged, not that this package wrote it. So the types and ranges
+of all values that are computed with are checked in one place, when a file is read.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class _PlanFile(_Document):
 
 
 def check_plan(facts: Mapping[str, Any], where: str) -> None:
-    """Raise `CheckpointError` unless `facts` can be a `plan.json`, which was found at `where`."""
+    """Raise `CheckpointError` unless `facts`, read from `where`, are a valid `plan.json`."""
     _check(_PlanFile, facts, where)
 
 
@@ -167,5 +167,5 @@ class _RunState(_Document):
 
 
 def check_run_state(state: Any, where: str) -> None:
-    """Raise `CheckpointError` unless `state`, decoded, can be what `RunState.capture` returned."""
+    """Raise `CheckpointError` unless `state`, decoded, can be a result of `RunState.capture`."""
     _check(_RunState, state, where)

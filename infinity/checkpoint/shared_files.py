@@ -1,8 +1,8 @@
-"""Files of the checkpoint before that a new one shares, rather than write them again.
+"""Files of the previous checkpoint that a new one shares instead of writing them again.
 
-A file is shared by a reflink where the file system has them, else by a hard link. It must lie in
-a checkpoint below the same root, be no link, and be the very file that this process wrote there:
-same inode, size and time of change. Whatever is not so, the caller writes the bytes instead.
+A file is shared by a reflink where the file system supports them, else by a hard link. It must be
+in a checkpoint below the same root, not be a link, and be the file that this process wrote there:
+same inode, size and modification time. Otherwise the caller writes the bytes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Identity = tuple[int, int, int, int]
 
 @dataclass(frozen=True)
 class Written:
-    """A checkpoint that this process wrote: what its streams hold, and which files they are.
+    """Checkpoint that this process wrote: the tensors of its streams, and its files.
 
     `identities` are by file name; see `identity`.
     """
@@ -42,7 +42,7 @@ class Written:
 
 
 def checksums(data: Tensor) -> tuple[int, ...]:
-    """CRC32C of every `BLOCK_BYTES` of bytes (uint8, 1-D, on the CPU)."""
+    """Return the CRC32C of every `BLOCK_BYTES` of `data` (uint8, 1-D, on the CPU)."""
     first, size = data.data_ptr(), data.numel()
     return tuple(
         _aio.crc32c(first + start, min(BLOCK_BYTES, size - start))
@@ -51,17 +51,17 @@ def checksums(data: Tensor) -> tuple[int, ...]:
 
 
 def identity(facts: os.stat_result) -> Identity:
-    """Return a key of an unchanged file: device, inode, size, time of the last write."""
+    """Return a key of an unchanged file: device, inode, size, modification time."""
     return facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns
 
 
 def share(
     before: Written, stream: str, shards: Sequence[Shard], root: Path, directory: Path
 ) -> tuple[FileRecord, ...] | None:
-    """Make the files of a stream in `directory` out of those of a checkpoint before.
+    """Create the files of a stream in `directory` from those of the previous checkpoint.
 
     Their bytes are on stable storage; the names in `directory` are not yet. Returns their records;
-    None, and nothing in `directory`, where any of them cannot be shared. Never raises `OSError`.
+    None, with no file left in `directory`, if any cannot be shared. Never raises `OSError`.
     """
     records = tuple(record for record in before.files if record.stream == stream)
     there = [(r.name, r.nbytes, r.block_bytes) for r in records]
@@ -86,7 +86,7 @@ def share(
 
 
 def _share_file(old: Path, new: Path, wanted: Identity) -> None:
-    """One file; raises `OSError` unless it is the very one that was written, before and after."""
+    """Share one file; raises `OSError` unless its identity is `wanted`, before and after."""
     descriptor = os.open(old, _OLD_FILE)
     try:
         if identity(os.fstat(descriptor)) != wanted:
@@ -103,7 +103,7 @@ def _share_file(old: Path, new: Path, wanted: Identity) -> None:
 
 
 def _clone(old: int, new: Path) -> bool:
-    """A new file over the same blocks, on stable storage; whether the file system has that."""
+    """Create and sync a reflink; return False if the file system does not support them."""
     with open_new(new) as file:
         try:
             fcntl.ioctl(file.fileno(), _FICLONE, old)

@@ -1,6 +1,6 @@
-"""The streams of a plan's state: which tensors there are, and where their bytes lie in chunks.
+"""Streams of a plan's state: their tensors, and the offsets of these in chunks.
 
-Saving, loading and reading a durable run all follow from `pieces`.
+Saving, loading and reading a durable run all use the layout that `pieces` defines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _SCALE_BYTES = torch.float32.itemsize
 
 
 class StreamRange(NamedTuple):
-    """Some bytes of a tensor: from `first` of it on, which lie at `start` of a chunk's part."""
+    """Byte range of a tensor, from its byte `first`, stored at `start` in a section of a chunk."""
 
     stream: str
     name: str
@@ -31,12 +31,12 @@ class StreamRange(NamedTuple):
 
     @property
     def byte_range(self) -> slice:
-        """Where they lie."""
+        """Slice of the section of the chunk."""
         return slice(self.start, self.start + self.nbytes)
 
 
 def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
-    """Stream -> its tensors, of everything at rest; in the order of units."""
+    """Return the tensors of each stream, of all stored state, in the order of units."""
     streams: dict[str, list[TensorSpec]] = {MODEL: [], FROZEN: []}
     for layout in plan.units:
         for segment in filter(lambda s: s.begins, layout.segments):
@@ -53,7 +53,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
 
 
 def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[StreamRange]:
-    """Return the ranges of tensors, and of scales, in a chunk's part of a state kind."""
+    """Yield the ranges of tensors, and of scales, in a chunk's section of a state kind."""
     start, count = layout.chunk(chunk, plan.chunk_elements)
     size, form = _dtype_of(plan, kind).itemsize, _scaled(plan, kind)
     stream = MODEL if kind is Kind.WEIGHT else kind.value
@@ -76,7 +76,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[S
 
 
 def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[StreamRange]:
-    """Return the ranges of tensors in the frozen bytes of a unit; with `rank`, of that rank."""
+    """Yield the ranges of tensors in a unit's frozen bytes; with `rank`, in that rank's shard."""
     start, nbytes = 0, layout.frozen_bytes
     if rank is not None:
         nbytes //= layout.shards
@@ -90,9 +90,9 @@ def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Strea
 
 
 def first_frozen_byte(segment: Segment) -> int:
-    """Return where a frozen segment begins in the bytes of the model's parameter.
+    """Return the offset of a frozen segment in the bytes of the model's parameter.
 
-    Not 0 for rows of a stack, of which each expert has the same number of bytes in every format.
+    Nonzero only for rows of a stack: in every format all its experts have equal sizes in bytes.
     """
     return segment.first_element * segment.nbytes // max(segment.numel, 1)
 
@@ -106,7 +106,7 @@ def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:
 
 
 def _scaled(plan: Plan, kind: Kind) -> MomentFormat | None:
-    """The format of a moment that has scales."""
+    """Return the format of a moment that has scales, else None."""
     if kind not in plan.precision.moment_kinds:
         return None
     form = plan.precision.format_of(kind)

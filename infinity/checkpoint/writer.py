@@ -1,7 +1,7 @@
-"""A checkpoint on its way to the disk: complete under its name, or not there at all.
+"""Atomic writer of checkpoints: complete under its name, or absent.
 
-All is written in `ROOT/TAG.tmp` and put on stable storage, the manifest last; then the directory
-gets its name, and then `latest` does. What a writer that dies leaves is removed by the next one.
+All files are written to `ROOT/TAG.tmp` and synced, the manifest last; then the directory is renamed
+to TAG, and then `latest` is replaced. Files of a writer that died are removed by the next one.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ from infinity.model.weight_directory import INDEX_NAME
 def files_of(
     streams: Mapping[str, Sequence[TensorSpec]], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, list[Shard]]:
-    """The files of all streams; raises as `cut` does."""
+    """Return the files of all streams; raises as `cut` does."""
     # Hugging Face looks for model.safetensors before it looks for an index of several files.
     several = any(streams.get(stream) for stream in (FROZEN, BUFFERS))
     return {
@@ -81,18 +81,18 @@ def files_of(
 
 
 def temporary_of(root: Path, tag: str) -> Path:
-    """Where a checkpoint is while it is written."""
+    """Return the directory of a checkpoint while it is written."""
     return root.expanduser().absolute() / f"{tag}{TEMPORARY_SUFFIX}"
 
 
-_SPARE_BYTES = 1 << 20  # manifest, index and directories, beside the checksums
-_BYTES_PER_CHECKSUM = 11
+_SPARE_BYTES = 1 << 20  # manifest, index and directories, without the checksums
+_BYTES_PER_CHECKSUM = 11  # decimal, with a separator
 
 
 class CheckpointWriter:
-    """Writes one checkpoint from begin to end; one thread at a time calls it.
+    """Writer of one checkpoint, from start to end; used by one thread at a time.
 
-    After an error of `write` or `finish` nothing of it is left on the disk.
+    After an error in `write` or `finish` no files of it are left on disk.
     """
 
     def __init__(
@@ -105,13 +105,13 @@ class CheckpointWriter:
         before: Written | None = None,
         same: Sequence[str] = (),
     ) -> None:
-        """Make `ROOT/TAG.tmp`; also ROOT itself, in a directory that exists.
+        """Create `ROOT/TAG.tmp`, and ROOT if only that is missing.
 
-        `streams`: what will be written, in the order of its bytes. `same` names those of them whose
-        bytes are all as in `before`; their files are shared with it where that can be (`shares`),
-        and are not to be written then. Raises `ConfigError` for a tag, name, dtype or size that
-        cannot be, `CheckpointError` if the tag is there or being written, `DoesNotFitError` if the
-        disk has too little room, `MachineError` if the directory cannot be written.
+        `streams`: the tensors to write, in byte order. `same` names streams whose bytes are
+        identical in `before`; their files are shared with it if possible (`shares`), and must not
+        be written then. Raises `ConfigError` for an invalid tag, name, dtype or size,
+        `CheckpointError` if the tag exists or is being written, `DoesNotFitError` if the disk has
+        too few free bytes, `MachineError` if the directory cannot be written.
         """
         check_tag(tag)
         if max_shard_bytes < 1:
@@ -122,7 +122,7 @@ class CheckpointWriter:
         self._specs = {stream: tuple(specs) for stream, specs in streams.items()}
         files = files_of(self._specs, max_shard_bytes)
         self._streams = {stream: _Stream(shards) for stream, shards in files.items()}
-        self.written: Written | None = None  # after `finish`
+        self.written: Written | None = None  # set by `finish`
         self._before = before
         self._same = same
         self._engine: _aio.Engine | None = None
@@ -172,12 +172,12 @@ class CheckpointWriter:
         self._pool = Pool(self._engine, BLOCK_BYTES, len(self._streams))
 
     def shares(self, stream: str) -> bool:
-        """Whether a stream is complete, because its files are those of the checkpoint before."""
+        """Return True if a stream is complete, with the files of the previous checkpoint."""
         found = self._streams.get(stream)
         return found is not None and found.shared is not None
 
     def unshare(self, stream: str) -> None:
-        """Write a stream after all: its bytes turned out to be others. Raises like `write`."""
+        """Remove the shared files of a stream, which is written instead. Raises like `write`."""
         with self._aborting():
             found = self._streams[stream]
             for record in found.shared or ():
@@ -185,9 +185,9 @@ class CheckpointWriter:
             found.shared = None
 
     def make_files(self, streams: Iterable[str]) -> None:
-        """Make the files of streams that others write, empty; raises like `write`.
+        """Create sparse files for streams that `RangeWriter`s fill; raises like `write`.
 
-        `adopt` says what they hold, before `finish`.
+        Their records must be passed to `adopt` before `finish`.
         """
         with self._aborting():
             for shard in (shard for name in streams for shard in self._streams[name].shards):
@@ -195,13 +195,13 @@ class CheckpointWriter:
                     os.ftruncate(file.fileno(), shard.nbytes)
 
     def adopt(self, records: Mapping[str, tuple[FileRecord, ...]]) -> None:
-        """Streams are complete: these are their files."""
+        """Mark streams as complete, with these files."""
         for name, found in records.items():
             self._streams[name].shared = found
 
     @property
     def nbytes(self) -> int:
-        """Bytes that have to be written, but for manifest and index."""
+        """Bytes to write, without manifest and index."""
         return sum(s.nbytes for s in self._streams.values() if s.shared is None)
 
     def _check_room(self) -> None:
@@ -216,7 +216,7 @@ class CheckpointWriter:
 
     @contextmanager
     def _aborting(self) -> Iterator[None]:
-        """Remove everything if the block fails; translate system errors."""
+        """Abort if the block fails; translate system errors."""
         try:
             yield
         except BaseException as error:
@@ -226,10 +226,10 @@ class CheckpointWriter:
             raise
 
     def write(self, stream: str, data: Tensor) -> None:
-        """The next bytes of a stream; they are copied before this returns.
+        """Write the next bytes of a stream; they are copied before this returns.
 
-        `data`: uint8, 1-D, on the CPU, of any length. Raises `ConfigError` for more than the
-        stream holds, `DoesNotFitError` or `MachineError` if the disk refuses.
+        `data`: uint8, 1-D, on the CPU, of any length. Raises `ConfigError` for more bytes than the
+        stream lacks, `DoesNotFitError` or `MachineError` if the disk refuses.
         """
         self._check_open()
         with self._aborting():
@@ -252,11 +252,11 @@ class CheckpointWriter:
     def finish(
         self, manifest: Manifest, *, save_latest: bool = True, keep_last: int | None = None
     ) -> Path:
-        """Publish the checkpoint; returns its directory.
+        """Publish the checkpoint; return its directory.
 
         `manifest.files` is filled in. With `save_latest` the file `latest` names it; with
-        `keep_last` older checkpoints are removed, until so many are left. Raises `ConfigError`
-        if bytes are missing or the manifest speaks of other tensors, and like `write`.
+        `keep_last` all but that number of checkpoints are removed. Raises `ConfigError` if bytes
+        are missing or the manifest has other tensors, and like `write`.
         """
         self._check_open()
         with self._aborting():
@@ -332,7 +332,7 @@ class CheckpointWriter:
                 because="another program made or replaced a directory during the save",
             )
         new_latest = self.root / new_latest_name(self.tag)
-        if save_latest:  # written before, so that a full disk is known before
+        if save_latest:  # written first, so that a full disk is detected before the renames
             new_latest.unlink(missing_ok=True)
             write_new(new_latest, f"{self.tag}\n".encode(), FILE_MODE)
         os.rename(self._temporary, self.path)
@@ -372,7 +372,7 @@ class CheckpointWriter:
         except FileNotFoundError:
             pass
         except OSError:
-            lock.close()  # so that the next writer tries again
+            lock.close()  # the next writer tries again
         lock.release()
         if self._made_root:
             with suppress(OSError):
@@ -385,14 +385,14 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 class _Stream:
-    """The files of one stream, of which one is being written."""
+    """Files of one stream, of which at most one is open."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
         self.shards = shards
         self.nbytes = sum(shard.nbytes for shard in shards)
         self.missing = sum(t.nbytes for shard in shards for t in shard.tensors)
-        self.shared: tuple[FileRecord, ...] | None = None  # files of the checkpoint before
-        self._done: list[Sequence[int]] = []  # checksums of the files that are complete
+        self.shared: tuple[FileRecord, ...] | None = None  # complete files from elsewhere
+        self._done: list[Sequence[int]] = []  # checksums of the complete files
         self._file: BlockWriter | None = None
 
     def write(self, data: Tensor, directory: Path, pool: Pool) -> None:
@@ -407,8 +407,8 @@ class _Stream:
             self.missing -= count
 
     def _next(self, directory: Path, pool: Pool) -> BlockWriter:
-        # Not when it was full: the last files of all streams are synced together, by `finish`, so
-        # that the drive does not rest while there is more to write.
+        # Not as soon as it is full: `finish` syncs the last files of all streams together, so
+        # that the drive does not idle while there is more to write.
         if self._file is not None:
             self._complete(self._file)
         shard = self.shards[len(self._done)]
@@ -422,20 +422,20 @@ class _Stream:
         self._file = None
 
     def finish(self, directory: Path, pool: Pool) -> Iterator[tuple[Shard, Sequence[int]]]:
-        """The files and their checksums; those whose tensors have no elements are made now."""
+        """Complete all files, including those without elements; return them with checksums."""
         while len(self._done) < len(self.shards):
             self._complete(self._file or self._next(directory, pool))
         return zip(self.shards, self._done, strict=True)
 
     def drop(self) -> None:
-        """Close the file that is being written."""
+        """Close the open file."""
         if self._file is not None:
             self._file.drop()
         self._file = None
 
 
 def _index_text(manifest: Manifest, streams: Mapping[str, _Stream]) -> str:
-    """Where the tensors of the model's state dict lie, as Hugging Face wants it; "" if nowhere."""
+    """Return the Hugging Face index of the state dict's tensors as JSON; "" if there are none."""
     persistent = {b.name for b in manifest.buffers if b.persistent}
     placed: dict[str, str] = {}
     total = 0

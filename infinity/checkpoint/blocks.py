@@ -80,7 +80,7 @@ class BlockWriter:
         self._pool = pool
         self._block: Tensor | None = None  # being filled
         self._filled = 0  # bytes in the block
-        self._sum = 0  # CRC32C of these bytes
+        self._block_crc32c = 0  # CRC32C of these bytes
         # Created here: the native module would make it readable only by its owner.
         open_new(path).close()
         self._file = _aio.File(str(path))
@@ -101,7 +101,8 @@ class BlockWriter:
 
     def append(self, data: Tensor) -> None:
         """Copy the next bytes (uint8, 1-D, on the CPU), at most `room`."""
-        data, done = data.contiguous(), 0
+        data = data.contiguous()
+        done = 0
         while done < data.numel():
             if self._block is None:
                 self._block = self._pool.take()
@@ -109,25 +110,25 @@ class BlockWriter:
             # Copy and checksum in one pass: the checksum matches the written bytes even if `data`
             # is modified concurrently. On this thread: it takes a fraction of the write's time.
             target, source = self._block.data_ptr() + self._filled, data.data_ptr() + done
-            self._sum = _aio.crc32c_copy(target, source, count, self._sum)
+            self._block_crc32c = _aio.crc32c_copy(target, source, count, self._block_crc32c)
             self._filled += count
             done += count
             if self._filled == self._block.numel():
-                self._send(self._block)
+                self._write_block(self._block)
 
-    def _send(self, block: Tensor) -> None:
-        offset, length = len(self.crc32c) * block.numel(), self._filled
-        padded = self._aligned(length)  # direct writes need it; `finish` truncates the file
-        block[length:padded] = 0
+    def _write_block(self, block: Tensor) -> None:
+        offset = len(self.crc32c) * block.numel()
+        padded = self._aligned(self._filled)  # direct writes need it; `finish` truncates the file
+        block[self._filled : padded] = 0
         self._pool.write(self._file, offset, block, padded)
-        self.crc32c.append(self._sum)
-        self._block, self._filled, self._sum = None, 0, 0
+        self.crc32c.append(self._block_crc32c)
+        self._block, self._filled, self._block_crc32c = None, 0, 0
 
     def finish(self) -> None:
         """Write the last block, sync the file, and close it."""
         assert self.room == 0, (self.path, self.room)
         if self._block is not None:
-            self._send(self._block)
+            self._write_block(self._block)
         self._pool.wait_all()  # writes of other files too; files end rarely
         os.ftruncate(self._file.fd, self._nbytes)
         self._file.sync()
@@ -154,20 +155,20 @@ class BlockReader:
         # By block: its read in flight, or None if it is in memory. Blocks with the same index
         # modulo RING_BLOCKS share a slot of the memory.
         self._tickets: dict[int, _aio.Ticket | None] = {}
-        self._checked: int | None = None
-        self._plain = os.open(path, _READ_ONLY)
+        self._verified_block: int | None = None
+        self._buffered_fd = os.open(path, _READ_ONLY)
         try:
             self._file = self._open()
         except BaseException:
-            os.close(self._plain)
+            os.close(self._buffered_fd)
             raise
 
     def _open(self) -> _aio.File:
-        facts = os.fstat(self._plain)
-        _check_facts(facts, self._nbytes)
+        info = os.fstat(self._buffered_fd)
+        _check_stat(info, self._nbytes)
         file = _aio.File(str(self.path), read_only=True)
         opened = os.fstat(file.fd)
-        if (opened.st_dev, opened.st_ino) != (facts.st_dev, facts.st_ino):
+        if (opened.st_dev, opened.st_ino) != (info.st_dev, info.st_ino):
             file.close()
             raise ChangedError("it was exchanged while it was opened")
         return file
@@ -177,56 +178,58 @@ class BlockReader:
 
         Raises `OSError`, and `WrongBytesError` if the CRC32C of the block is wrong.
         """
-        memory = self._memory_of(index)
-        if index == self._checked:
+        memory = self._block_view(index)
+        if index == self._verified_block:
             return memory
-        self._checked = None
+        self._verified_block = None
         # Random access reads less ahead: it would wait for blocks that are never used.
         ahead = RING_BLOCKS if index in self._tickets or index == 0 else 2
         for block in range(index, min(index + ahead, len(self._crc32c))):
-            is_end = self._memory_of(block).numel() % self._file.offset_alignment != 0
+            is_end = self._block_view(block).numel() % self._file.offset_alignment != 0
             # An unaligned end is read synchronously, not ahead: its errors must not be raised
             # for another block.
             if block not in self._tickets and (block == index or not is_end):
-                self._start(block, plainly=is_end)
+                self._start_read(block, buffered=is_end)
         try:
             if (ticket := self._tickets[index]) is not None:
                 ticket.wait()
         except BaseException:
-            self._forget()
+            self._discard_blocks()
             raise
         self._tickets[index] = None
-        found = _aio.crc32c(memory.data_ptr(), memory.numel())
-        if found != self._crc32c[index]:
-            self._forget()
-            raise WrongBytesError(found, self._crc32c[index])
-        self._checked = index
+        actual_crc32c = _aio.crc32c(memory.data_ptr(), memory.numel())
+        if actual_crc32c != self._crc32c[index]:
+            self._discard_blocks()
+            raise WrongBytesError(actual_crc32c, self._crc32c[index])
+        self._verified_block = index
         return memory
 
-    def _memory_of(self, index: int) -> Tensor:
+    def _block_view(self, index: int) -> Tensor:
         size = self._block_bytes
-        start, left = index % RING_BLOCKS * size, self._nbytes - index * size
-        return self._memory[start : start + min(size, left)]
+        start = index % RING_BLOCKS * size
+        return self._memory[start : start + min(size, self._nbytes - index * size)]
 
-    def _start(self, block: int, *, plainly: bool) -> None:
+    def _start_read(self, block: int, *, buffered: bool) -> None:
         for other in [b for b in self._tickets if b % RING_BLOCKS == block % RING_BLOCKS]:
             self._cancel(other)
-        memory, offset = self._memory_of(block), block * self._block_bytes
-        if plainly:
-            self._read_plainly(memory, offset)
+        memory = self._block_view(block)
+        offset = block * self._block_bytes
+        if buffered:
+            self._read_buffered(memory, offset)
             self._tickets[block] = None
             return
         piece = self._file, offset, memory.numel(), memory.data_ptr()
         self._tickets[block] = self._engine.submit(_aio.READ, [piece], keep=memory)
 
-    def _read_plainly(self, memory: Tensor, offset: int) -> None:
-        done, target = 0, memory.numpy().data
+    def _read_buffered(self, memory: Tensor, offset: int) -> None:
+        target = memory.numpy().data
+        done = 0
         while done < len(target):
-            count = os.preadv(self._plain, [target[done:]], offset + done)
+            count = os.preadv(self._buffered_fd, [target[done:]], offset + done)
             if count == 0:
                 raise ChangedError(f"it ends at byte {offset + done}, not {self._nbytes}")
             done += count
-        os.posix_fadvise(self._plain, offset, 0, os.POSIX_FADV_DONTNEED)
+        os.posix_fadvise(self._buffered_fd, offset, 0, os.POSIX_FADV_DONTNEED)
 
     def _cancel(self, block: int) -> None:
         """Free the slot of a block; cancel its read if it is in flight."""
@@ -234,18 +237,18 @@ class BlockReader:
         if ticket is not None:
             ticket.cancel()  # the destructor waits for the kernel
 
-    def _forget(self) -> None:
+    def _discard_blocks(self) -> None:
         for block in list(self._tickets):
             self._cancel(block)
-        self._checked = None
+        self._verified_block = None
 
     def close(self) -> None:
         """Close the file."""
-        self._forget()
+        self._discard_blocks()
         self._file.close()
-        plain, self._plain = self._plain, -1
-        if plain >= 0:
-            os.close(plain)
+        descriptor, self._buffered_fd = self._buffered_fd, -1
+        if descriptor >= 0:
+            os.close(descriptor)
 
 
 class ChangedError(Exception):
@@ -261,15 +264,15 @@ class WrongBytesError(Exception):
 
 def check_regular(path: Path, nbytes: int | None = None) -> int:
     """Return the size of a regular file, not a link. Raises `OSError` or `ChangedError`."""
-    facts = os.lstat(path)
-    _check_facts(facts, nbytes)
-    return facts.st_size
+    info = os.lstat(path)
+    _check_stat(info, nbytes)
+    return info.st_size
 
 
-def _check_facts(facts: os.stat_result, nbytes: int | None) -> None:
-    if stat.S_ISLNK(facts.st_mode):
+def _check_stat(info: os.stat_result, nbytes: int | None) -> None:
+    if stat.S_ISLNK(info.st_mode):
         raise ChangedError("it is a symbolic link")
-    if not stat.S_ISREG(facts.st_mode):
+    if not stat.S_ISREG(info.st_mode):
         raise ChangedError("it is no regular file")
-    if nbytes is not None and facts.st_size != nbytes:
-        raise ChangedError(f"it has {facts.st_size} bytes, not {nbytes}")
+    if nbytes is not None and info.st_size != nbytes:
+        raise ChangedError(f"it has {info.st_size} bytes, not {nbytes}")

@@ -95,12 +95,12 @@ class Document:
         }
 
     @staticmethod
-    def from_json(found: Mapping[str, Any]) -> Document:
+    def from_json(document: Mapping[str, Any]) -> Document:
         """Invert `to_json`. Raises `CheckpointError`."""
-        if found == {}:
+        if document == {}:
             return Document()
         try:
-            stored = made(_StoredDocument, found)
+            stored = made(_StoredDocument, document)
             run, buffers = decode(stored.run), decode(stored.buffers)
             check_run_state({**run, "buffers": buffers}, "the document of a commit")
             return Document(run, buffers, frozenset(stored.persistent), stored.window)
@@ -179,12 +179,12 @@ class CommitRecord:
         Raises `ValueError` for a record of another version or with invalid values.
         """
         try:
-            found = unseal(first_sealed(data))
+            members = unseal(first_sealed(data))
         except ValueError:
             return None
-        if (found.get("format"), found.get("version")) != (_FORMAT, _VERSION):
+        if (members.get("format"), members.get("version")) != (_FORMAT, _VERSION):
             raise ValueError("it is of another version")
-        record = made(CommitRecord, found)
+        record = made(CommitRecord, members)
         if not {0, 1}.issuperset((*record.copies, *record.frozen_copies)):
             raise ValueError("it names copies that there are not")
         return record
@@ -199,41 +199,41 @@ class SmallFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._fd = -1
-        with self._doing("opened"):
+        with self._translating_errors("opened"):
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             self._fd = os.open(path, flags, 0o600)
 
     @contextmanager
-    def _doing(self, what: str) -> Iterator[None]:
+    def _translating_errors(self, action: str) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            found = refused(f"{self.path} could not be {what}", error, self.path)
+            refusal = refused(f"{self.path} could not be {action}", error, self.path)
             raise MachineError(
-                found.what,
-                because=f"the steps of a durable run are committed there; {found.because}",
+                refusal.what,
+                because=f"the steps of a durable run are committed there; {refusal.because}",
                 remedy="look at the drive and its space; resume: auto goes on from the last commit",
             ) from error
 
     def write(self, offset: int, data: bytes) -> None:
         """Write all of `data`."""
-        with self._doing("written"):
+        with self._translating_errors("written"):
             write_at(self._fd, data, offset)
 
     def sync(self) -> None:
         """Sync the file; raises `RemovedError` if it was unlinked."""
-        with self._doing("synced"):
+        with self._translating_errors("synced"):
             os.fsync(self._fd)
             check_linked(self._fd, self.path)
 
     def reserve(self, nbytes: int) -> None:
         """Allocate `nbytes` of disk space in advance."""
-        with self._doing("reserved"):
+        with self._translating_errors("reserved"):
             os.posix_fallocate(self._fd, 0, nbytes)
 
     def read(self, offset: int, nbytes: int) -> bytes:
         """Return `nbytes` bytes, fewer at the end of the file."""
-        with self._doing("read"):
+        with self._translating_errors("read"):
             return os.pread(self._fd, nbytes, offset)
 
     def close(self) -> None:
@@ -263,20 +263,20 @@ class CommitFiles:
 
     def prepare(self, record: CommitRecord) -> None:
         """Write the first file; a single rank would load this record from now on."""
-        self._put(record, self._files[:1])
+        self._write_record(record, self._files[:1])
 
     def commit(self, record: CommitRecord) -> None:
         """Write the second file of a prepared record; the extents of the previous one are free."""
-        self._put(record, self._files[1:])
+        self._write_record(record, self._files[1:])
 
     def repair(self, record: CommitRecord) -> None:
         """Make both files hold a record that was read from one of them, which is not written."""
-        there = read_commits(self._directory, record.run, len(record.copies))
-        self._put(record, [file for file in self._files if there[file.path] != record])
+        records = read_commits(self._directory, record.run, len(record.copies))
+        self._write_record(record, [file for file in self._files if records[file.path] != record])
         sync_directory(self._directory)
 
     @staticmethod
-    def _put(record: CommitRecord, files: Sequence[SmallFile]) -> None:
+    def _write_record(record: CommitRecord, files: Sequence[SmallFile]) -> None:
         data = record.to_bytes()
         for file in files:
             file.write(0, data)
@@ -290,19 +290,19 @@ class CommitFiles:
 
 def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, CommitRecord | str]:
     """Return the record in each commit file of a run, or a message to append to its path."""
-    found: dict[Path, CommitRecord | str] = {}
+    results: dict[Path, CommitRecord | str] = {}
     for path in (directory / name for name in COMMIT_NAMES):
         try:
             record = CommitRecord.from_bytes(read_small(path))
         except OSError as error:
-            found[path] = f"cannot be read: {error.strerror}"
+            results[path] = f"cannot be read: {error.strerror}"
         except ValueError:
-            found[path] = "is of another version"
+            results[path] = "is of another version"
         else:
-            found[path] = record or "is torn or damaged: its checksum does not fit"
+            results[path] = record or "is torn or damaged: its checksum does not fit"
             if record is not None and not record.is_of(run, num_units):
-                found[path] = f"is of another run, {record.run}"
-    return found
+                results[path] = f"is of another run, {record.run}"
+    return results
 
 
 def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> CheckpointError:
@@ -317,14 +317,14 @@ def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> Checkpoint
 
 
 def intact_records(
-    directory: Path, found: Mapping[Path, CommitRecord | str]
+    directory: Path, results: Mapping[Path, CommitRecord | str]
 ) -> dict[CommitKey, CommitRecord]:
     """Return the intact records of `read_commits` by key; raises `CheckpointError` if none is."""
-    records = [record for record in found.values() if isinstance(record, CommitRecord)]
+    records = [record for record in results.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
             f"the durable run in {directory} has no whole commit record",
-            because="; ".join(f"{path.name} {why}" for path, why in found.items()),
+            because="; ".join(f"{path.name} {why}" for path, why in results.items()),
             remedy="restore one of them from a backup; the state cannot be read without it",
         )
     return {record.key: record for record in records}
@@ -340,10 +340,10 @@ def last_common(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKe
     Raises:
         CheckpointError: The ranks have no commit in common.
     """
-    every = [set(there) for there in records]
-    common = every[0].intersection(*every)
+    key_sets = [set(rank_keys) for rank_keys in records]
+    common = key_sets[0].intersection(*key_sets)
     if not common:
-        listing = [", ".join(map(str, sorted(keys))) for keys in every]
+        listing = [", ".join(map(str, sorted(keys))) for keys in key_sets]
         raise CheckpointError(
             f"the ranks of the durable run in {where} have no commit in common: "
             + "; ".join(f"rank {rank} has {keys}" for rank, keys in enumerate(listing)),

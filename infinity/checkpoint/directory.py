@@ -44,7 +44,7 @@ def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -
 
 
 _LOCK_PREFIX, _LOCK_SUFFIX = ".", ".infinity-lock"
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class TagLock(LockFile):
@@ -106,14 +106,14 @@ def remove_files(directory: Path) -> bool:
     Raises `OSError`: ENOTEMPTY if it holds other files, which are left.
     """
     try:
-        descriptor = os.open(directory, _DIRECTORY)
+        descriptor = os.open(directory, _DIRECTORY_FLAGS)
     except FileNotFoundError:
         return False
     try:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
-        with os.scandir(descriptor) as found:
-            entries = [entry for entry in found if is_our_file(entry.name)]
+        with os.scandir(descriptor) as scan:
+            entries = [entry for entry in scan if is_our_file(entry.name)]
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 with suppress(FileNotFoundError):
@@ -125,7 +125,7 @@ def remove_files(directory: Path) -> bool:
 
 
 _MAX_LATEST_BYTES = 4096
-_BEGIN = f'{{\n"format": "{FORMAT_NAME}"'.encode()
+_PREFIX = f'{{\n"format": "{FORMAT_NAME}"'.encode()
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,16 +182,16 @@ def checkpoints(root: Path, *, any_manifest: bool = False) -> list[Found]:
 
     Raises `MachineError`.
     """
-    found = []
+    result = []
     try:
         for entry in os.scandir(root):
             with suppress(OSError, ConfigError):
                 if entry.is_dir(follow_symlinks=False) and check_tag(entry.name):
-                    found.append(_found(Path(entry.path)))
+                    result.append(_checkpoint_info(Path(entry.path)))
     except OSError as error:
         raise refusal("reading", root, error) from error
-    found = [one for one in found if one.is_ours or any_manifest]
-    return sorted(found, key=lambda one: (-one.written_ns, one.tag))
+    result = [checkpoint for checkpoint in result if checkpoint.is_ours or any_manifest]
+    return sorted(result, key=lambda checkpoint: (-checkpoint.written_ns, checkpoint.tag))
 
 
 def tags(root: Path) -> list[str]:
@@ -199,15 +199,15 @@ def tags(root: Path) -> list[str]:
 
     Raises `MachineError`, and as `find_tag` does.
     """
-    found = [one.tag for one in checkpoints(root, any_manifest=True)]
+    found_tags = [checkpoint.tag for checkpoint in checkpoints(root, any_manifest=True)]
     latest = find_tag(root, None)
-    return found if latest is None or latest in found else [*found, latest]
+    return found_tags if latest is None or latest in found_tags else [*found_tags, latest]
 
 
-def _found(directory: Path) -> Found:
+def _checkpoint_info(directory: Path) -> Found:
     """Describe a directory with a manifest; raises `OSError` if it has none."""
     try:
-        is_ours = read_small(directory / MANIFEST_NAME, nbytes=len(_BEGIN)) == _BEGIN
+        is_ours = read_small(directory / MANIFEST_NAME, nbytes=len(_PREFIX)) == _PREFIX
     except OSError:
         is_ours = False
     written_ns = os.lstat(directory / MANIFEST_NAME).st_mtime_ns
@@ -228,15 +228,17 @@ def prune(
     if keep < 1:
         raise ConfigError(f"at least 1 checkpoint is kept, not {keep}")
     root = Path(root).expanduser()
-    kept = {find_tag(root, None), *keep_too}
-    found = checkpoints(root)
-    others = [one for one in found if one.tag not in kept]
-    room = max(keep - (len(found) - len(others)), 0)
-    doomed = [one for one in others[room:] if is_ours_alone(root / one.tag)]
+    protected = {find_tag(root, None), *keep_too}
+    existing = checkpoints(root)
+    candidates = [checkpoint for checkpoint in existing if checkpoint.tag not in protected]
+    num_left = max(keep - (len(existing) - len(candidates)), 0)
+    removed = [
+        checkpoint for checkpoint in candidates[num_left:] if is_ours_alone(root / checkpoint.tag)
+    ]
     if not dry_run:
-        for one in doomed:
-            _remove(root, one)
-    return doomed
+        for checkpoint in removed:
+            _remove(root, checkpoint)
+    return removed
 
 
 def discard(root: Path, tag: str) -> None:
@@ -245,9 +247,9 @@ def discard(root: Path, tag: str) -> None:
     Raises `MachineError` if the system refuses.
     """
     with suppress(FileNotFoundError):
-        one = _found(root / tag)
-        if one.is_ours and is_ours_alone(root / tag):
-            _remove(root, one)
+        checkpoint = _checkpoint_info(root / tag)
+        if checkpoint.is_ours and is_ours_alone(root / tag):
+            _remove(root, checkpoint)
 
 
 def is_ours_alone(directory: Path) -> bool:
@@ -256,14 +258,14 @@ def is_ours_alone(directory: Path) -> bool:
         return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)
 
 
-def _remove(root: Path, one: Found) -> None:
+def _remove(root: Path, checkpoint: Found) -> None:
     """Rename, then remove: a partly removed directory must not look like a checkpoint."""
     try:
-        with TagLock(root, one.tag) as lock:
-            remove_temporary(root, one.tag)
-            os.rename(root / one.tag, root / f"{one.tag}{TEMPORARY_SUFFIX}")
-            remove_temporary(root, one.tag)
+        with TagLock(root, checkpoint.tag) as lock:
+            remove_temporary(root, checkpoint.tag)
+            os.rename(root / checkpoint.tag, root / f"{checkpoint.tag}{TEMPORARY_SUFFIX}")
+            remove_temporary(root, checkpoint.tag)
             lock.release()
     except OSError as error:
-        doing = f"removing the checkpoint of {format_size(one.nbytes)} in"
-        raise refusal(doing, root / one.tag, error) from error
+        doing = f"removing the checkpoint of {format_size(checkpoint.nbytes)} in"
+        raise refusal(doing, root / checkpoint.tag, error) from error

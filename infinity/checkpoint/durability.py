@@ -57,7 +57,7 @@ from infinity.storage.staging import BufferPool, host_buffer
 from infinity.storage.store import Range
 from infinity.types import PAGE, Kind
 
-_IN_FLIGHT = 8  # writes of a commit at a time
+_WRITES_IN_FLIGHT = 8  # maximum of a commit
 _LABEL: Label = (NO_UNIT, "commit")
 
 
@@ -83,23 +83,23 @@ class Durability:
         self._session = ""
         self._plan_checksum = "" if stored is None else plan_checksum(stored.facts)
         self._sequence = 0
-        self._since = 0  # steps since the last commit
+        self._steps_since_commit = 0
         self.document: Mapping[str, Any] | None = {}  # of the last step
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
-        self._sums: SmallFile | None = None
-        self._kept = KeptFiles()
+        self._checksum_file: SmallFile | None = None
+        self._watched_files = KeptFiles()
         self._checksums: dict[int, int] = {}  # those of a record, by position
         try:
             if self._disk.checksums is not None:
-                self._sums = self._open_sums(stored)
+                self._checksum_file = self._open_checksums(stored)
             if stored is not None:
-                self._take_over(stored)
+                self._resume(stored)
         except BaseException:
             self.close()
             raise
 
-    def _open_sums(self, stored: StoredRun | None) -> SmallFile:
+    def _open_checksums(self, stored: StoredRun | None) -> SmallFile:
         path = self._primary.path(SUMS_NAME)
         if stored is not None and stored.record.checksums and not path.exists():
             raise CheckpointError(
@@ -120,8 +120,8 @@ class Durability:
         directories = [scratch.directory for scratch in self._disk.scratches]
         striping = self._disk.striping
         self._ranks.synchronize("begins a durable run")
-        first, self._session = self._ranks.all_gather_object([self._run, _new_session()])[0]
-        facts = {**facts, "rank": self._ranks.rank, "group": first}
+        group, self._session = self._ranks.all_gather_object([self._run, _new_session()])[0]
+        facts = {**facts, "rank": self._ranks.rank, "group": group}
         path = self._primary.path(PLAN_NAME)
         self._plan_checksum = write_plan(path, self._run, facts, self.plan, striping)
         for index, (scratch, used) in enumerate(
@@ -134,26 +134,27 @@ class Durability:
             state.copy.dirty = state.frozen_copy.dirty = True
         self._prepare({}, in_memory=False)
         self.agree()
-        tie = {"run": self._run, "primary": str(directories[0])}
+        common = {"run": self._run, "primary": str(directories[0])}
         try:
             with self._ranks.collective_section("begins a durable run"):
                 if len(directories) > 1:
                     self._primary.announce(self._run, directories[1:])
+                # The first directory last: it makes all valid.
                 for index, scratch in reversed(list(enumerate(self._disk.scratches))):
-                    scratch.keep({**tie, "index": index})  # the first one last: it makes all valid
+                    scratch.keep({**common, "index": index})
         except BaseException:
             for scratch in self._disk.scratches:
                 scratch.durable = False  # nothing is committed: all are removed at close
             raise
-        self._watch()
+        self._watch_files()
 
-    def _watch(self) -> None:
+    def _watch_files(self) -> None:
         """Watch the files in every directory that are written only once."""
         plan = self._primary.path(PLAN_NAME)
         records = (scratch.directory / RECORD_NAME for scratch in self._disk.scratches)
         locks = (scratch.directory / LOCK_NAME for scratch in self._disk.scratches)
         try:
-            self._kept.watch([plan, *records, *locks])
+            self._watched_files.watch([plan, *records, *locks])
         except OSError as error:
             raise refused(f"{error.filename} cannot be opened", error) from error
 
@@ -163,10 +164,10 @@ class Durability:
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        self._kept.close()
+        self._watched_files.close()
         self._records.close()
-        if self._sums is not None:
-            self._sums.close()
+        if self._checksum_file is not None:
+            self._checksum_file.close()
 
     # --- steps -------------------------------------------------------------------------------
 
@@ -177,9 +178,9 @@ class Durability:
         Raises `TransferError` and `MachineError`; a new run then resumes from the last commit.
         """
         self.step += 1
-        self._since += 1
+        self._steps_since_commit += 1
         self.document, self.store.edited = document, False
-        if document is not None and self._since >= self.plan.durable_every:
+        if document is not None and self._steps_since_commit >= self.plan.durable_every:
             self._prepare(document, stopped=stopped)
 
     def finish(self) -> None:
@@ -188,7 +189,7 @@ class Durability:
         With several ranks only prepare it: at the end of a run the others may no longer
         synchronize. The next start rolls it forward if all ranks have prepared it.
         """
-        if self._since and self.document is not None and not self.store.edited:
+        if self._steps_since_commit and self.document is not None and not self.store.edited:
             self._prepare(self.document)
 
     def commit(self, document: Mapping[str, Any], step: int) -> None:
@@ -227,16 +228,16 @@ class Durability:
         changed = [state for state in self.store.units if state.copy.dirty]
         frozen = [state for state in self.store.units if state.frozen_copy.dirty]
         laps = Laps(self.transfers.trace)
-        if in_memory and not self._move_memory(changed, frozen, stopped):
+        if in_memory and not self._write_memory(changed, frozen, stopped):
             return
         for state in self.store.units:
             for write in tuple(state.writes):  # the training thread may remove entries
                 write.wait()
         laps.lap("saving", "commit: write what rests in memory")
         self._disk.sync()
-        self._kept.check()
+        self._watched_files.check()
         laps.lap("saving", "commit: sync")
-        self._write_sums()
+        self._write_checksums()
         units = self.store.units
         record = CommitRecord(
             run=self._run,
@@ -253,14 +254,14 @@ class Durability:
         self._records.prepare(record)
         self._prepared = record
         self._sequence += 1
-        self._since = 0
+        self._steps_since_commit = 0
         if self._ranks.count == 1:
             self.agree()
         laps.lap("saving", "commit: record")
 
     # --- memory to disk ----------------------------------------------------------------------
 
-    def _move_memory(
+    def _write_memory(
         self, changed: list[UnitState], frozen: list[UnitState], stopped: Callable[[], bool]
     ) -> bool:
         """Write state in memory to the active copies; return False if it was stopped."""
@@ -269,10 +270,10 @@ class Durability:
                 for write in tuple(state.writes):
                     write.wait()
         writes: deque[Event] = deque()
-        for extent, source_range in self._in_memory(changed, frozen):
+        for extent, source_range in self._memory_ranges(changed, frozen):
             if stopped():
                 break
-            while len(writes) >= _IN_FLIGHT:
+            while len(writes) >= _WRITES_IN_FLIGHT:
                 writes.popleft().wait()
             source = source_range.reached(by_device=False)
             if source is not None:
@@ -289,7 +290,7 @@ class Durability:
         self._buffers.settle()
         return not stopped()
 
-    def _in_memory(
+    def _memory_ranges(
         self, changed: list[UnitState], frozen: list[UnitState]
     ) -> Iterator[tuple[Extent, Range]]:
         """Yield (extent of the active copy, range in memory), each at most the size of a buffer."""
@@ -316,34 +317,34 @@ class Durability:
 
     # --- checksums ---------------------------------------------------------------------------
 
-    def _write_sums(self, *, unchanged: bool = False) -> None:
+    def _write_checksums(self, *, unchanged: bool = False) -> None:
         """Write and sync the page checksums of changed active copies, or of all if `unchanged`."""
         sums = self._disk.checksums
-        if self._sums is None or sums is None:
+        if self._checksum_file is None or sums is None:
             return
         for position, (copy, extents) in enumerate(_active_copies(self.store.units)):
             if not (copy.dirty or unchanged):
                 continue
             stored = [sums.stored(extent.offset, extent.nbytes) for extent in extents]
             for extent, data in zip(extents, stored, strict=True):
-                self._sums.write(extent.offset // PAGE * CHECKSUM_BYTES, data)
+                self._checksum_file.write(extent.offset // PAGE * CHECKSUM_BYTES, data)
             self._checksums[position] = crc32c(b"".join(stored))
-        self._sums.sync()
+        self._checksum_file.sync()
 
-    def _restore_sums(self, record: CommitRecord) -> None:
+    def _restore_checksums(self, record: CommitRecord) -> None:
         """Load the page checksums of a commit; if it has none, compute them from the state.
 
         Raises `CheckpointError` if the checksum file does not match the commit.
         """
-        sums, file = self._disk.checksums, self._sums
+        sums, file = self._disk.checksums, self._checksum_file
         if sums is None or file is None:
             return
         for position, (_, extents) in enumerate(_active_copies(self.store.units)):
             if not record.checksums:
                 for extent in extents:
                     for start in range(0, extent.nbytes, 1 << 24):
-                        part = extent.part(start, min(1 << 24, extent.nbytes - start))
-                        self._disk.learn(part, host_buffer(part.nbytes))
+                        chunk = extent.part(start, min(1 << 24, extent.nbytes - start))
+                        self._disk.learn(chunk, host_buffer(chunk.nbytes))
                 continue
             stored = [stored_checksums(file.read, extent) for extent in extents]
             self._checksums[position] = crc32c(b"".join(stored))
@@ -353,25 +354,25 @@ class Durability:
             for extent, data in zip(extents, stored, strict=True):
                 sums.restore(extent.offset, extent.nbytes, data)
         if not record.checksums:
-            self._write_sums(unchanged=True)
+            self._write_checksums(unchanged=True)
 
     # --- resuming ----------------------------------------------------------------------------
 
-    def _take_over(self, stored: StoredRun) -> None:
+    def _resume(self, stored: StoredRun) -> None:
         """Restore copies, counters and checksums of the run to resume; collective."""
         # Read the records again: the directory is locked only now.
         num_units = len(self.store.units)
-        found = read_commits(stored.directory, stored.record.run, num_units)
-        records = intact_records(stored.directory, found)
+        results = read_commits(stored.directory, stored.record.run, num_units)
+        records = intact_records(stored.directory, results)
         self._ranks.synchronize("looks for the last commit")
         reports = self._ranks.all_gather_object([sorted(records), _new_session()])
-        keys = [[CommitKey(*key) for key in there] for there, _ in reports]
+        keys = [[CommitKey(*key) for key in rank_keys] for rank_keys, _ in reports]
         record = records[last_common(keys, stored.directory)]
         self._session = reports[0][1]
-        for path, why in found.items():
-            if isinstance(why, str):
+        for path, problem in results.items():
+            if isinstance(problem, str):
                 self._disk.warnings.append(
-                    f"{path} {why}; its other copy is whole: update {record.step} goes on, and "
+                    f"{path} {problem}; its other copy is whole: update {record.step} goes on, and "
                     "the copy is written again"
                 )
         self._records.repair(record)
@@ -382,26 +383,26 @@ class Durability:
         ):
             state.copy.active = state.copy.committed = copy
             state.frozen_copy.active = state.frozen_copy.committed = frozen
-        self._restore_sums(record)
-        self._watch()
+        self._restore_checksums(record)
+        self._watch_files()
 
     def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Read state in RAM and on devices from the committed copies; raises as reads do."""
         units = self.store.units
         total, done = self.plan.commit_bytes, 0
         for state in units:
-            waits: list[Event] = []
-            for extent, source_range in self._in_memory([state], [state]):
+            reads: list[Event] = []
+            for extent, source_range in self._memory_ranges([state], [state]):
                 target = source_range.reached(by_device=False)
                 if target is not None:
-                    waits.append(self.transfers.read([(extent, target)]))
+                    reads.append(self.transfers.read([(extent, target)]))
                 else:
                     buffer = host_buffer(source_range.nbytes)
                     self.transfers.read([(extent, buffer)]).wait()
                     self.transfers.write([(source_range, buffer)]).wait()
                 done += extent.nbytes
-            for item in waits:
-                item.wait()
+            for read in reads:
+                read.wait()
             if progress is not None:
                 progress(min(done, total), total, f"reading the durable state: {state.layout.name}")
 

@@ -44,9 +44,11 @@ from infinity.types import PAGE, Tier, round_up
 _READ_BYTES = 1 << 20  # per read; a multiple of PAGE
 
 
-def _apart(values: Mapping[str, Tensor], first: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _differing(values: Mapping[str, Tensor], first_rank: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors that differ from those of the first rank."""
-    return {n: v for n, v in values.items() if n not in first or not torch.equal(v, first[n])}
+    return {
+        n: v for n, v in values.items() if n not in first_rank or not torch.equal(v, first_rank[n])
+    }
 
 
 class DurableReader(StateReader):
@@ -61,69 +63,78 @@ class DurableReader(StateReader):
         """Raises `CheckpointError` if the run is damaged or incomplete, `MachineError` if it is
         in use.
         """
-        self._parts: list[_Part] = []
+        self._rank_readers: list[_RankReader] = []
         try:
             for run in read_parts(Path(directory).expanduser().absolute(), roots):
-                self._parts.append(_Part(run))
-            first = self._parts[0]
+                self._rank_readers.append(_RankReader(run))
+            first = self._rank_readers[0]
             super().__init__(first.directory)
-            last = last_common([list(part.records) for part in self._parts], first.directory)
-            for part in self._parts:
-                part.open(last)
+            last_key = last_common(
+                [list(reader.records) for reader in self._rank_readers], first.directory
+            )
+            for reader in self._rank_readers:
+                reader.open(last_key)
         except BaseException:
             self.close()
             raise
-        self.directories = tuple(path for part in self._parts for path in part.directories)
+        self.directories = tuple(
+            path for reader in self._rank_readers for path in reader.directories
+        )
         self.plan, self.record, self.document = first.plan, first.record, first.document
-        self.manifest = _manifest(first.facts, self.plan, self.record, self._run(), self.document)
+        self.manifest = _manifest(
+            first.facts, self.plan, self.record, self._run_state(), self.document
+        )
         specs = state_streams(self.plan)
         if self.manifest.buffers:
             specs[BUFFERS] = [buffer.spec for buffer in self.manifest.buffers]
         self._specs = {
-            stream: {spec.name: spec for spec in found} for stream, found in specs.items()
+            stream: {spec.name: spec for spec in tensors} for stream, tensors in specs.items()
         }
-        self._where: dict[tuple[str, str], list[tuple[_Part, Extent, StreamRange]]] = {}
-        for part in self._parts:
-            for extent, held in part.extents:
-                for piece in held:
-                    holders = self._where.setdefault((piece.stream, piece.name), [])
-                    holders.append((part, extent, piece))
+        self._locations: dict[tuple[str, str], list[tuple[_RankReader, Extent, StreamRange]]] = {}
+        for reader in self._rank_readers:
+            for extent, ranges in reader.extents:
+                for span in ranges:
+                    locations = self._locations.setdefault((span.stream, span.name), [])
+                    locations.append((reader, extent, span))
 
-    def _run(self) -> Any:
+    def _run_state(self) -> Any:
         """Return the run's state as JSON; with several ranks, including the state of each."""
-        if len(self._parts) == 1 or not self.document.run:
+        if len(self._rank_readers) == 1 or not self.document.run:
             return self.record.document.get("run", {})
-        first = self.document.buffers
+        first_buffers = self.document.buffers
         rank_states = [
-            {n: part.document.run[n] for n in OF_EACH_RANK}
-            | {"buffers": _apart(part.document.buffers, first)}
-            for part in self._parts
+            {n: reader.document.run[n] for n in OF_EACH_RANK}
+            | {"buffers": _differing(reader.document.buffers, first_buffers)}
+            for reader in self._rank_readers
         ]
-        kept: dict[str, Any] = {}
-        for part in self._parts:  # the rank with the last shard of a parameter wins, as in a save
-            there = {s.name for unit in part.plan.local_units for s in unit.trained_segments}
-            kept |= {n: v for n, v in part.document.run["kept"].items() if n in there}
-        return encode({**self.document.run, "kept": kept, "ranks": rank_states}, "the run's state")
+        optimizer_state: dict[str, Any] = {}
+        # The rank with the last shard of a parameter wins, as in a save.
+        for reader in self._rank_readers:
+            names = {s.name for unit in reader.plan.local_units for s in unit.trained_segments}
+            optimizer_state |= {n: v for n, v in reader.document.run["kept"].items() if n in names}
+        return encode(
+            {**self.document.run, "kept": optimizer_state, "ranks": rank_states}, "the run's state"
+        )
 
     @property
     def verified(self) -> bool:
         """True if the state has checksums (`io.verify`)."""
-        return all(part.verified for part in self._parts)
+        return all(reader.verified for reader in self._rank_readers)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the committed state, including padding."""
-        return sum(extent.nbytes for part in self._parts for extent, _ in part.extents)
+        return sum(extent.nbytes for reader in self._rank_readers for extent, _ in reader.extents)
 
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
         """See `StateReader.verify`; checks each page. Without checksums nothing is read."""
-        for part in self._parts if self.verified else ():
-            yield from part.verify(seen)
+        for reader in self._rank_readers if self.verified else ():
+            yield from reader.verify(seen)
 
     def close(self) -> None:
         """Close the directories; idempotent."""
-        for part in self._parts:
-            part.close()
+        for reader in self._rank_readers:
+            reader.close()
 
     def _fill(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
         end = first_byte + target.numel()
@@ -131,14 +142,14 @@ class DurableReader(StateReader):
             flat = self.document.buffers[name].contiguous().view(-1).view(torch.uint8)
             target.copy_(flat[first_byte:end])
             return
-        for part, extent, piece in self._where[stream, name]:
-            low, high = max(first_byte, piece.first), min(end, piece.first + piece.nbytes)
+        for reader, extent, span in self._locations[stream, name]:
+            low, high = max(first_byte, span.first), min(end, span.first + span.nbytes)
             if low < high:
-                start = piece.start + low - piece.first
-                part.fill(extent, start, target[low - first_byte : high - first_byte])
+                start = span.start + low - span.first
+                reader.fill(extent, start, target[low - first_byte : high - first_byte])
 
 
-class _Part:
+class _RankReader:
     """Locked directories and committed extents of one rank of a run."""
 
     def __init__(self, run: StoredRun) -> None:
@@ -151,19 +162,19 @@ class _Part:
         self.document: Document
         self.extents: list[tuple[Extent, list[StreamRange]]] = []
         # By offset of each extent whose page checksums do not match the commit.
-        self._foreign: dict[int, CheckpointError] = {}
+        self._checksum_errors: dict[int, CheckpointError] = {}
         self._striping = run.striping
         self._stripes = Stripes(len(self.directories), run.striping.stripe_bytes)
         self._locks: list[LockFile] = []
-        self._files: list[int] = []
-        self._sums = -1
+        self._state_fds: list[int] = []
+        self._checksum_fd = -1
         try:
             for member in self.directories:
                 self._locks.append(lock_durable(member, shared=True))
-                self._files.append(_open(member / STATE_NAME))
+                self._state_fds.append(_open(member / STATE_NAME))
             # Read the records again: the directories are locked only now.
-            found = read_commits(run.directory, run.record.run, len(run.plan.units))
-            self.records = intact_records(run.directory, found)
+            results = read_commits(run.directory, run.record.run, len(run.plan.units))
+            self.records = intact_records(run.directory, results)
         except BaseException:
             self.close()
             raise
@@ -172,20 +183,20 @@ class _Part:
         """Read the record, document and extents of a commit; raises `CheckpointError`."""
         self.record = self.records[key]
         if self.record.checksums:
-            self._sums = _open(self.directory / SUMS_NAME)
+            self._checksum_fd = _open(self.directory / SUMS_NAME)
         self.document = Document.from_json(self.record.document)
         groups = list(committed(self.plan, self.record, self))
         self.extents = [item for group in groups for item in group]
-        sizes = [os.fstat(file).st_size for file in self._files]
+        sizes = [os.fstat(file).st_size for file in self._state_fds]
         self._stripes.distribute_again(self._striping, sizes)
         sums = zip(groups, self.record.checksums, strict=True) if self.verified else ()
         for group, crc in sums:
             extents = [extent for extent, _ in group]
-            stored = [stored_checksums(self._read_sums, extent) for extent in extents]
+            stored = [stored_checksums(self._read_checksums, extent) for extent in extents]
             if crc32c(b"".join(stored)) != crc:
                 for extent in extents:
                     path = self.directory / SUMS_NAME
-                    self._foreign[extent.offset] = foreign_checksums(
+                    self._checksum_errors[extent.offset] = foreign_checksums(
                         path, self.record, extent.owner
                     )
 
@@ -196,29 +207,29 @@ class _Part:
     @property
     def verified(self) -> bool:
         """True if the state has checksums."""
-        return self._sums >= 0
+        return self._checksum_fd >= 0
 
     def verify(self, seen: Callable[[int], None] | None) -> Iterator[str]:
         """See `DurableReader.verify`."""
-        for file in self._files:  # drop the page cache: read from the drive
+        for file in self._state_fds:  # drop the page cache: read from the drive
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-        for extent, held in self.extents:
-            if error := self._foreign.get(extent.offset):
+        for extent, ranges in self.extents:
+            if error := self._checksum_errors.get(extent.offset):
                 yield error.what
             for start in range(0, extent.nbytes, _READ_BYTES):
-                part = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
+                page_range = extent.part(start, min(_READ_BYTES, extent.nbytes - start))
                 try:
-                    for page in self._wrong_pages(part, self._read_pages(part)):
-                        yield self._describe_page(extent, start + page * PAGE, held)
+                    for page in self._wrong_pages(page_range, self._read_pages(page_range)):
+                        yield self._describe_page(extent, start + page * PAGE, ranges)
                 except (CheckpointError, MachineError) as error:
                     yield error.what
                 if seen is not None:
-                    seen(part.nbytes)
+                    seen(page_range.nbytes)
 
     def close(self) -> None:
         """Close the directories; idempotent."""
-        descriptors, locks = [*self._files, self._sums], self._locks
-        self._files, self._locks, self._sums = [], [], -1
+        descriptors, locks = [*self._state_fds, self._checksum_fd], self._locks
+        self._state_fds, self._locks, self._checksum_fd = [], [], -1
         for descriptor in (d for d in descriptors if d >= 0):
             os.close(descriptor)
         for lock in locks:
@@ -226,54 +237,58 @@ class _Part:
 
     def fill(self, extent: Extent, start: int, target: Tensor) -> None:
         """Read a range of an extent; the full pages around it are read and verified."""
-        if error := self._foreign.get(extent.offset):
+        if error := self._checksum_errors.get(extent.offset):
             raise error
         end = start + target.numel()
         for first in range(start // PAGE * PAGE, end, _READ_BYTES):
-            part = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
-            data = self._read_pages(part)
-            if self.verified and self._wrong_pages(part, data):
-                raise damaged(f"{part.owner} in {self.directory} is damaged: a checksum is wrong")
-            low, high = max(start, first), min(end, first + part.nbytes)
+            page_range = extent.part(first, min(_READ_BYTES, round_up(end, PAGE) - first))
+            data = self._read_pages(page_range)
+            if self.verified and self._wrong_pages(page_range, data):
+                raise damaged(
+                    f"{page_range.owner} in {self.directory} is damaged: a checksum is wrong"
+                )
+            low, high = max(start, first), min(end, first + page_range.nbytes)
             target[low - start : high - start].copy_(data[low - first : high - first])
 
-    def _read_pages(self, part: Extent) -> Tensor:
+    def _read_pages(self, page_range: Extent) -> Tensor:
         data = bytearray()
-        for piece in self._stripes.pieces(part.offset, part.nbytes):
+        for file_range in self._stripes.pieces(page_range.offset, page_range.nbytes):
             try:
-                got = os.pread(self._files[piece.path_index], piece.nbytes, piece.offset)
+                chunk = os.pread(
+                    self._state_fds[file_range.path_index], file_range.nbytes, file_range.offset
+                )
             except OSError as error:
-                path = self.directories[piece.path_index] / STATE_NAME
-                doing = f"reading {part.owner}, at byte {piece.offset} of"
-                raise refusal(doing, path, error) from error
-            if len(got) < piece.nbytes:
-                raise damaged(f"a state file of {self.directory} ends inside {part.owner}")
-            data += got
+                path = self.directories[file_range.path_index] / STATE_NAME
+                action = f"reading {page_range.owner}, at byte {file_range.offset} of"
+                raise refusal(action, path, error) from error
+            if len(chunk) < file_range.nbytes:
+                raise damaged(f"a state file of {self.directory} ends inside {page_range.owner}")
+            data += chunk
         return torch.frombuffer(data, dtype=torch.uint8)
 
-    def _wrong_pages(self, part: Extent, pages: Tensor) -> list[int]:
+    def _wrong_pages(self, page_range: Extent, pages: Tensor) -> list[int]:
         """Return the indices, within `part`, of pages that differ from their checksums."""
-        return wrong_pages(pages, stored_checksums(self._read_sums, part))
+        return wrong_pages(pages, stored_checksums(self._read_checksums, page_range))
 
-    def _read_sums(self, offset: int, nbytes: int) -> bytes:
+    def _read_checksums(self, offset: int, nbytes: int) -> bytes:
         try:
-            return os.pread(self._sums, nbytes, offset)
+            return os.pread(self._checksum_fd, nbytes, offset)
         except OSError as error:
-            why = f"checksums of {self.directory} cannot be read: {error.strerror}"
-            raise CheckpointError(why) from error
+            message = f"checksums of {self.directory} cannot be read: {error.strerror}"
+            raise CheckpointError(message) from error
 
-    def _describe_page(self, extent: Extent, start: int, held: Sequence[StreamRange]) -> str:
+    def _describe_page(self, extent: Extent, start: int, ranges: Sequence[StreamRange]) -> str:
         """Describe a damaged page of an extent and the tensors that it holds bytes of."""
-        (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
+        (file_range,) = self._stripes.pieces(extent.offset + start, PAGE)
         names = [
-            f"{one.stream} of {one.name!r}"
-            for one in held
-            if one.start < start + PAGE and one.start + one.nbytes > start
+            f"{span.stream} of {span.name!r}"
+            for span in ranges
+            if span.start < start + PAGE and span.start + span.nbytes > start
         ]
+        path = self.directories[file_range.path_index] / STATE_NAME
         return (
-            f"{self.directories[piece.path_index] / STATE_NAME} is damaged: bytes {piece.offset} "
-            f"to {piece.offset + PAGE - 1}, {extent.owner}, which hold "
-            f"{listed(names, limit=3) or 'no parameter'}"
+            f"{path} is damaged: bytes {file_range.offset} to {file_range.offset + PAGE - 1}, "
+            f"{extent.owner}, which hold {listed(names, limit=3) or 'no parameter'}"
         )
 
 
@@ -291,17 +306,17 @@ def committed(
         if layout.numel and placement.gradient is Tier.DISK:  # after all state, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
     for unit, copy, frozen in zip(units, record.copies, record.frozen_copies, strict=True):
-        trained = []
+        trained_extents = []
         for chunk, extent in enumerate(unit.copies[copy] if unit.copies else ()):
             _, count = unit.layout.chunk(chunk, plan.chunk_elements)
-            held = []
+            ranges = []
             full_record = plan.full_record(unit.layout)
             for kind in full_record.kinds:
                 start = full_record.offset(kind, count)
-                for piece in pieces(plan, unit.layout, chunk, kind):
-                    held.append(piece._replace(start=start + piece.start))
-            trained.append((extent, held))
-        yield trained
+                for span in pieces(plan, unit.layout, chunk, kind):
+                    ranges.append(span._replace(start=start + span.start))
+            trained_extents.append((extent, ranges))
+        yield trained_extents
         layout = plan.units[unit.layout.index]
         extents = [unit.frozen_copies[frozen]] if unit.frozen_copies else []
         yield [(extent, list(frozen_pieces(layout, plan.rank))) for extent in extents]

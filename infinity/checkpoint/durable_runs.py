@@ -48,7 +48,7 @@ SUMS_NAME = "checksums.bin"
 _FORMAT = "torch-infinity-durable"
 _VERSION = 4
 _STATE_FORMAT = "torch-infinity-state"
-MAX_TOLD = 5  # differences in one message
+MAX_DIFFERENCES = 5  # in one message
 
 
 @dataclass(frozen=True)
@@ -108,46 +108,48 @@ def model_facts(
 
 def _segment_facts(segment: Segment) -> dict[str, Any]:
     names = ("name", "dtype", "numel", "nbytes", "offset", "trained")
-    keys = {"form": segment.form, "whole": segment.needs_full}
-    of_some = {key: value for key, value in keys.items() if value}
+    optional = {"form": segment.form, "whole": segment.needs_full}
+    given = {key: value for key, value in optional.items() if value}
     if segment.is_rows and segment.stack is not None:
-        of_some["rows"] = [segment.stack.first, segment.stack.total]
-    return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **of_some}
+        given["rows"] = [segment.stack.first, segment.stack.total]
+    return {"shape": list(segment.shape), **{n: getattr(segment, n) for n in names}, **given}
 
 
-def differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Describe why a run (`here`) cannot resume from a stored one (`there`); empty if it can."""
-    found = []
-    if (ranks := there.get("ranks", 1)) != here["ranks"]:
-        one = "one rank" if ranks == 1 else f"{ranks} ranks"
+def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Describe why the current run cannot resume from a stored one; empty if it can."""
+    messages = []
+    if (ranks := stored.get("ranks", 1)) != current["ranks"]:
+        count = "one rank" if ranks == 1 else f"{ranks} ranks"
         return [
-            f"it is of {one}, here are {here['ranks']}: start that number, or with resume: never "
-            "engine.load_checkpoint(of that directory), which takes any number"
+            f"it is of {count}, here are {current['ranks']}: start that number, or with resume: "
+            "never engine.load_checkpoint(of that directory), which takes any number"
         ]
     for key, what in (("precision", "precision"), ("rule", "optimizer"), ("moments", "moments")):
-        if there[key] != here[key]:
-            found.append(f"{what} {there[key]!r} there, {here[key]!r} here")
-    names = [
-        {s["name"]: s for u in facts["units"] for s in u["segments"]} for facts in (there, here)
+        if stored[key] != current[key]:
+            messages.append(f"{what} {stored[key]!r} there, {current[key]!r} here")
+    segments = [
+        {s["name"]: s for u in facts["units"] for s in u["segments"]} for facts in (stored, current)
     ]
-    for name in sorted(names[0].keys() ^ names[1].keys()):
-        where = "there, but not in the model" if name in names[0] else "in the model, but not there"
-        found.append(f"{name!r} is {where}")
-    for name in (n for n in names[0] if n in names[1]):
+    for name in sorted(segments[0].keys() ^ segments[1].keys()):
+        is_stored = name in segments[0]
+        where = "there, but not in the model" if is_stored else "in the model, but not there"
+        messages.append(f"{name!r} is {where}")
+    for name in (n for n in segments[0] if n in segments[1]):
         for key in ("shape", "dtype", "trained", "form"):
             # Only "form" may be missing.
             old, new = (
-                _full_shape(one[name]) if key == "shape" else one[name].get(key, "as_is")
-                for one in names
+                _full_shape(by_name[name]) if key == "shape" else by_name[name].get(key, "as_is")
+                for by_name in segments
             )
             if old != new:
-                found.append(f"{key} of {name!r} is {old} there, {new} here")
-    if not found and _without_names(there["units"]) != _without_names(here["units"]):
-        found.append("the model was cut into other units (units, experts_per_unit)")
-    if not found and there["gradient_itemsize"] != here["gradient_itemsize"]:
-        found.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
-    more = [f"and {len(found) - MAX_TOLD} more"] if len(found) > MAX_TOLD else []
-    return found[:MAX_TOLD] + more
+                messages.append(f"{key} of {name!r} is {old} there, {new} here")
+    if not messages and _without_names(stored["units"]) != _without_names(current["units"]):
+        messages.append("the model was cut into other units (units, experts_per_unit)")
+    if not messages and stored["gradient_itemsize"] != current["gradient_itemsize"]:
+        messages.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
+    excess = len(messages) - MAX_DIFFERENCES
+    more = [f"and {excess} more"] if excess > 0 else []
+    return messages[:MAX_DIFFERENCES] + more
 
 
 def _segment_of(facts: Mapping[str, Any]) -> Segment:
@@ -253,8 +255,8 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     """
     directory = _first_directory(directory, _run_record(directory), roots)
     facts = _read_plan(directory)
-    found = read_commits(directory, facts["run"], len(facts["units"]))
-    records = intact_records(directory, found)
+    results = read_commits(directory, facts["run"], len(facts["units"]))
+    records = intact_records(directory, results)
     commit = records[max(records)]
     if commit.plan and commit.plan != plan_checksum(facts):
         raise CheckpointError(
@@ -263,9 +265,9 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
             because="it was changed, or is of another run: names and ranges may be shifted",
             remedy=f"restore {PLAN_NAME} from the copy that the other files are of",
         )
-    members = _members(directory, facts, roots)
+    directories = _run_directories(directory, facts, roots)
     striping = Striping(
-        directories=members,
+        directories=directories,
         stripe_bytes=int(facts["stripe_bytes"]),
         speeds=tuple(facts["speeds"]),
         room=tuple(facts["room"]),
@@ -286,24 +288,24 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
     count = run.plan.ranks
     if count == 1:
         return [run]
-    found = {run.plan.rank: run}
-    beside = dict.fromkeys(path.parent for path in (*roots, *run.striping.directories))
-    bases = dict.fromkeys(base for path in beside for base in (path, path.parent))
+    runs = {run.plan.rank: run}
+    parents = dict.fromkeys(path.parent for path in (*roots, *run.striping.directories))
+    bases = dict.fromkeys(base for path in parents for base in (path, path.parent))
     for rank in range(count):
         rank_dirs = [of_rank(base, rank) for base in bases if of_rank(base, rank).is_dir()]
         for path, record in [item for p in rank_dirs for item in durable_records(p).items()]:
-            if rank not in found and not record.get("index", 0):
+            if rank not in runs and not record.get("index", 0):
                 facts = _read_plan(path)
                 if (facts.get("group"), facts.get("rank")) == (run.group, rank):
-                    found[rank] = read_run(path, rank_dirs)
-    if missing := [rank for rank in range(count) if rank not in found]:
+                    runs[rank] = read_run(path, rank_dirs)
+    if missing := [rank for rank in range(count) if rank not in runs]:
         raise CheckpointError(
             f"the durable run in {run.directory} is of {count} ranks; the parts of "
             f"{named_ranks(missing)} are missing",
             because=f"below {', '.join(map(str, bases))} they have no directory",
             remedy="mount that drive, or copy them from the other node",
         )
-    return [found[rank] for rank in range(count)]
+    return [runs[rank] for rank in range(count)]
 
 
 def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable[Path]) -> Path:
@@ -311,13 +313,13 @@ def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable
     if not record.get("index", 0):
         return directory
     first = Path(str(record.get("primary")))
-    pieces = _pieces(record.get("run"), [*roots, first.parent])
-    if 0 not in pieces:
+    directories = _directories_by_index(record.get("run"), [*roots, first.parent])
+    if 0 not in directories:
         raise CheckpointError(
             f"{directory} holds a part of a durable run; its first directory, {first}, is missing",
             remedy="mount that drive",
         )
-    return pieces[0]
+    return directories[0]
 
 
 def _check_files(striping: Striping, run: str) -> None:
@@ -331,16 +333,16 @@ def _check_files(striping: Striping, run: str) -> None:
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         if tag != state_tag(run, index):
-            whose = tag.rstrip(b"\0").decode(errors="replace")
-            why = f"its last page, at byte {used}, reads {whose!r:.100}: damaged or exchanged"
+            content = tag.rstrip(b"\0").decode(errors="replace")
+            reason = f"its last page, at byte {used}, reads {content!r:.100}: damaged or exchanged"
             if len(tag) < PAGE:
-                why = f"it was cut short, to less than {used + PAGE} bytes"
-            raise CheckpointError(f"{path} is not part {index} of run {run}", because=why)
+                reason = f"it was cut short, to less than {used + PAGE} bytes"
+            raise CheckpointError(f"{path} is not part {index} of run {run}", because=reason)
 
 
 def _run_record(directory: Path) -> dict[str, Any]:
     remedy = "give the directory infinity-run-... below an nvme_path"
-    with _reading(directory / RECORD_NAME, remedy):
+    with _translating_errors(directory / RECORD_NAME, remedy):
         record = read_record(directory)
     if record.get("durable") is not True:
         raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
@@ -349,14 +351,14 @@ def _run_record(directory: Path) -> dict[str, Any]:
 
 def _read_plan(directory: Path) -> dict[str, Any]:
     path = directory / PLAN_NAME
-    with _reading(path):
+    with _translating_errors(path):
         facts = read_sealed(path, _FORMAT, _VERSION)
     check_plan(facts, str(path))
     return facts
 
 
 @contextmanager
-def _reading(path: Path, remedy: str | None = None) -> Iterator[None]:
+def _translating_errors(path: Path, remedy: str | None = None) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -366,43 +368,45 @@ def _reading(path: Path, remedy: str | None = None) -> Iterator[None]:
         raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
-def _members(directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]) -> tuple[Path, ...]:
+def _run_directories(
+    directory: Path, facts: Mapping[str, Any], roots: Iterable[Path]
+) -> tuple[Path, ...]:
     """Return the directories of a run, one for each of its paths."""
-    named = [Path(name) for name in facts["directories"]]
+    recorded = [Path(name) for name in facts["directories"]]
     # Directories that the user names come first: they may be a copy of the recorded ones.
-    search_dirs = [*roots, directory.parent, *(path.parent for path in named)]
-    found = {**_pieces(facts["run"], search_dirs), 0: directory}
-    missing = [str(path) for index, path in enumerate(named) if index not in found]
+    search_dirs = [*roots, directory.parent, *(path.parent for path in recorded)]
+    by_index = {**_directories_by_index(facts["run"], search_dirs), 0: directory}
+    missing = [str(path) for index, path in enumerate(recorded) if index not in by_index]
     if missing:
         raise CheckpointError(
-            f"the durable run in {directory} spreads over {len(named)} paths; missing: "
+            f"the durable run in {directory} spreads over {len(recorded)} paths; missing: "
             f"{', '.join(missing)}",
             remedy="mount that drive, or name the path where it is now in nvme_path",
         )
-    return tuple(found[index] for index in range(len(named)))
+    return tuple(by_index[index] for index in range(len(recorded)))
 
 
-def _pieces(run: object, parents: Iterable[Path]) -> dict[int, Path]:
+def _directories_by_index(run: object, parents: Iterable[Path]) -> dict[int, Path]:
     """Return the directories of a run by index; those in earlier parents take precedence."""
-    found: dict[int, Path] = {}
+    directories: dict[int, Path] = {}
     for parent in dict.fromkeys(parents):
         for path, record in durable_records(parent).items() if parent.is_dir() else ():
             if record.get("run") == run:
-                found.setdefault(int(record.get("index", -1)), path)
-    return found
+                directories.setdefault(int(record.get("index", -1)), path)
+    return directories
 
 
 def find_run(
     roots: Sequence[Path],
     resume: str | Path,
-    here: Mapping[str, Any],
+    current: Mapping[str, Any],
     step_log: Path | None = None,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> StoredRun | None:
     """Return the local rank's directories of the durable run to resume; None for a new run.
 
-    `resume` is "never", "auto", or a directory (of any rank); `here` are the `model_facts` of this
-    run; `step_log` is a log in which an earlier run may have recorded its steps. Raises
+    `resume` is "never", "auto", or a directory (of any rank); `current` are the `model_facts` of
+    this run; `step_log` is a log in which an earlier run may have recorded its steps. Raises
     `ConfigError` if "auto" finds several runs that fit, or signs of one that cannot be resumed, and
     if the given run does not fit; and as `read_run` does. Collective: all ranks resume the same
     run, and raise if one does.
@@ -412,58 +416,60 @@ def find_run(
     directory = None if resume == "auto" else Path(resume).expanduser().absolute()
     if directory is not None and ranks.count == 1:
         run = read_run(directory, roots)
-        wrong = differences(run.facts, here)
-        if wrong:
+        problems = differences(run.facts, current)
+        if problems:
             raise ConfigError(
-                f"the durable run in {directory} does not fit this model: {'; '.join(wrong)}",
+                f"the durable run in {directory} does not fit this model: {'; '.join(problems)}",
                 remedy="resume: never starts a new run; the old one stays",
             )
         return run
-    local, elsewhere, remote = _directories(roots, ranks)
-    found = survey(local, here)
-    mine = [run for run in found.fitting if run.plan.rank == ranks.rank]
-    runs = {run.group if ranks.count > 1 else str(run.directory): run for run in mine}
-    signs = [*found.doubtful, *survey(elsewhere, here).doubtful]
-    for run in (run for run in found.fitting if run.plan.rank != ranks.rank):
-        why = f"it holds the shards of rank {run.plan.rank}, not of rank {ranks.rank}"
-        signs.append((run.directory, why))
-    misplaced = survey(remote, here).fitting
+    local, elsewhere, remote = _search_directories(roots, ranks)
+    local_survey = survey(local, current)
+    local_runs = [run for run in local_survey.fitting if run.plan.rank == ranks.rank]
+    runs = {run.group if ranks.count > 1 else str(run.directory): run for run in local_runs}
+    signs = [*local_survey.doubtful, *survey(elsewhere, current).doubtful]
+    for run in (run for run in local_survey.fitting if run.plan.rank != ranks.rank):
+        reason = f"it holds the shards of rank {run.plan.rank}, not of rank {ranks.rank}"
+        signs.append((run.directory, reason))
+    misplaced = survey(remote, current).fitting
     named = None
     if directory is not None and (directory / PLAN_NAME).exists():
         named = read_run(directory, roots).group
-    found_here = _FoundRun(
+    local_report = _RankReport(
         fitting={group: (str(run), run.sequences) for group, run in runs.items()},
-        signs=[f"{path}: {why}" for path, why in signs],
+        signs=[f"{path}: {reason}" for path, reason in signs],
         named=named,
         steps=_durable_steps(step_log) if step_log is not None else 0,
         misplaced=[str(run) for run in misplaced],
     )
     ranks.synchronize("looks for a durable run")
-    every = [_FoundRun(**fields) for fields in ranks.all_gather_object(asdict(found_here))]
-    groups = dict.fromkeys(group for one in every for group in one.fitting)
-    began = [group for group in groups if _has_begun(group, every)]
+    reports = [_RankReport(**fields) for fields in ranks.all_gather_object(asdict(local_report))]
+    groups = dict.fromkeys(group for report in reports for group in report.fitting)
+    started = [group for group in groups if _has_started(group, reports)]
     if directory is None:
-        group = _chosen(began, every, roots, step_log)
+        group = _choose_group(started, reports, roots, step_log)
     else:
-        group = next((one.named for one in every if one.named is not None), str(directory))
-    lacking = [r for r, one in enumerate(every) if group not in (None, *one.fitting)]
-    if lacking:
+        group = next(
+            (report.named for report in reports if report.named is not None), str(directory)
+        )
+    missing = [r for r, report in enumerate(reports) if group not in (None, *report.fitting)]
+    if missing:
         raise ConfigError(
-            f"the durable run {group} cannot go on: {named_ranks(lacking)} found no part of it "
+            f"the durable run {group} cannot go on: {named_ranks(missing)} found no part of it "
             f"below {', '.join(map(str, roots))} that fits",
-            because="; ".join(sign for one in every for sign in one.signs)
+            because="; ".join(sign for report in reports for sign in report.signs)
             or "a drive is not mounted, or the ranks of a node have other numbers than they had",
             remedy="bring it back, or start the nodes in the order of before; or start a new run "
             "(resume: never), and load a checkpoint",
         )
     for other, run in runs.items():
-        if other not in began:  # its start died while marking the directories: it has no state
+        if other not in started:  # its start died while marking the directories: it has no state
             disown(run.striping.directories, run.facts["run"])
     return None if group is None else runs[group]
 
 
 @dataclass(frozen=True)
-class _FoundRun:
+class _RankReport:
     """Report of one rank to the others about the runs it found.
 
     `fitting` maps the group of a run to a description of its local directories and the sequence
@@ -479,17 +485,20 @@ class _FoundRun:
     misplaced: list[str]
 
 
-def _has_begun(group: str, every: Sequence[_FoundRun]) -> bool:
+def _has_started(group: str, reports: Sequence[_RankReport]) -> bool:
     """Return True if a run was marked durable on all ranks, or has a second commit on one."""
-    parts = [one.fitting[group] for one in every if group in one.fitting]
-    return len(parts) == len(every) or any(max(numbers) > 0 for _, numbers in parts)
+    entries = [report.fitting[group] for report in reports if group in report.fitting]
+    return len(entries) == len(reports) or any(max(numbers) > 0 for _, numbers in entries)
 
 
-def _chosen(
-    began: Sequence[str], every: Sequence[_FoundRun], roots: Sequence[Path], step_log: Path | None
+def _choose_group(
+    started: Sequence[str],
+    reports: Sequence[_RankReport],
+    roots: Sequence[Path],
+    step_log: Path | None,
 ) -> str | None:
     """Return the group of the run that `resume: auto` resumes, if any, from all ranks' reports."""
-    if signs := [sign for one in every for sign in one.signs]:
+    if signs := [sign for report in reports for sign in report.signs]:
         raise ConfigError(
             "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
             because="starting over, or from another one, could lose steps",
@@ -497,30 +506,32 @@ def _chosen(
             "(resume: DIRECTORY); or start a new one next to it (resume: never); or remove those "
             "directories if nothing in them is needed any more",
         )
-    if len(began) > 1:
-        parts = [next(one.fitting[g][0] for one in every if g in one.fitting) for g in began]
+    if len(started) > 1:
+        labels = [
+            next(report.fitting[g][0] for report in reports if g in report.fitting) for g in started
+        ]
         raise ConfigError(
-            f"{len(began)} durable runs fit the model: {', '.join(parts)}",
+            f"{len(started)} durable runs fit the model: {', '.join(labels)}",
             because="resume is auto",
-            remedy=f"resume: {parts[-1].split(' (')[0]}, or remove those that are not needed",
+            remedy=f"resume: {labels[-1].split(' (')[0]}, or remove those that are not needed",
         )
-    if not began and (steps := max(one.steps for one in every)):
+    if not started and (steps := max(report.steps for report in reports)):
         raise ConfigError(
             f"resume: auto finds no durable run below {', '.join(map(str, roots))}, but the "
             f"step log {step_log} has {steps} durable steps",
             because="a drive is not mounted, or the run was moved or removed",
             remedy="mount it; or start a new run: resume: never",
         )
-    if not began and (parts := [part for one in every for part in one.misplaced]):
+    if not started and (labels := [label for report in reports for label in report.misplaced]):
         raise ConfigError(
-            f"resume: auto finds a durable run in parts of other ranks: {', '.join(parts)}",
+            f"resume: auto finds a durable run in parts of other ranks: {', '.join(labels)}",
             because="the ranks of a machine have other numbers than they had",
             remedy="start the machines in the order of before; or a new run (resume: never)",
         )
-    return began[0] if began else None
+    return started[0] if started else None
 
 
-def _directories(
+def _search_directories(
     roots: Sequence[Path], ranks: DistContext
 ) -> tuple[list[Path], list[Path], list[Path]]:
     """Return directories with runs of this rank, of other rank counts, and of remote ranks.
@@ -564,39 +575,40 @@ class Survey:
     doubtful: list[tuple[Path, str]]
 
 
-def survey(roots: Iterable[Path], here: Mapping[str, Any]) -> Survey:
-    """Classify the durable runs below `roots` for a run whose `model_facts` are `here`."""
-    found, roots = Survey([], [], []), list(roots)
-    there = {path: record for root in roots for path, record in run_records(root).items()}
-    for directory, record in there.items():
+def survey(roots: Iterable[Path], current: Mapping[str, Any]) -> Survey:
+    """Classify the durable runs below `roots` for a run whose `model_facts` are `current`."""
+    result = Survey([], [], [])
+    roots = list(roots)
+    records = {path: record for root in roots for path, record in run_records(root).items()}
+    for directory, record in records.items():
         if record.get("durable") is False and has_commits(directory, record):
-            why = "its run.json is an older copy, of before the run's first step"
-            found.doubtful.append((directory, why))
+            reason = "its run.json is an older copy, of before the run's first step"
+            result.doubtful.append((directory, reason))
         is_sign = record.get("durable") is not False and (record or _may_be_durable(directory))
         if not is_sign or never_began(directory, record):
             continue
         try:
             first = _first_directory(directory, record, roots)
-            if first != directory and first in there:
+            if first != directory and first in records:
                 continue  # reported with its first directory
             facts = _read_plan(first)
-            if _shapes(facts) != _shapes(here):
-                found.foreign.append((directory, "; ".join(differences(facts, here))))
-            elif why := not_ours(directory):
-                found.doubtful.append((directory, why))
+            if _shapes(facts) != _shapes(current):
+                result.foreign.append((directory, "; ".join(differences(facts, current))))
+            elif reason := not_ours(directory):
+                result.doubtful.append((directory, reason))
             elif is_live(first):
                 process = f"process {record.get('pid')} on {record.get('hostname')}"
-                found.doubtful.append((directory, f"it is in use by {process}"))
+                result.doubtful.append((directory, f"it is in use by {process}"))
             elif first != directory:
-                why = f"its run's first directory, {first}, is not below nvme_path"
-                found.doubtful.append((directory, why))
-            elif wrong := differences(facts, here):
-                found.doubtful.append((directory, "; ".join(wrong)))
+                reason = f"its run's first directory, {first}, is not below nvme_path"
+                result.doubtful.append((directory, reason))
+            elif problems := differences(facts, current):
+                result.doubtful.append((directory, "; ".join(problems)))
             else:
-                found.fitting.append(read_run(directory, roots))
+                result.fitting.append(read_run(directory, roots))
         except InfinityError as error:
-            found.doubtful.append((directory, not_ours(directory) or error.what))
-    return found
+            result.doubtful.append((directory, not_ours(directory) or error.what))
+    return result
 
 
 def _may_be_durable(directory: Path) -> bool:
@@ -612,20 +624,22 @@ def _shapes(facts: Mapping[str, Any]) -> dict[str, list[int]]:
     return {s["name"]: _full_shape(s) for unit in facts["units"] for s in unit["segments"]}
 
 
-def remarks(roots: Sequence[Path], resume: str | Path, here: Mapping[str, Any]) -> list[str]:
+def remarks(roots: Sequence[Path], resume: str | Path, current: Mapping[str, Any]) -> list[str]:
     """Return notes for a new run about durable runs that it leaves unchanged."""
-    seen = survey(roots, here)
-    fitting = seen.fitting
-    others = seen.foreign + [(path, why) for path, why in seen.doubtful if not not_ours(path)]
-    found = [f"a durable run in {path} is left alone: {why}" for path, why in others]
+    result = survey(roots, current)
+    fitting = result.fitting
+    left_alone = result.foreign + [
+        (path, reason) for path, reason in result.doubtful if not not_ours(path)
+    ]
+    notes = [f"a durable run in {path} is left alone: {reason}" for path, reason in left_alone]
     if resume == "never" and len(fitting) == 1:
-        found.append(
+        notes.append(
             f"a durable run of this model is in {fitting[0]}; resume: auto (with durable: "
             "true) would go on from there"
         )
     elif resume == "never" and fitting:
-        found.append(
+        notes.append(
             f"durable runs of this model are in {', '.join(map(str, fitting))}; resume: DIRECTORY "
             "would go on from one of them"
         )
-    return found
+    return notes

@@ -15,37 +15,37 @@ class KeptFiles:
     """Open files that are written once; one that was removed is written again."""
 
     def __init__(self) -> None:
-        self._open: dict[Path, int] = {}
+        self._descriptors: dict[Path, int] = {}
 
     def watch(self, paths: Iterable[Path]) -> None:
         """Watch these files from now on. Raises `OSError`."""
         for path in paths:
-            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+            self._descriptors[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     def check(self) -> None:
         """Write removed files again and raise `RemovedError`.
 
         Otherwise later commits would go into a directory that cannot be resumed from.
         """
-        for path, descriptor in self._open.items():
+        for path, descriptor in self._descriptors.items():
             if os.fstat(descriptor).st_nlink:
                 continue
             content = os.pread(descriptor, os.fstat(descriptor).st_size, 0)
-            is_back = False
+            restored = False
             with suppress(OSError):
                 with atomic_write(path) as file:
                     file.write(content)
-                is_back = True
+                restored = True
             raise RemovedError(
                 f"{path} was removed while its run was going on",
                 because="a program, or a cleanup job, removed it",
                 remedy="find that program; the file was written again, and resume: auto goes on "
                 "from the last committed step"
-                if is_back
+                if restored
                 else "find that program; then resume from the last checkpoint that is left",
             )
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        while self._open:
-            os.close(self._open.popitem()[1])
+        while self._descriptors:
+            os.close(self._descriptors.popitem()[1])

@@ -36,9 +36,9 @@ MODEL, FROZEN, BUFFERS = "model", "frozen", "buffers"
 RESIDUAL, MASTER, GRADIENT = "residual", "master", "gradient"
 INDEX = "index"  # stream of the file INDEX_NAME; it holds no tensors
 
-_STREAM = re.compile(r"[a-z][a-z0-9_]{0,63}")
-_FILE = re.compile(r"([a-z][a-z0-9_]{0,63})(?:-([0-9]{5,9})-of-([0-9]{5,9}))?\.safetensors")
-_TAG_BYTES = 200
+_STREAM_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_FILE_NAME = re.compile(r"([a-z][a-z0-9_]{0,63})(?:-([0-9]{5,9})-of-([0-9]{5,9}))?\.safetensors")
+_MAX_TAG_BYTES = 200
 TEMPORARY_SUFFIX = ".tmp"
 
 
@@ -91,7 +91,7 @@ def cut(
     `numbered`: a single file is "model-00001-of-00001.safetensors" and not "model.safetensors".
     Raises `ConfigError` for an invalid stream name, an unsupported dtype and duplicate names.
     """
-    if _STREAM.fullmatch(stream) is None or stream == INDEX:
+    if _STREAM_NAME.fullmatch(stream) is None or stream == INDEX:
         raise ConfigError(f"{stream!r} is no name for a stream of tensors")
     seen: set[str] = set()
     for tensor in tensors:
@@ -123,7 +123,7 @@ def file_names(stream: str, count: int, *, numbered: bool) -> list[str]:
 
 def is_our_file(name: str) -> bool:
     """Return True if a checkpoint may contain a file of this name."""
-    return name in (MANIFEST_NAME, INDEX_NAME) or _FILE.fullmatch(name) is not None
+    return name in (MANIFEST_NAME, INDEX_NAME) or _FILE_NAME.fullmatch(name) is not None
 
 
 def check_tag(tag: str) -> str:
@@ -135,8 +135,8 @@ def check_tag(tag: str) -> str:
         problem = "has a slash, a space at its ends, or a character that cannot be printed"
     elif tag.startswith(".") or tag == LATEST_NAME or tag.endswith(TEMPORARY_SUFFIX):
         problem = f"begins with a dot, ends with {TEMPORARY_SUFFIX!r} or is {LATEST_NAME!r}"
-    elif (length := len(tag.encode())) > _TAG_BYTES:
-        problem = f"has {length} bytes, more than {_TAG_BYTES}"
+    elif (length := len(tag.encode())) > _MAX_TAG_BYTES:
+        problem = f"has {length} bytes, more than {_MAX_TAG_BYTES}"
     if problem is not None:
         raise ConfigError(
             f"the tag {tag!r:.80} {problem}",
@@ -151,7 +151,7 @@ MAX_MANIFEST_BYTES = 512 << 20
 MAX_BLOCK_BYTES = 64 << 20
 MIN_BLOCK_BYTES = 4096
 MAX_MOMENTS = 6
-_RECORDS = ("parameters", "buffers", "files")  # members of a manifest that are tuples of records
+_RECORD_MEMBERS = ("parameters", "buffers", "files")  # of a manifest: tuples of records
 _MOMENT_FORMATS = frozenset(member.value for member in MomentFormat)
 
 
@@ -240,7 +240,7 @@ class Manifest:
         """Return the content of manifest.json. Raises `ConfigError` for values that JSON lacks."""
         # Not `asdict`, which would copy a million checksums one by one.
         members = {
-            name: [vars(record) for record in value] if name in _RECORDS else value
+            name: [vars(record) for record in value] if name in _RECORD_MEMBERS else value
             for name, value in vars(self).items()
         }
         return seal({"format": FORMAT_NAME, "version": VERSION, **members})
@@ -253,12 +253,14 @@ class Manifest:
         that names `where` and the problem.
         """
         try:
-            found = unseal(data)
-            if found.get("format") != FORMAT_NAME:
-                raise ValueError(f"its format is {found.get('format')!r:.60}, not {FORMAT_NAME!r}")
-            version = made(_Version, found).version
+            members = unseal(data)
+            if members.get("format") != FORMAT_NAME:
+                raise ValueError(
+                    f"its format is {members.get('format')!r:.60}, not {FORMAT_NAME!r}"
+                )
+            version = made(_Version, members).version
             if len(version) == 2 and version[0] == VERSION[0]:
-                manifest = made(cls, found)
+                manifest = made(cls, members)
                 for problem in manifest.problems():
                     raise ValueError(problem)
                 return manifest
@@ -296,9 +298,9 @@ class Manifest:
                 yield f"{record.name!r:.200} has the dtype {record.dtype!r:.60}"
             if not record.name or prod(n for n in record.shape if n) > LARGEST // 16:
                 yield f"{record.name!r:.200} has the shape {record.shape!r:.60}"
-        for one in self.parameters:
-            if one.form and not can_store(one.form, one.shape, trained=one.trained):
-                yield f"{one.name!r:.200} has the format {one.form!r:.60}"
+        for p in self.parameters:
+            if p.form and not can_store(p.form, p.shape, trained=p.trained):
+                yield f"{p.name!r:.200} has the format {p.form!r:.60}"
         yield from _file_problems(self.files)
 
 

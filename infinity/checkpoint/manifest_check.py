@@ -30,13 +30,13 @@ def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) ->
     """
     expected = _expected(manifest)
     for stream in (MODEL, FROZEN, BUFFERS):
-        there = {spec.name for spec in streams.get(stream, ())}
-        for name in expected[stream].keys() - there:
+        names = {spec.name for spec in streams.get(stream, ())}
+        for name in expected[stream].keys() - names:
             yield f"{name!r} is missing in the stream {stream!r}"
     for stream, specs in streams.items():
         known = expected.get(stream)
         if known is None:
-            if _MOMENT.fullmatch(stream):
+            if _MOMENT_STREAM.fullmatch(stream):
                 count = len(manifest.moments)
                 yield f"the stream {stream!r} is there, and {count} moments are known"
             continue
@@ -61,7 +61,7 @@ def differences(
         yield f"{where} is {spec.dtype}, not {dtype}"
 
 
-_MOMENT = re.compile(r"moment[1-9][0-9]?(_scales)?")
+_MOMENT_STREAM = re.compile(r"moment[1-9][0-9]?(_scales)?")
 _Expected = dict[str, tuple[tuple[int, ...], torch.dtype | None]]
 
 
@@ -70,23 +70,23 @@ def _expected(manifest: Manifest) -> dict[str, _Expected]:
     trained = {p.name: p for p in manifest.parameters if p.trained}
     frozen = {p.name: p for p in manifest.parameters if not p.trained}
     buffers = {b.name: b for b in manifest.buffers}
-    found: dict[str, _Expected] = {
-        stream: {name: one.spec[1:] for name, one in records.items()}
+    expected: dict[str, _Expected] = {
+        stream: {name: record.spec[1:] for name, record in records.items()}
         for stream, records in ((MODEL, trained), (FROZEN, frozen), (BUFFERS, buffers))
     }
-    beside: dict[str, torch.dtype | None] = {
+    state_dtypes: dict[str, torch.dtype | None] = {
         RESIDUAL: torch.int16,
         MASTER: torch.float32,
         GRADIENT: None,
     }
     for index, form in enumerate(map(MomentFormat, manifest.moments), start=1):
         stream = moment_stream(index)
-        beside[stream] = VALUE_DTYPES[form]
+        state_dtypes[stream] = VALUE_DTYPES[form]
         if form.num_scales(1):
-            found[f"{stream}_scales"] = {
-                name: ((form.num_scales(prod(one.shape)),), torch.float32)
-                for name, one in trained.items()
+            expected[f"{stream}_scales"] = {
+                name: ((form.num_scales(prod(record.shape)),), torch.float32)
+                for name, record in trained.items()
             }
-    for stream, dtype in beside.items():
-        found[stream] = {name: (one.shape, dtype) for name, one in trained.items()}
-    return found
+    for stream, dtype in state_dtypes.items():
+        expected[stream] = {name: (record.shape, dtype) for name, record in trained.items()}
+    return expected

@@ -56,39 +56,41 @@ def _encode(value: Any, what: str, depth: int) -> Any:
             f"{what[:60]}... lies more than {_MAX_DEPTH} levels deep",
             because="it contains itself, or is nested too deeply to be saved",
         )
-    kind = type(value)
-    if value is None or kind is bool or kind is str:
+    cls = type(value)
+    if value is None or cls is bool or cls is str:
         return value
-    if kind is int:
+    if cls is int:
         return value if -_SAFE_INT <= value < _SAFE_INT else {"$int": hex(value)}
-    if kind is float:  # preserves all bits of a NaN
+    if cls is float:  # preserves all bits of a NaN
         return value if math.isfinite(value) else {"$float": struct.pack(">d", value).hex()}
-    if kind in (list, tuple, set):
+    if cls in (list, tuple, set):
         # Elements of a set have no index: the path shows the value.
-        steps = (f"{{{_short(v)}}}" if kind is set else f"[{i}]" for i, v in enumerate(value))
-        items = [_encode(v, f"{what}{at}", depth + 1) for at, v in zip(steps, value, strict=True)]
-        return items if kind is list else {f"${kind.__name__}": items}
-    if kind is dict:
-        pairs = [(k, _encode(v, f"{what}{_step(k)}", depth + 1)) for k, v in value.items()]
+        steps = (f"{{{_repr(v)}}}" if cls is set else f"[{i}]" for i, v in enumerate(value))
+        items = [
+            _encode(v, f"{what}{step}", depth + 1) for step, v in zip(steps, value, strict=True)
+        ]
+        return items if cls is list else {f"${cls.__name__}": items}
+    if cls is dict:
+        pairs = [(k, _encode(v, f"{what}{_path_step(k)}", depth + 1)) for k, v in value.items()]
         if all(type(key) is str and not key.startswith(_MARK) for key in value):
             return dict(pairs)
         key_of = f"the key {{}} of {what}".format
-        return {"$dict": [[_encode(k, key_of(_short(k)), depth + 1), v] for k, v in pairs]}
-    if kind in (OrderedDict, Counter):  # torch's schedulers hold milestones in a Counter
-        mark = "$ordered" if kind is OrderedDict else "$counter"
+        return {"$dict": [[_encode(k, key_of(_repr(k)), depth + 1), v] for k, v in pairs]}
+    if cls in (OrderedDict, Counter):  # torch's schedulers hold milestones in a Counter
+        mark = "$ordered" if cls is OrderedDict else "$counter"
         return {mark: _encode(dict(value), what, depth + 1)}
-    if kind is bytes:
+    if cls is bytes:
         return {"$bytes": _base64(value)}
-    if kind is torch.Size:
+    if cls is torch.Size:
         return {"$size": list(value)}
-    if kind is torch.dtype:
+    if cls is torch.dtype:
         return {"$dtype": dtype_name(value)}
-    if kind is Tensor:
+    if cls is Tensor:
         return {"$tensor": _encode_tensor(value, what)}
-    if kind is np.ndarray or isinstance(value, np.generic):
-        return {"$scalar" if kind is not np.ndarray else "$array": _encode_array(value, what)}
+    if cls is np.ndarray or isinstance(value, np.generic):
+        return {"$scalar" if cls is not np.ndarray else "$array": _encode_array(value, what)}
     raise ConfigError(
-        f"{what} is {kind.__module__}.{kind.__qualname__}, which a checkpoint cannot hold",
+        f"{what} is {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot hold",
         because="it holds plain data only, so that loading it runs no code",
         remedy="save its parts: numbers, texts, lists, tuples, dicts, sets, bytes, CPU "
         "tensors, numpy arrays",
@@ -133,12 +135,12 @@ def _check_size(nbytes: int, what: str) -> None:
         )
 
 
-def _step(key: Any) -> str:
+def _path_step(key: Any) -> str:
     is_name = type(key) is str and _PLAIN_KEY.fullmatch(key)
-    return f".{key}" if is_name else f"[{_short(key)}]"
+    return f".{key}" if is_name else f"[{_repr(key)}]"
 
 
-def _short(value: Any) -> str:
+def _repr(value: Any) -> str:
     try:
         return f"{value!r:.40}"
     except ValueError:  # an integer of thousands of digits
@@ -166,46 +168,47 @@ def decode(value: Any) -> Any:
 def _decode(value: Any, depth: int) -> Any:
     if depth > 2 * _MAX_DEPTH:
         raise ValueError(f"more than {2 * _MAX_DEPTH} levels")
-    kind = type(value)
-    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+    cls = type(value)
+    if value is None or cls in (bool, int, str) or (cls is float and math.isfinite(value)):
         return value
-    if kind is list:
+    if cls is list:
         return [_decode(item, depth + 1) for item in value]
-    if kind is not dict:
-        raise ValueError(f"a {kind.__name__}, {_short(value)}")
+    if cls is not dict:
+        raise ValueError(f"a {cls.__name__}, {_repr(value)}")
     if not any(key.startswith(_MARK) for key in value):
         return {key: _decode(item, depth + 1) for key, item in value.items()}
     ((mark, content),) = value.items()
-    return _READERS[mark](content, depth + 1)
+    return _DECODERS[mark](content, depth + 1)
 
 
-def _items(value: Any, depth: int) -> list[Any]:
+def _decode_items(value: Any, depth: int) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"{_short(value)} as a list")
+        raise ValueError(f"{_repr(value)} as a list")
     return [_decode(item, depth) for item in value]
 
 
-def _unique(found: Any, items: list[Any]) -> Any:
-    if len(found) < len(items):
+def _check_unique(container: Any, items: list[Any]) -> Any:
+    if len(container) < len(items):
         raise ValueError("a key, or an element of a set, that is there twice")
-    return found
+    return container
 
 
 def _set(value: Any, depth: int) -> Any:
-    items = _items(value, depth)
-    return _unique(set(items), items)
+    items = _decode_items(value, depth)
+    return _check_unique(set(items), items)
 
 
 def _dict(value: Any, depth: int) -> Any:
-    pairs = _items(value, depth)
-    return _unique({key: item for key, item in pairs}, pairs)  # noqa: C416  # fails unless pairs
+    pairs = _decode_items(value, depth)
+    # The comprehension rejects items that are not pairs.
+    return _check_unique({key: item for key, item in pairs}, pairs)  # noqa: C416
 
 
 def _counter(value: Any, depth: int) -> Any:
-    found = _decode(value, depth)
-    if type(found) is not dict or not all(type(n) is int for n in found.values()):
-        raise ValueError(f"{_short(value)} as counts")
-    return Counter(found)
+    counts = _decode(value, depth)
+    if type(counts) is not dict or not all(type(n) is int for n in counts.values()):
+        raise ValueError(f"{_repr(value)} as counts")
+    return Counter(counts)
 
 
 def _bytes(value: Any, depth: int = 0) -> bytes:
@@ -213,13 +216,15 @@ def _bytes(value: Any, depth: int = 0) -> bytes:
 
 
 def _size(value: Any, depth: int = 0) -> torch.Size:
-    if not all(type(n) is int and 0 <= n < _SAFE_INT for n in _items(value, depth)):
-        raise ValueError(f"the shape {_short(value)}")
+    if not all(type(n) is int and 0 <= n < _SAFE_INT for n in _decode_items(value, depth)):
+        raise ValueError(f"the shape {_repr(value)}")
     return torch.Size(value)
 
 
 def _tensor(value: Any, depth: int) -> Tensor:
-    dtype, size, data = _ALL_DTYPES[value["dtype"]], _size(value["shape"]), _bytes(value["data"])
+    dtype = _ALL_DTYPES[value["dtype"]]
+    size = _size(value["shape"])
+    data = _bytes(value["data"])
     _check_data(data, size, dtype.itemsize)
     if dtype is torch.bool and data.translate(None, b"\0\1"):
         raise ValueError("truth values that are neither true nor false")
@@ -238,20 +243,23 @@ _HEADER = re.compile(
 
 
 def _array(value: Any, depth: int) -> Any:
-    file = io.BytesIO(data := _bytes(value))
+    data = _bytes(value)
+    file = io.BytesIO(data)
     if header := _HEADER.match(data):
-        dtype, shape = np.dtype(header[1].decode()), tuple(map(int, re.findall(rb"\d+", header[3])))
-        by_columns, start = header[2] == b"True", header.end()
+        dtype = np.dtype(header[1].decode())
+        fortran_order = header[2] == b"True"
+        shape = tuple(map(int, re.findall(rb"\d+", header[3])))
+        start = header.end()
     elif np.lib.format.read_magic(file) != (1, 0):
         raise ValueError("an array in another version of numpy's format")
     else:
-        shape, by_columns, dtype = np.lib.format.read_array_header_1_0(file)
+        shape, fortran_order, dtype = np.lib.format.read_array_header_1_0(file)
         start = file.tell()
     if dtype.hasobject:
         raise ValueError(f"an array of {dtype}")
     content = data[start:]
     _check_data(content, shape, dtype.itemsize)
-    return np.ndarray(shape, dtype, content, order="F" if by_columns else "C").copy("K")
+    return np.ndarray(shape, dtype, content, order="F" if fortran_order else "C").copy("K")
 
 
 def _check_data(data: bytes, shape: tuple[int, ...], itemsize: int) -> None:
@@ -259,11 +267,11 @@ def _check_data(data: bytes, shape: tuple[int, ...], itemsize: int) -> None:
     if len(data) != math.prod(shape) * itemsize:
         raise ValueError(f"an array of {len(data)} bytes, not {math.prod(shape) * itemsize}")
     if math.prod(n for n in shape if n) * itemsize >= _SAFE_INT:
-        raise ValueError(f"an array of the shape {_short(list(shape))}")
+        raise ValueError(f"an array of the shape {_repr(list(shape))}")
 
 
-_READERS: dict[str, Callable[[Any, int], Any]] = {
-    "$tuple": lambda value, depth: tuple(_items(value, depth)),
+_DECODERS: dict[str, Callable[[Any, int], Any]] = {
+    "$tuple": lambda value, depth: tuple(_decode_items(value, depth)),
     "$set": _set,
     "$dict": _dict,
     "$ordered": lambda value, depth: OrderedDict(_decode(value, depth)),

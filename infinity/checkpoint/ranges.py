@@ -27,11 +27,11 @@ Streams = Mapping[str, Sequence[Shard]]
 
 
 @dataclass
-class _Run:
+class _PendingRange:
     """Contiguous bytes of a file, up to the end of a block, that are not written yet."""
 
     block: Tensor
-    number: int = 0  # index of the file
+    file_index: int = 0
     first: int = 0
     filled: int = 0
     crc32c: int = 0
@@ -47,22 +47,22 @@ class RangeWriter:
     directory: Path
     streams: Streams
     rows: Tensor = field(default_factory=lambda: torch.zeros((0, 4), dtype=torch.int64))
-    _files: list[int] = field(default_factory=list)
+    _fds: list[int] = field(default_factory=list)
     _locations: dict[tuple[str, str], tuple[int, int]] = field(default_factory=dict)
-    _runs: dict[str, _Run] = field(default_factory=dict)
+    _pending: dict[str, _PendingRange] = field(default_factory=dict)
     _ranges: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Open the files. Raises `MachineError`."""
         try:
             for stream, shards in self.streams.items():
-                self._runs[stream] = _Run(torch.empty(BLOCK_BYTES, dtype=torch.uint8))
+                self._pending[stream] = _PendingRange(torch.empty(BLOCK_BYTES, dtype=torch.uint8))
                 for shard in shards:
-                    at = len(shard.header)
+                    offset = len(shard.header)
                     for tensor in shard.tensors:
-                        self._locations[stream, tensor.name] = len(self._files), at
-                        at += tensor.nbytes
-                    self._files.append(os.open(self.directory / shard.name, _FLAGS))
+                        self._locations[stream, tensor.name] = len(self._fds), offset
+                        offset += tensor.nbytes
+                    self._fds.append(os.open(self.directory / shard.name, _FLAGS))
         except FileNotFoundError as error:
             self.abort()
             raise MachineError(
@@ -76,54 +76,54 @@ class RangeWriter:
 
     def write_headers(self) -> None:
         """Write the safetensors headers; called on the first rank only. Raises like `write`."""
-        number = 0
+        file_index = 0
         for stream, shards in self.streams.items():
             for shard in shards:
                 data = torch.frombuffer(bytearray(shard.header), dtype=torch.uint8)
-                self._write(self._runs[stream], number, 0, data)
-                number += 1
+                self._write(self._pending[stream], file_index, 0, data)
+                file_index += 1
 
     def write(self, stream: str, name: str, first: int, data: Tensor) -> None:
         """Write bytes (uint8, 1-D, on the CPU) of a tensor, starting at its byte `first`.
 
         `data` is copied before this returns. Raises `DoesNotFitError` or `MachineError`.
         """
-        number, start = self._locations[stream, name]
-        self._write(self._runs[stream], number, start + first, data.contiguous())
+        file_index, start = self._locations[stream, name]
+        self._write(self._pending[stream], file_index, start + first, data.contiguous())
 
-    def _write(self, run: _Run, number: int, at: int, data: Tensor) -> None:
+    def _write(self, pending: _PendingRange, file_index: int, offset: int, data: Tensor) -> None:
         done = 0
         while done < data.numel():
-            if (run.number, run.first + run.filled) != (number, at + done):
-                self._send(run)
-                run.number, run.first = number, at + done
-            end = run.first + run.filled
+            if (pending.file_index, pending.first + pending.filled) != (file_index, offset + done):
+                self._flush(pending)
+                pending.file_index, pending.first = file_index, offset + done
+            end = pending.first + pending.filled
             count = min(BLOCK_BYTES - end % BLOCK_BYTES, data.numel() - done)
             # Copy and checksum in one pass: the checksum is that of the written bytes.
-            target, source = run.block.data_ptr() + run.filled, data.data_ptr() + done
-            run.crc32c = _aio.crc32c_copy(target, source, count, run.crc32c)
-            run.filled += count
+            target, source = pending.block.data_ptr() + pending.filled, data.data_ptr() + done
+            pending.crc32c = _aio.crc32c_copy(target, source, count, pending.crc32c)
+            pending.filled += count
             done += count
-            if (run.first + run.filled) % BLOCK_BYTES == 0:
-                self._send(run)
+            if (pending.first + pending.filled) % BLOCK_BYTES == 0:
+                self._flush(pending)
 
-    def _send(self, run: _Run) -> None:
-        if not run.filled:
+    def _flush(self, pending: _PendingRange) -> None:
+        if not pending.filled:
             return
         try:
-            data = run.block[: run.filled].numpy().data
-            write_at(self._files[run.number], data, run.first)
+            data = pending.block[: pending.filled].numpy().data
+            write_at(self._fds[pending.file_index], data, pending.first)
         except OSError as error:
             raise refusal("saving", self.directory, error) from error
-        self._ranges.append((run.number, run.first, run.filled, run.crc32c))
-        run.first, run.filled, run.crc32c = run.first + run.filled, 0, 0
+        self._ranges.append((pending.file_index, pending.first, pending.filled, pending.crc32c))
+        pending.first, pending.filled, pending.crc32c = pending.first + pending.filled, 0, 0
 
     def finish(self) -> None:
         """Write, sync and close all files; `rows` is complete afterwards. Raises like `write`."""
-        for run in self._runs.values():
-            self._send(run)
+        for pending in self._pending.values():
+            self._flush(pending)
         try:
-            for file in self._files:
+            for file in self._fds:
                 os.fsync(file)
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
@@ -133,7 +133,7 @@ class RangeWriter:
 
     def abort(self) -> None:
         """Close the files; idempotent."""
-        files, self._files = self._files, []
+        files, self._fds = self._fds, []
         for file in files:
             with suppress(OSError):
                 os.close(file)
@@ -146,23 +146,23 @@ def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, 
     """
     rows = sorted(map(tuple, ranges.tolist()))
     files = [(stream, shard) for stream, shards in streams.items() for shard in shards]
-    sums: list[list[int]] = [[] for _ in files]
+    crcs: list[list[int]] = [[] for _ in files]
     ends = [0] * len(files)
     zeros = torch.zeros(BLOCK_BYTES, dtype=torch.uint8)
-    for number, first, nbytes, crc32c in rows:
-        if first != ends[number]:
+    for file_index, first, nbytes, crc32c in rows:
+        if first != ends[file_index]:
             break
-        ends[number] += nbytes
+        ends[file_index] += nbytes
         if first % BLOCK_BYTES == 0:
-            sums[number].append(crc32c)
+            crcs[file_index].append(crc32c)
         else:  # crc(a + b) = crc(a + zeros) ^ crc(zeros) ^ crc(b), with len(zeros) == len(b)
-            before = sums[number][-1]
-            both = _aio.crc32c(zeros.data_ptr(), nbytes, before)
-            sums[number][-1] = both ^ _aio.crc32c(zeros.data_ptr(), nbytes) ^ crc32c
-    found: dict[str, tuple[FileRecord, ...]] = dict.fromkeys(streams, ())
-    for (stream, shard), found_sums, end in zip(files, sums, ends, strict=True):
+            before = crcs[file_index][-1]
+            padded = _aio.crc32c(zeros.data_ptr(), nbytes, before)
+            crcs[file_index][-1] = padded ^ _aio.crc32c(zeros.data_ptr(), nbytes) ^ crc32c
+    records: dict[str, tuple[FileRecord, ...]] = dict.fromkeys(streams, ())
+    for (stream, shard), block_crcs, end in zip(files, crcs, ends, strict=True):
         if end != shard.nbytes:
             raise CheckpointError(f"{shard.name}: bytes from {end} on are of no rank, or of two")
-        record = FileRecord(shard.name, stream, shard.nbytes, BLOCK_BYTES, tuple(found_sums))
-        found[stream] = (*found[stream], record)
-    return found
+        record = FileRecord(shard.name, stream, shard.nbytes, BLOCK_BYTES, tuple(block_crcs))
+        records[stream] = (*records[stream], record)
+    return records

@@ -107,13 +107,13 @@ class StateReader:
 
     def facts(self, stream: str, name: str) -> TensorSpec:
         """Return shape and dtype of a tensor. Raises `CheckpointError` if it does not exist."""
-        found = self._specs.get(stream, {}).get(name)
-        if found is None:
+        spec = self._specs.get(stream, {}).get(name)
+        if spec is None:
             raise CheckpointError(
                 f"{self.directory} has no tensor {name!r} in the stream {stream!r}",
                 because=f"it has {len(self._specs.get(stream, ()))} in that stream",
             )
-        return found
+        return spec
 
     def read_into(self, stream: str, name: str, first_byte: int, target: Tensor) -> None:
         """Fill `target` (uint8, 1-D, on the CPU) with bytes of a tensor, from `first_byte` on.
@@ -136,7 +136,7 @@ class StateReader:
     def read(self, stream: str, name: str) -> Tensor:
         """Return a full tensor in new memory. Raises as `read_into`, and `DoesNotFitError`."""
         facts = self.facts(stream, name)
-        flat = _empty(name, facts.numel, facts.dtype)
+        flat = _allocate(name, facts.numel, facts.dtype)
         self.read_into(stream, name, 0, flat.view(torch.uint8))
         return flat.view(facts.shape)
 
@@ -149,12 +149,12 @@ class StateReader:
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a parameter in its compute dtype."""
-        found = self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
+        stored = self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
         record = self.quantised.get(name)
         if record is None:
-            return found
-        value = _empty(name, prod(record.shape), DTYPES[record.dtype]).view(record.shape)
-        dequantise(found, FrozenFormat(record.form), value)
+            return stored
+        value = _allocate(name, prod(record.shape), DTYPES[record.dtype]).view(record.shape)
+        dequantise(stored, FrozenFormat(record.form), value)
         return value
 
     def master(self, name: str) -> Tensor:
@@ -168,13 +168,13 @@ class StateReader:
         if name not in self._specs.get(RESIDUAL, ()):
             return self.weight(name)
         facts = self.facts(MODEL, name)
-        master = _empty(name, facts.numel, torch.float32)
-        weight = torch.empty(min(_PIECE, facts.numel), dtype=torch.bfloat16)
+        master = _allocate(name, facts.numel, torch.float32)
+        weight = torch.empty(min(_JOIN_ELEMENTS, facts.numel), dtype=torch.bfloat16)
         residual = torch.empty_like(weight, dtype=torch.int16)
-        for first in range(0, facts.numel, _PIECE):
-            count = min(_PIECE, facts.numel - first)
-            for stream, part in ((MODEL, weight), (RESIDUAL, residual)):
-                self.read_into(stream, name, 2 * first, part[:count].view(torch.uint8))
+        for first in range(0, facts.numel, _JOIN_ELEMENTS):
+            count = min(_JOIN_ELEMENTS, facts.numel - first)
+            for stream, buffer in ((MODEL, weight), (RESIDUAL, residual)):
+                self.read_into(stream, name, 2 * first, buffer[:count].view(torch.uint8))
             master[first : first + count] = join(weight[:count], residual[:count])
         return master.view(facts.shape)
 
@@ -186,11 +186,13 @@ class StateReader:
         """
         tensors = []
         for parameter in self.manifest.parameters:
-            kept = DTYPES[parameter.dtype]
-            stored = dtype if dtype is not None and kept in _CONVERTED else kept
-            read = self.master if stored is not kept else self.weight
+            compute_dtype = DTYPES[parameter.dtype]
+            out_dtype = (
+                dtype if dtype is not None and compute_dtype in _CONVERTED else compute_dtype
+            )
+            read = self.master if out_dtype is not compute_dtype else self.weight
             get = partial(read, parameter.name)
-            tensors.append(Outgoing(parameter.name, parameter.shape, stored, get))
+            tensors.append(Outgoing(parameter.name, parameter.shape, out_dtype, get))
         for buffer in self.manifest.buffers:
             if buffer.persistent:
                 get = partial(self.read, BUFFERS, buffer.name)
@@ -225,7 +227,7 @@ class CheckpointReader(StateReader):
         check_tag(tag)
         super().__init__(Path(root).expanduser().absolute() / tag)
         self._engine: _aio.Engine | None = None
-        self._open: dict[str, BlockReader] = {}  # at most one file of each stream
+        self._block_readers: dict[str, BlockReader] = {}  # at most one file of each stream
         self._headers_checked: set[str] = set()
         remove_stale(self.directory.parent)
         self._check_directory()
@@ -296,10 +298,10 @@ class CheckpointReader(StateReader):
         file.close()
         known = self._tensor_facts.setdefault(record.stream, {})
         facts = sorted(file.facts.items(), key=lambda item: item[1].offset)
-        for name, one in facts:
+        for name, tensor in facts:
             if name in known:
                 raise self._damaged(path, f"tensor {name!r} is in {known[name].file.name} too")
-            known[name] = one
+            known[name] = tensor
 
     def _check_consistency(self) -> None:
         streams = {stream: list(specs.values()) for stream, specs in self._specs.items()}
@@ -319,9 +321,9 @@ class CheckpointReader(StateReader):
         facts = self._tensor_facts[stream][name]
         record = self._records[facts.file.name]
         self._check_header(record)
-        done, size = 0, record.block_bytes
+        done = 0
         while done < target.numel():
-            block, start = divmod(facts.offset + first_byte + done, size)
+            block, start = divmod(facts.offset + first_byte + done, record.block_bytes)
             data = self._block(record, block)
             count = min(data.numel() - start, target.numel() - done)
             # With numpy: torch copies with all threads, which wait for one another on a busy CPU.
@@ -349,17 +351,17 @@ class CheckpointReader(StateReader):
         except WrongBytesError as error:
             problem = str(error)
         except MachineError as error:
-            self._forget(record.stream)
+            self._close_stream(record.stream)
             raise MachineError(
                 f"reading {self.directory / record.name}: {error.what}",
                 because=error.because,
                 remedy="end other programs that use RAM",
             ) from error
         except (ChangedError, FileNotFoundError) as error:
-            self._forget(record.stream)
+            self._close_stream(record.stream)
             raise self._damaged(self.directory / record.name, str(error)) from None
         except OSError as error:
-            self._forget(record.stream)
+            self._close_stream(record.stream)
             location = self._describe_block(record, block)
             raise refusal(f"reading {location} of", self.directory / record.name, error) from error
         location = self._describe_block(record, block)
@@ -368,17 +370,17 @@ class CheckpointReader(StateReader):
     def _reader(self, record: FileRecord) -> BlockReader:
         if self._engine is None:
             raise ConfigError(f"the checkpoint {self.directory} was closed")
-        found = self._open.get(record.stream)
-        if found is not None and found.path.name == record.name:
-            return found
-        self._forget(record.stream)
-        path, sizes = self.directory / record.name, (record.nbytes, record.block_bytes)
-        found = BlockReader(path, *sizes, record.crc32c, self._engine)
-        self._open[record.stream] = found
-        return found
+        reader = self._block_readers.get(record.stream)
+        if reader is not None and reader.path.name == record.name:
+            return reader
+        self._close_stream(record.stream)
+        path = self.directory / record.name
+        reader = BlockReader(path, record.nbytes, record.block_bytes, record.crc32c, self._engine)
+        self._block_readers[record.stream] = reader
+        return reader
 
-    def _forget(self, stream: str) -> None:
-        reader = self._open.pop(stream, None)
+    def _close_stream(self, stream: str) -> None:
+        reader = self._block_readers.pop(stream, None)
         if reader is not None:
             reader.close()
 
@@ -387,18 +389,18 @@ class CheckpointReader(StateReader):
         first = block * record.block_bytes
         last = min(first + record.block_bytes, record.nbytes)
         names = []
-        header = record.nbytes
-        for name, one in self._tensor_facts.get(record.stream, {}).items():
-            if one.file.name != record.name:
+        header_bytes = record.nbytes
+        for name, tensor in self._tensor_facts.get(record.stream, {}).items():
+            if tensor.file.name != record.name:
                 continue
-            header = min(header, one.offset)
-            end = one.offset + one.numel * one.dtype.itemsize
-            if one.offset < last and end > first:
+            header_bytes = min(header_bytes, tensor.offset)
+            end = tensor.offset + tensor.numel * tensor.dtype.itemsize
+            if tensor.offset < last and end > first:
                 names.append(repr(name))
-        if record.stream != INDEX and first < header:
+        if record.stream != INDEX and first < header_bytes:
             names.insert(0, "the header")
-        held = listed(names, limit=3) or "no tensor"
-        return f"block {block} (bytes {first} to {last - 1}), which holds {held}"
+        content = listed(names, limit=3) or "no tensor"
+        return f"block {block} (bytes {first} to {last - 1}), which holds {content}"
 
     @property
     def nbytes(self) -> int:
@@ -408,7 +410,7 @@ class CheckpointReader(StateReader):
     def verify(self, seen: Callable[[int], None] | None = None) -> Iterator[str]:
         """See `StateReader.verify`; checks each block."""
         for record in self.manifest.files:
-            self._forget(record.stream)  # drop verified blocks in memory: read from the drive
+            self._close_stream(record.stream)  # drop verified blocks in memory: read from the drive
             for block in range(len(record.crc32c)):
                 try:
                     self._block(record, block)
@@ -416,19 +418,19 @@ class CheckpointReader(StateReader):
                     yield error.what
                 if seen is not None:
                     seen(min(record.block_bytes, record.nbytes - block * record.block_bytes))
-            self._forget(record.stream)
+            self._close_stream(record.stream)
 
     def close(self) -> None:
         """Close the files; idempotent."""
-        for stream in list(self._open):
-            self._forget(stream)
+        for stream in list(self._block_readers):
+            self._close_stream(stream)
         engine, self._engine = self._engine, None
         if engine is not None:
             with suppress(OSError):
                 engine.close()
 
 
-def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
+def _allocate(name: str, numel: int, dtype: torch.dtype) -> Tensor:
     """Allocate memory for a tensor, in one dimension; raises `DoesNotFitError` with its name."""
     try:
         return torch.empty(numel, dtype=dtype)
@@ -437,7 +439,7 @@ def _empty(name: str, numel: int, dtype: torch.dtype) -> Tensor:
         raise DoesNotFitError(f"tensor {name!r} needs {size} of RAM", because=str(error)) from error
 
 
-_PIECE = 1 << 20  # elements that are joined at once
+_JOIN_ELEMENTS = 1 << 20  # joined at once
 _NAN = 0x7FC00000  # the only NaN in masters
 _INFINITY = 0x7F800000
 # Parameters of these dtypes are converted on request; others are codes of a quantised model.

@@ -33,9 +33,9 @@ class _Document(BaseModel):
     model_config = ConfigDict(strict=True, arbitrary_types_allowed=True)
 
 
-def _check(kind: type[_Document], value: Any, where: str) -> None:
+def _validate(schema: type[_Document], value: Any, where: str) -> None:
     try:
-        made(kind, value)
+        made(schema, value)
     except ValueError as error:
         raise CheckpointError(
             f"{where} cannot be: {error}",
@@ -59,7 +59,7 @@ class _SegmentSchema(_Document):
     rows: Annotated[list[Count], Field(min_length=2, max_length=2)] | None = None
 
     @model_validator(mode="after")
-    def _is_of_its_shape(self) -> Self:
+    def _check_shape(self) -> Self:
         if self.rows and not (self.shape and self.rows[0] + self.shape[0] <= self.rows[1]):
             raise ValueError(f"rows {self.rows} do not fit the shape")
         if self.dtype not in DTYPES:
@@ -74,7 +74,7 @@ class _SegmentSchema(_Document):
         return self
 
 
-class _Unit(_Document):
+class _UnitSchema(_Document):
     name: str
     numel: Count
     frozen_bytes: Count
@@ -82,19 +82,22 @@ class _Unit(_Document):
     segments: list[_SegmentSchema]
 
     @model_validator(mode="after")
-    def _holds_its_segments(self) -> Self:
-        for one in self.segments:
-            size, room = (one.numel, self.numel) if one.trained else (one.nbytes, self.frozen_bytes)
-            if one.offset + size > room:
-                raise ValueError(f"{one.name!r:.200} ends behind its unit")
+    def _check_segments(self) -> Self:
+        for segment in self.segments:
+            if segment.trained:
+                size, capacity = segment.numel, self.numel
+            else:
+                size, capacity = segment.nbytes, self.frozen_bytes
+            if segment.offset + size > capacity:
+                raise ValueError(f"{segment.name!r:.200} ends behind its unit")
         return self
 
 
-class _Placed(_Document):
+class _PlacementSchema(_Document):
     placement: Annotated[list[_Tier], Field(min_length=3, max_length=3)]
 
 
-class _PlanFile(_Document):
+class _PlanSchema(_Document):
     engine_version: str
     run: str
     group: str = ""
@@ -104,9 +107,9 @@ class _PlanFile(_Document):
     rule: str
     moments: list[_Moment]
     gradient_itemsize: Annotated[int, Field(ge=2, le=4, multiple_of=2)]
-    units: list[_Unit]
+    units: list[_UnitSchema]
     chunk_elements: _Positive
-    placement: list[_Placed]
+    placement: list[_PlacementSchema]
     directories: Annotated[list[_Path], Field(min_length=1)]
     stripe_bytes: Annotated[int, Field(gt=0, le=LARGEST, multiple_of=PAGE)]
     speeds: list[_Speed]
@@ -114,8 +117,9 @@ class _PlanFile(_Document):
     used: list[Count]
 
     @model_validator(mode="after")
-    def _agrees(self) -> Self:
-        count, segments = len(self.directories), [s for unit in self.units for s in unit.segments]
+    def _check_consistency(self) -> Self:
+        count = len(self.directories)
+        segments = [s for unit in self.units for s in unit.segments]
         names = [(s.name, s.rows[0] if s.rows else 0) for s in segments]
         if self.precision not in PRECISIONS:
             raise ValueError(f"precision {self.precision!r:.60} is unknown")
@@ -133,7 +137,7 @@ class _PlanFile(_Document):
 
 def check_plan(facts: Mapping[str, Any], where: str) -> None:
     """Raise `CheckpointError` unless `facts`, read from `where`, are a valid `plan.json`."""
-    _check(_PlanFile, facts, where)
+    _validate(_PlanSchema, facts, where)
 
 
 # --- the state of a run --------------------------------------------------------------------------
@@ -144,7 +148,7 @@ class _GroupSchema(_Document):
     values: dict[str, Any]
 
 
-class _Scale(_Document):
+class _LossScaleSchema(_Document):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     patience: Count
     steps: Count
@@ -152,9 +156,9 @@ class _Scale(_Document):
     history: list[Annotated[list[_Number], Field(min_length=2, max_length=2)]]
 
 
-class _RunState(_Document):
+class _RunStateSchema(_Document):
     progress: dict[str, Count] = {}
-    loss_scale: _Scale | None = None
+    loss_scale: _LossScaleSchema | None = None
     steps: dict[str, Count] = {}
     groups: list[_GroupSchema] = []
     kept: dict[str, Any] = {}
@@ -168,4 +172,4 @@ class _RunState(_Document):
 
 def check_run_state(state: Any, where: str) -> None:
     """Raise `CheckpointError` unless `state`, decoded, can be a result of `RunState.capture`."""
-    _check(_RunState, state, where)
+    _validate(_RunStateSchema, state, where)

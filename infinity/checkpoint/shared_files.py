@@ -22,7 +22,7 @@ from infinity.checkpoint.manifest import BLOCK_BYTES, FileRecord, Shard, TensorS
 from infinity.common.files import open_new
 
 _FICLONE = 0x40049409  # ioctl: share all blocks of another file
-_OLD_FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_SOURCE_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 Identity = tuple[int, int, int, int]
 
@@ -64,39 +64,39 @@ def share(
     None, with no file left in `directory`, if any cannot be shared. Never raises `OSError`.
     """
     records = tuple(record for record in before.files if record.stream == stream)
-    there = [(r.name, r.nbytes, r.block_bytes) for r in records]
-    if before.root != root or there != [(s.name, s.nbytes, BLOCK_BYTES) for s in shards]:
+    old_files = [(r.name, r.nbytes, r.block_bytes) for r in records]
+    if before.root != root or old_files != [(s.name, s.nbytes, BLOCK_BYTES) for s in shards]:
         return None
     if tuple(before.specs.get(stream, ())) != tuple(t for s in shards for t in s.tensors):
         return None
-    made: list[Path] = []
+    created: list[Path] = []
     try:
         source = root / check_tag(before.tag)
         if source.is_symlink():
             raise OSError(f"{source} is not the directory that was written")
         for record in records:
-            made.append(directory / record.name)
-            _share_file(source / record.name, made[-1], before.identities[record.name])
+            created.append(directory / record.name)
+            _share_file(source / record.name, created[-1], before.identities[record.name])
     except OSError:
-        for path in made:
+        for path in created:
             with suppress(OSError):
                 path.unlink()
         return None
     return records
 
 
-def _share_file(old: Path, new: Path, wanted: Identity) -> None:
+def _share_file(old: Path, new: Path, expected: Identity) -> None:
     """Share one file; raises `OSError` unless its identity is `wanted`, before and after."""
-    descriptor = os.open(old, _OLD_FILE)
+    descriptor = os.open(old, _SOURCE_FLAGS)
     try:
-        if identity(os.fstat(descriptor)) != wanted:
+        if identity(os.fstat(descriptor)) != expected:
             raise OSError(f"{old} is not the file that was written")
         if _clone(descriptor, new):
-            facts = os.fstat(descriptor)
+            info = os.fstat(descriptor)
         else:
             os.link(old, new, follow_symlinks=False)
-            facts = os.lstat(new)
-        if not stat.S_ISREG(facts.st_mode) or identity(facts) != wanted:
+            info = os.lstat(new)
+        if not stat.S_ISREG(info.st_mode) or identity(info) != expected:
             raise OSError(f"{old} was replaced or written by another program")
     finally:
         os.close(descriptor)

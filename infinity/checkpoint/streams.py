@@ -44,18 +44,19 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
             spec = TensorSpec(name, shape, getattr(torch, segment.dtype))
             streams[MODEL if segment.trained else FROZEN].append(spec.quantised(segment.form))
             for kind in filter(segment.keeps, plan.precision.kinds[1:]):
-                kept = _dtype_of(plan, kind)
-                streams.setdefault(kind.value, []).append(TensorSpec(name, shape, kept))
-                if form := _scaled(plan, kind):
+                dtype = _dtype_of(plan, kind)
+                streams.setdefault(kind.value, []).append(TensorSpec(name, shape, dtype))
+                if form := _scaled_format(plan, kind):
                     scales = TensorSpec(name, (form.num_scales(prod(shape)),), torch.float32)
-                    streams.setdefault(_scales_of(kind), []).append(scales)
+                    streams.setdefault(_scales_stream(kind), []).append(scales)
     return {stream: tensors for stream, tensors in streams.items() if tensors}
 
 
 def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[StreamRange]:
     """Yield the ranges of tensors, and of scales, in a chunk's section of a state kind."""
     start, count = layout.chunk(chunk, plan.chunk_elements)
-    size, form = _dtype_of(plan, kind).itemsize, _scaled(plan, kind)
+    size = _dtype_of(plan, kind).itemsize
+    form = _scaled_format(plan, kind)
     stream = MODEL if kind is Kind.WEIGHT else kind.value
     for segment in layout.trained_segments:
         first, last = segment.within(start, count)
@@ -65,13 +66,12 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[S
         yield StreamRange(stream, segment.name, element * size, first * size, (last - first) * size)
         if form:
             assert first % MOMENT_BLOCK == element % MOMENT_BLOCK == 0, segment
-            block, blocks = first // MOMENT_BLOCK, form.num_scales(last - first)
             yield StreamRange(
-                _scales_of(kind),
+                _scales_stream(kind),
                 segment.name,
                 element // MOMENT_BLOCK * _SCALE_BYTES,
-                count * size + block * _SCALE_BYTES,
-                blocks * _SCALE_BYTES,
+                count * size + first // MOMENT_BLOCK * _SCALE_BYTES,
+                form.num_scales(last - first) * _SCALE_BYTES,
             )
 
 
@@ -105,7 +105,7 @@ def _dtype_of(plan: Plan, kind: Kind) -> torch.dtype:
     return VALUE_DTYPES[plan.precision.format_of(kind)]
 
 
-def _scaled(plan: Plan, kind: Kind) -> MomentFormat | None:
+def _scaled_format(plan: Plan, kind: Kind) -> MomentFormat | None:
     """Return the format of a moment that has scales, else None."""
     if kind not in plan.precision.moment_kinds:
         return None
@@ -113,5 +113,5 @@ def _scaled(plan: Plan, kind: Kind) -> MomentFormat | None:
     return form if form.num_scales(1) else None
 
 
-def _scales_of(kind: Kind) -> str:
+def _scales_stream(kind: Kind) -> str:
     return f"{kind.value}_scales"

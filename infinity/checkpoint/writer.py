@@ -116,21 +116,22 @@ class CheckpointWriter:
         check_tag(tag)
         if max_shard_bytes < 1:
             raise ConfigError(f"max_shard_bytes is {max_shard_bytes}, not at least 1")
-        self.root, self.tag = Path(root).expanduser().absolute(), tag
+        self.root = Path(root).expanduser().absolute()
+        self.tag = tag
         self.path = self.root / tag
         self._temporary = temporary_of(root, tag)
         self._specs = {stream: tuple(specs) for stream, specs in streams.items()}
         files = files_of(self._specs, max_shard_bytes)
-        self._streams = {stream: _Stream(shards) for stream, shards in files.items()}
+        self._streams = {stream: _StreamFiles(shards) for stream, shards in files.items()}
         self.written: Written | None = None  # set by `finish`
-        self._before = before
-        self._same = same
+        self._previous = before
+        self._unchanged = same
         self._engine: _aio.Engine | None = None
         self._pool: Pool | None = None
         self._lock: TagLock | None = None
         self._identity: tuple[int, int] | None = None
-        self._over: str | None = None
-        self._made_root = False
+        self._outcome: str | None = None
+        self._created_root = False
         with self._aborting():
             self._begin()
 
@@ -138,7 +139,7 @@ class CheckpointWriter:
         if not self.root.is_dir():
             try:
                 self.root.mkdir(SHARED_FOLDER_MODE)
-                self._made_root = True
+                self._created_root = True
                 sync_directory(self.root.parent)
             except FileExistsError:
                 raise MachineError(
@@ -161,28 +162,28 @@ class CheckpointWriter:
         remove_temporary(self.root, self.tag)
         self._temporary.mkdir(FOLDER_MODE)
         self._identity = _identity(self._temporary)
-        if self._before is not None:
+        if self._previous is not None:
             for name, stream in self._streams.items():
-                if name in self._same and stream.missing:
+                if name in self._unchanged and stream.missing:
                     stream.shared = share(
-                        self._before, name, stream.shards, self.root, self._temporary
+                        self._previous, name, stream.shards, self.root, self._temporary
                     )
-        self._check_room()
+        self._check_free_space()
         self._engine = _aio.Engine(block_size=BLOCK_BYTES, queue_depth=WRITES_IN_FLIGHT)
         self._pool = Pool(self._engine, BLOCK_BYTES, len(self._streams))
 
     def shares(self, stream: str) -> bool:
         """Return True if a stream is complete, with the files of the previous checkpoint."""
-        found = self._streams.get(stream)
-        return found is not None and found.shared is not None
+        files = self._streams.get(stream)
+        return files is not None and files.shared is not None
 
     def unshare(self, stream: str) -> None:
         """Remove the shared files of a stream, which is written instead. Raises like `write`."""
         with self._aborting():
-            found = self._streams[stream]
-            for record in found.shared or ():
+            files = self._streams[stream]
+            for record in files.shared or ():
                 (self._temporary / record.name).unlink()
-            found.shared = None
+            files.shared = None
 
     def make_files(self, streams: Iterable[str]) -> None:
         """Create sparse files for streams that `RangeWriter`s fill; raises like `write`.
@@ -196,17 +197,18 @@ class CheckpointWriter:
 
     def adopt(self, records: Mapping[str, tuple[FileRecord, ...]]) -> None:
         """Mark streams as complete, with these files."""
-        for name, found in records.items():
-            self._streams[name].shared = found
+        for name, files in records.items():
+            self._streams[name].shared = files
 
     @property
     def nbytes(self) -> int:
         """Bytes to write, without manifest and index."""
         return sum(s.nbytes for s in self._streams.values() if s.shared is None)
 
-    def _check_room(self) -> None:
+    def _check_free_space(self) -> None:
         checksums = self.nbytes // BLOCK_BYTES * _BYTES_PER_CHECKSUM
-        needed, free = self.nbytes + checksums + _SPARE_BYTES, free_bytes(self.root)
+        needed = self.nbytes + checksums + _SPARE_BYTES
+        free = free_bytes(self.root)
         if free < needed:
             raise DoesNotFitError(
                 f"the checkpoint {self.path} needs {format_size(needed)}, and "
@@ -233,21 +235,21 @@ class CheckpointWriter:
         """
         self._check_open()
         with self._aborting():
-            found = self._streams.get(stream)
-            if found is None:
+            files = self._streams.get(stream)
+            if files is None:
                 raise ConfigError(f"{stream!r} is none of the streams of this checkpoint")
             if data.dtype is not torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
                 raise ConfigError(
                     f"the stream {stream!r} takes uint8 in one dimension on the CPU, not "
                     f"{data.dtype} in {data.dim()} on {data.device}"
                 )
-            missing = 0 if found.shared is not None else found.missing
+            missing = 0 if files.shared is not None else files.missing
             if data.numel() > missing:
                 raise ConfigError(
                     f"{data.numel()} bytes for the stream {stream!r}, which lacks {missing}"
                 )
             assert self._pool is not None
-            found.write(data.detach(), self._temporary, self._pool)
+            files.write(data.detach(), self._temporary, self._pool)
 
     def finish(
         self, manifest: Manifest, *, save_latest: bool = True, keep_last: int | None = None
@@ -291,8 +293,8 @@ class CheckpointWriter:
         return self.path
 
     def _check_open(self) -> None:
-        if self._over is not None:
-            raise ConfigError(f"the checkpoint {self.path} was {self._over}")
+        if self._outcome is not None:
+            raise ConfigError(f"the checkpoint {self.path} was {self._outcome}")
 
     def _check_complete(self, manifest: Manifest) -> None:
         problems = [
@@ -341,7 +343,7 @@ class CheckpointWriter:
         if save_latest:
             os.rename(new_latest, self.root / LATEST_NAME)
             sync_directory(self.root)
-        self._over = "finished"
+        self._outcome = "finished"
         self._close()
         assert self._lock is not None
         self._lock.release()
@@ -359,9 +361,9 @@ class CheckpointWriter:
 
     def abort(self) -> None:
         """Remove all written files. Idempotent; after `finish` it does nothing."""
-        if self._over is not None:
+        if self._outcome is not None:
             return
-        self._over = "aborted"
+        self._outcome = "aborted"
         self._close()
         lock, self._lock = self._lock, None
         if lock is None:
@@ -374,17 +376,17 @@ class CheckpointWriter:
         except OSError:
             lock.close()  # the next writer tries again
         lock.release()
-        if self._made_root:
+        if self._created_root:
             with suppress(OSError):
                 self.root.rmdir()
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    facts = os.lstat(path)
-    return (facts.st_dev, facts.st_ino) if stat.S_ISDIR(facts.st_mode) else (-1, -1)
+    info = os.lstat(path)
+    return (info.st_dev, info.st_ino) if stat.S_ISDIR(info.st_mode) else (-1, -1)
 
 
-class _Stream:
+class _StreamFiles:
     """Files of one stream, of which at most one is open."""
 
     def __init__(self, shards: Sequence[Shard]) -> None:
@@ -400,13 +402,13 @@ class _Stream:
         while done < data.numel():
             file = self._file
             if file is None or not file.room:
-                file = self._next(directory, pool)
+                file = self._open_next(directory, pool)
             count = min(file.room, data.numel() - done)
             file.append(data[done : done + count])
             done += count
             self.missing -= count
 
-    def _next(self, directory: Path, pool: Pool) -> BlockWriter:
+    def _open_next(self, directory: Path, pool: Pool) -> BlockWriter:
         # Not as soon as it is full: `finish` syncs the last files of all streams together, so
         # that the drive does not idle while there is more to write.
         if self._file is not None:
@@ -424,7 +426,7 @@ class _Stream:
     def finish(self, directory: Path, pool: Pool) -> Iterator[tuple[Shard, Sequence[int]]]:
         """Complete all files, including those without elements; return them with checksums."""
         while len(self._done) < len(self.shards):
-            self._complete(self._file or self._next(directory, pool))
+            self._complete(self._file or self._open_next(directory, pool))
         return zip(self.shards, self._done, strict=True)
 
     def drop(self) -> None:
@@ -434,17 +436,17 @@ class _Stream:
         self._file = None
 
 
-def _index_text(manifest: Manifest, streams: Mapping[str, _Stream]) -> str:
+def _index_text(manifest: Manifest, streams: Mapping[str, _StreamFiles]) -> str:
     """Return the Hugging Face index of the state dict's tensors as JSON; "" if there are none."""
     persistent = {b.name for b in manifest.buffers if b.persistent}
-    placed: dict[str, str] = {}
+    weight_map: dict[str, str] = {}
     total = 0
     for name in (MODEL, FROZEN, BUFFERS):
         for shard in streams[name].shards if name in streams else ():
             for tensor in shard.tensors:
                 if name != BUFFERS or tensor.name in persistent:
-                    placed[tensor.name] = shard.name
+                    weight_map[tensor.name] = shard.name
                     total += tensor.nbytes
-    if not placed:
+    if not weight_map:
         return ""
-    return json.dumps({"metadata": {"total_size": total}, "weight_map": placed}, indent=1)
+    return json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=1)

@@ -139,7 +139,7 @@ def test_a_drive_that_is_full(where: str, tmp_path: Path, monkeypatch: pytest.Mo
 
     def write_or_fail(file: SmallFile, offset: int, data: bytes) -> None:
         if file.path.name.startswith("commit-"):
-            with file._doing("written"):
+            with file._translating_errors("written"):
                 full(file.path, "record")
         write(file, offset, data)
 

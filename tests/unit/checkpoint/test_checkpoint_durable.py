@@ -130,12 +130,12 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     state = directory / "state.bin"
     with DurableReader(directory) as reader:
         wanted = []
-        for extent, _ in reader._parts[0].extents:
+        for extent, _ in reader._rank_readers[0].extents:
             wanted += [(extent.offset + at, extent.owner) for at in range(extent.nbytes)]
         streams = {}
         for stream in reader.streams:
             if "extra.weight" in reader.names(stream):
-                _, extent, piece = reader._where[stream, "extra.weight"][0]
+                _, extent, piece = reader._locations[stream, "extra.weight"][0]
                 streams[stream] = extent.offset + piece.start
         committed = {at for at, _ in wanted}
     assert f"{directory}: sound" in run("verify", path)[1]

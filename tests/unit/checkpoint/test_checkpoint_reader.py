@@ -84,13 +84,13 @@ def test_reading_in_order_reads_each_block_once(
 ) -> None:
     root, made = saved
     read: Counter[tuple[str, int]] = Counter()
-    start = blocks.BlockReader._start
+    start = blocks.BlockReader._start_read
 
     def counted(self: blocks.BlockReader, block: int, **options: Any) -> None:
         read[self.path.name, block] += 1
         start(self, block, **options)
 
-    monkeypatch.setattr(blocks.BlockReader, "_start", counted)
+    monkeypatch.setattr(blocks.BlockReader, "_start_read", counted)
     with CheckpointReader(root, "t") as reader:
         for stream in ("model", "moment1", "residual"):
             for name in reader.names(stream):

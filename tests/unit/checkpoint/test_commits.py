@@ -213,7 +213,7 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
                 reader.read(stream, name)
         with pytest.raises(ConfigError, match="bytes 40 to 168 of tensor"):
             reader.read_into("frozen", "fixed.bias", 40, torch.empty(128, dtype=torch.uint8))
-    assert reader._parts[0]._files == []
+    assert reader._rank_readers[0]._state_fds == []
     with durable_engine(paths, gated(), **more, resume="auto") as engine:
         assert components(engine).resumed
 
@@ -226,7 +226,7 @@ def test_rot_is_named(tmp_path: Path) -> None:
     (directory,) = tmp_path.iterdir()
     state = bytearray((directory / "state.bin").read_bytes())
     with DurableReader(directory) as reader:
-        _, extent, piece = reader._where["model", "extra.bias"][0]
+        _, extent, piece = reader._locations["model", "extra.bias"][0]
     state[extent.offset + piece.start] ^= 4
     (directory / "state.bin").write_bytes(state)
     rotten = r"unit 'extra', chunk 0 in .* is damaged: a checksum"

@@ -32,14 +32,8 @@ from infinity.checkpoint.commits import (
     last_common,
     read_commits,
 )
-from infinity.checkpoint.durable_runs import (
-    PLAN_NAME,
-    SUMS_NAME,
-    StoredRun,
-    plan_checksum,
-    state_tag,
-    write_plan,
-)
+from infinity.checkpoint.durable_plan import PLAN_NAME, plan_checksum, state_tag, write_plan
+from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun
 from infinity.checkpoint.kept_files import KeptFiles
 from infinity.common.crc32c import crc32c
 from infinity.common.files import refused
@@ -113,7 +107,7 @@ class Durability:
     def begin(self, facts: Mapping[str, Any]) -> None:
         """Commit the initial state as step 0; the directories are never removed afterwards.
 
-        `facts` is a result of `durable_runs.model_facts`. The first copies of all units have been
+        `facts` is a result of `durable_plan.model_facts`. The first copies of all units have been
         written.
         """
         self._records.reserve()

@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.durability import Durability
-from infinity.checkpoint.durable_runs import StoredRun, model_facts, read_run, remarks
+from infinity.checkpoint.durable_plan import model_facts
+from infinity.checkpoint.durable_runs import StoredRun, read_run, remarks
 from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext

@@ -8,7 +8,8 @@ from typing import Any
 
 from torch import nn
 
-from infinity.checkpoint.durable_runs import find_run, model_facts
+from infinity.checkpoint.durable_plan import model_facts
+from infinity.checkpoint.durable_runs import find_run
 from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext

@@ -170,7 +170,7 @@ class BlockReader:
         opened = os.fstat(file.fd)
         if (opened.st_dev, opened.st_ino) != (info.st_dev, info.st_ino):
             file.close()
-            raise ChangedError("it was exchanged while it was opened")
+            raise ChangedError("it was replaced while it was opened")
         return file
 
     def block(self, index: int) -> Tensor:
@@ -273,6 +273,6 @@ def _check_stat(info: os.stat_result, nbytes: int | None) -> None:
     if stat.S_ISLNK(info.st_mode):
         raise ChangedError("it is a symbolic link")
     if not stat.S_ISREG(info.st_mode):
-        raise ChangedError("it is no regular file")
+        raise ChangedError("it is not a regular file")
     if nbytes is not None and info.st_size != nbytes:
         raise ChangedError(f"it has {info.st_size} bytes, not {nbytes}")

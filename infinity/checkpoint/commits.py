@@ -186,7 +186,7 @@ class CommitRecord:
             raise ValueError("it is of another version")
         record = made(CommitRecord, members)
         if not {0, 1}.issuperset((*record.copies, *record.frozen_copies)):
-            raise ValueError("it names copies that there are not")
+            raise ValueError("it names copies that do not exist")
         return record
 
 
@@ -211,8 +211,9 @@ class SmallFile:
             refusal = refused(f"{self.path} could not be {action}", error, self.path)
             raise MachineError(
                 refusal.what,
-                because=f"the steps of a durable run are committed there; {refusal.because}",
-                remedy="look at the drive and its space; resume: auto goes on from the last commit",
+                because=f"the steps of a durable run are committed to it; {refusal.because}",
+                remedy="check the drive and its free space; resume: auto resumes from the last "
+                "commit",
             ) from error
 
     def write(self, offset: int, data: bytes) -> None:
@@ -299,7 +300,7 @@ def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, Commit
         except ValueError:
             results[path] = "is of another version"
         else:
-            results[path] = record or "is torn or damaged: its checksum does not fit"
+            results[path] = record or "is torn or damaged: its checksum does not match"
             if record is not None and not record.is_of(run, num_units):
                 results[path] = f"is of another run, {record.run}"
     return results
@@ -309,8 +310,8 @@ def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> Checkpoint
     """Return the error for a file of page checksums that does not match a commit."""
     return CheckpointError(
         f"{path} does not hold the checksums of {unit} that update {record.step} committed",
-        because="it is damaged, or this file, the commit records and the state are of different "
-        "times: restored in part, or copied while the run went on",
+        because="it is damaged, or this file, the commit records and the state are from different "
+        "times: partly restored, or copied while the run was active",
         remedy=f"restore all files of {path.parent} from one copy; or start a new run (resume: "
         "never) and load a checkpoint",
     )
@@ -323,7 +324,7 @@ def intact_records(
     records = [record for record in results.values() if isinstance(record, CommitRecord)]
     if not records:
         raise CheckpointError(
-            f"the durable run in {directory} has no whole commit record",
+            f"the durable run in {directory} has no intact commit record",
             because="; ".join(f"{path.name} {why}" for path, why in results.items()),
             remedy="restore one of them from a backup; the state cannot be read without it",
         )
@@ -347,8 +348,8 @@ def last_common(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKe
         raise CheckpointError(
             f"the ranks of the durable run in {where} have no commit in common: "
             + "; ".join(f"rank {rank} has {keys}" for rank, keys in enumerate(listing)),
-            because="a record of one of them is damaged, or its directory was set back to an older "
-            "copy or is of another start",
+            because="a record of one of them is damaged, or its directory was restored from an "
+            "older copy or is of another start",
             remedy="restore the directories of all ranks from one copy (or one of commit-a.bin, "
             "commit-b.bin if only that is damaged); or start a new run (resume: never) and load a "
             "checkpoint",

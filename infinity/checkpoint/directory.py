@@ -156,7 +156,7 @@ def find_tag(root: Path, tag: str | None) -> str | None:
     except FileNotFoundError:
         return None
     except (ConfigError, UnicodeDecodeError) as error:
-        reason = error.what if isinstance(error, ConfigError) else "it is no text"
+        reason = error.what if isinstance(error, ConfigError) else "it is not text"
         raise CheckpointError(
             f"{path} does not name a checkpoint: {reason}",
             remedy="name the tag, and save again or write the tag into that file",
@@ -226,7 +226,7 @@ def prune(
     checkpoints that were removed before the error stay removed.
     """
     if keep < 1:
-        raise ConfigError(f"at least 1 checkpoint is kept, not {keep}")
+        raise ConfigError(f"at least 1 checkpoint must be kept, not {keep}")
     root = Path(root).expanduser()
     protected = {find_tag(root, None), *keep_too}
     existing = checkpoints(root)

@@ -98,7 +98,7 @@ class Durability:
         if stored is not None and stored.record.checksums and not path.exists():
             raise CheckpointError(
                 f"{path} is missing, which holds the checksums of the state",
-                remedy="bring it back; or take the state as it is: io.verify: false",
+                remedy="restore it; or accept the state unverified: io.verify: false",
             )
         return SmallFile(path)
 
@@ -366,8 +366,8 @@ class Durability:
         for path, problem in results.items():
             if isinstance(problem, str):
                 self._disk.warnings.append(
-                    f"{path} {problem}; its other copy is whole: update {record.step} goes on, and "
-                    "the copy is written again"
+                    f"{path} {problem}; the other commit file is intact: the run resumes from "
+                    f"update {record.step}, and this file is written again"
                 )
         self._records.repair(record)
         self.document = record.document

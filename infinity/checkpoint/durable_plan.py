@@ -70,19 +70,20 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
     if (ranks := stored.get("ranks", 1)) != current["ranks"]:
         count = "one rank" if ranks == 1 else f"{ranks} ranks"
         return [
-            f"it is of {count}, here are {current['ranks']}: start that number, or with resume: "
-            "never engine.load_checkpoint(of that directory), which takes any number"
+            f"it is of {count}, this run has {current['ranks']}: start that number, or use resume: "
+            "never and engine.load_checkpoint of that directory, which supports any number"
         ]
     for key, what in (("precision", "precision"), ("rule", "optimizer"), ("moments", "moments")):
         if stored[key] != current[key]:
-            messages.append(f"{what} {stored[key]!r} there, {current[key]!r} here")
+            messages.append(
+                f"{what} is {stored[key]!r} in the stored run, {current[key]!r} in this one"
+            )
     segments = [
         {s["name"]: s for u in facts["units"] for s in u["segments"]} for facts in (stored, current)
     ]
     for name in sorted(segments[0].keys() ^ segments[1].keys()):
-        is_stored = name in segments[0]
-        where = "there, but not in the model" if is_stored else "in the model, but not there"
-        messages.append(f"{name!r} is {where}")
+        where = ("stored run", "model") if name in segments[0] else ("model", "stored run")
+        messages.append(f"{name!r} is in the {where[0]}, but not in the {where[1]}")
     for name in (n for n in segments[0] if n in segments[1]):
         for key in ("shape", "dtype", "trained", "form"):
             # Only "form" may be missing.
@@ -91,11 +92,11 @@ def differences(stored: Mapping[str, Any], current: Mapping[str, Any]) -> list[s
                 for by_name in segments
             )
             if old != new:
-                messages.append(f"{key} of {name!r} is {old} there, {new} here")
+                messages.append(f"{key} of {name!r} is {old} in the stored run, {new} in this one")
     if not messages and _without_names(stored["units"]) != _without_names(current["units"]):
-        messages.append("the model was cut into other units (units, experts_per_unit)")
+        messages.append("the model was partitioned into other units (units, experts_per_unit)")
     if not messages and stored["gradient_itemsize"] != current["gradient_itemsize"]:
-        messages.append("gradients were of another dtype (gradient_accumulation_steps 1, or more)")
+        messages.append("gradients had another dtype (gradient_accumulation_steps 1, or more)")
     excess = len(messages) - MAX_DIFFERENCES
     more = [f"and {excess} more"] if excess > 0 else []
     return messages[:MAX_DIFFERENCES] + more

@@ -89,7 +89,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
             f"{directory / PLAN_NAME} is not the plan of the state in its directory: it has "
             f"CRC32C {plan_checksum(facts)}, update {commit.step} was committed with {commit.plan}",
             because="it was changed, or is of another run: names and ranges may be shifted",
-            remedy=f"restore {PLAN_NAME} from the copy that the other files are of",
+            remedy=f"restore {PLAN_NAME} from the same copy as the other files",
         )
     directories = _run_directories(directory, facts, roots)
     striping = Striping(
@@ -126,9 +126,9 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
                     runs[rank] = read_run(path, rank_dirs)
     if missing := [rank for rank in range(count) if rank not in runs]:
         raise CheckpointError(
-            f"the durable run in {run.directory} is of {count} ranks; the parts of "
-            f"{named_ranks(missing)} are missing",
-            because=f"below {', '.join(map(str, bases))} they have no directory",
+            f"the durable run in {run.directory} is of {count} ranks; the directories "
+            f"of {named_ranks(missing)} are missing",
+            because=f"none of them is below {', '.join(map(str, bases))}",
             remedy="mount that drive, or copy them from the other node",
         )
     return [runs[rank] for rank in range(count)]
@@ -142,7 +142,7 @@ def _first_directory(directory: Path, record: Mapping[str, Any], roots: Iterable
     directories = _directories_by_index(record.get("run"), [*roots, first.parent])
     if 0 not in directories:
         raise CheckpointError(
-            f"{directory} holds a part of a durable run; its first directory, {first}, is missing",
+            f"{directory} belongs to a durable run whose first directory, {first}, is missing",
             remedy="mount that drive",
         )
     return directories[0]
@@ -262,11 +262,11 @@ def find_run(
     missing = [r for r, report in enumerate(reports) if group not in (None, *report.fitting)]
     if missing:
         raise ConfigError(
-            f"the durable run {group} cannot go on: {named_ranks(missing)} found no part of it "
-            f"below {', '.join(map(str, roots))} that fits",
+            f"the durable run {group} cannot be resumed: {named_ranks(missing)} found no "
+            f"directory of it below {', '.join(map(str, roots))} that fits",
             because="; ".join(sign for report in reports for sign in report.signs)
-            or "a drive is not mounted, or the ranks of a node have other numbers than they had",
-            remedy="bring it back, or start the nodes in the order of before; or start a new run "
+            or "a drive is not mounted, or the ranks of a node have other numbers than before",
+            remedy="mount it, or start the nodes in the previous order; or start a new run "
             "(resume: never), and load a checkpoint",
         )
     for other, run in runs.items():
@@ -307,8 +307,8 @@ def _choose_group(
     """Return the group of the run that `resume: auto` resumes, if any, from all ranks' reports."""
     if signs := [sign for report in reports for sign in report.signs]:
         raise ConfigError(
-            "resume: auto finds signs of a run that it cannot go on with: " + "; ".join(signs),
-            because="starting over, or from another one, could lose steps",
+            "resume: auto finds signs of a run that it cannot resume: " + "; ".join(signs),
+            because="starting over, or resuming another run, could lose steps",
             remedy="restore the missing files, or end that process; or name the run to resume "
             "(resume: DIRECTORY); or start a new one next to it (resume: never); or remove those "
             "directories if nothing in them is needed any more",
@@ -331,9 +331,9 @@ def _choose_group(
         )
     if not started and (labels := [label for report in reports for label in report.misplaced]):
         raise ConfigError(
-            f"resume: auto finds a durable run in parts of other ranks: {', '.join(labels)}",
-            because="the ranks of a machine have other numbers than they had",
-            remedy="start the machines in the order of before; or a new run (resume: never)",
+            f"resume: auto finds a durable run in directories of other ranks: {', '.join(labels)}",
+            because="the ranks of a machine have other numbers than before",
+            remedy="start the machines in the previous order; or a new run (resume: never)",
         )
     return started[0] if started else None
 
@@ -389,7 +389,7 @@ def survey(roots: Iterable[Path], current: Mapping[str, Any]) -> Survey:
     records = {path: record for root in roots for path, record in run_records(root).items()}
     for directory, record in records.items():
         if record.get("durable") is False and has_commits(directory, record):
-            reason = "its run.json is an older copy, of before the run's first step"
+            reason = "its run.json is an older copy, from before the run's first step"
             result.doubtful.append((directory, reason))
         is_sign = record.get("durable") is not False and (record or _may_be_durable(directory))
         if not is_sign or never_began(directory, record):
@@ -433,15 +433,15 @@ def remarks(roots: Sequence[Path], resume: str | Path, current: Mapping[str, Any
     left_alone = result.foreign + [
         (path, reason) for path, reason in result.doubtful if not not_ours(path)
     ]
-    notes = [f"a durable run in {path} is left alone: {reason}" for path, reason in left_alone]
+    notes = [f"a durable run in {path} is left unchanged: {reason}" for path, reason in left_alone]
     if resume == "never" and len(fitting) == 1:
         notes.append(
             f"a durable run of this model is in {fitting[0]}; resume: auto (with durable: "
-            "true) would go on from there"
+            "true) would resume it"
         )
     elif resume == "never" and fitting:
         notes.append(
             f"durable runs of this model are in {', '.join(map(str, fitting))}; resume: DIRECTORY "
-            "would go on from one of them"
+            "would resume one of them"
         )
     return notes

@@ -37,9 +37,9 @@ class KeptFiles:
                     file.write(content)
                 restored = True
             raise RemovedError(
-                f"{path} was removed while its run was going on",
+                f"{path} was removed while its run was active",
                 because="a program, or a cleanup job, removed it",
-                remedy="find that program; the file was written again, and resume: auto goes on "
+                remedy="find that program; the file was written again, and resume: auto resumes "
                 "from the last committed step"
                 if restored
                 else "find that program; then resume from the last checkpoint that is left",

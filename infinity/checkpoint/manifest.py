@@ -92,11 +92,13 @@ def cut(
     Raises `ConfigError` for an invalid stream name, an unsupported dtype and duplicate names.
     """
     if _STREAM_NAME.fullmatch(stream) is None or stream == INDEX:
-        raise ConfigError(f"{stream!r} is no name for a stream of tensors")
+        raise ConfigError(f"{stream!r} is not a valid name of a stream")
     seen: set[str] = set()
     for tensor in tensors:
         if tensor.dtype not in DTYPE_NAMES:
-            raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
+            raise ConfigError(
+                f"tensor {tensor.name!r}: safetensors does not support {tensor.dtype}"
+            )
         if tensor.name in seen:
             raise ConfigError(f"tensor {tensor.name!r} is in the stream {stream!r} twice")
         seen.add(tensor.name)
@@ -130,7 +132,7 @@ def check_tag(tag: str) -> str:
     """Return `tag` if it is a valid name of a checkpoint's directory; raises `ConfigError`."""
     problem = None
     if not isinstance(tag, str) or not tag:
-        problem = "is no text" if not isinstance(tag, str) else "is empty"
+        problem = "is not a string" if not isinstance(tag, str) else "is empty"
     elif "/" in tag or not tag.isprintable() or tag != tag.strip():
         problem = "has a slash, a space at its ends, or a character that cannot be printed"
     elif tag.startswith(".") or tag == LATEST_NAME or tag.endswith(TEMPORARY_SUFFIX):
@@ -268,8 +270,8 @@ class Manifest:
             raise CheckpointError(
                 f"{where} is not sound: {error}",
                 because="it is damaged, was changed, or was written by something else",
-                remedy="use another checkpoint: infinity checkpoint verify DIR --all names the "
-                "sound",
+                remedy="use another checkpoint: infinity checkpoint verify DIR --all lists the "
+                "sound ones",
             ) from None
         raise CheckpointError(
             f"{where} has the format version {'.'.join(map(str, version[:4]))}; this "
@@ -311,7 +313,7 @@ def _file_problems(files: tuple[FileRecord, ...]) -> Iterator[str]:
         size = file.block_bytes
         if not MIN_BLOCK_BYTES <= size <= MAX_BLOCK_BYTES or size & (size - 1):
             yield (
-                f"files[{i}].block_bytes is {size}, no power of two from {MIN_BLOCK_BYTES} to "
+                f"files[{i}].block_bytes is {size}, not a power of two from {MIN_BLOCK_BYTES} to "
                 f"{MAX_BLOCK_BYTES}"
             )
             continue
@@ -322,7 +324,7 @@ def _file_problems(files: tuple[FileRecord, ...]) -> Iterator[str]:
                 f"{expected} for {file.nbytes} bytes in blocks of {size}"
             )
         if max(file.crc32c, default=0) >= 1 << 32:
-            yield f"files[{i}].crc32c holds {max(file.crc32c)}, which is no CRC32C"
+            yield f"files[{i}].crc32c holds {max(file.crc32c)}, which is not a CRC32C"
     if [f.stream for f in files] != [s for s, names in by_stream.items() for _ in names]:
         yield "its files are not grouped by stream"
     for stream, names in by_stream.items():

@@ -38,7 +38,7 @@ def problems(manifest: Manifest, streams: Mapping[str, Sequence[TensorSpec]]) ->
         if known is None:
             if _MOMENT_STREAM.fullmatch(stream):
                 count = len(manifest.moments)
-                yield f"the stream {stream!r} is there, and {count} moments are known"
+                yield f"the stream {stream!r} exists, but the manifest has {count} moments"
             continue
         for spec in specs:
             if spec.name in known:

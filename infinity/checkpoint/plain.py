@@ -53,8 +53,8 @@ def encode(value: Any, what: str) -> Any:
 def _encode(value: Any, what: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise ConfigError(
-            f"{what[:60]}... lies more than {_MAX_DEPTH} levels deep",
-            because="it contains itself, or is nested too deeply to be saved",
+            f"{what[:60]}... is nested more than {_MAX_DEPTH} levels deep",
+            because="it contains itself, or is nested too deeply",
         )
     cls = type(value)
     if value is None or cls is bool or cls is str:
@@ -90,9 +90,9 @@ def _encode(value: Any, what: str, depth: int) -> Any:
     if cls is np.ndarray or isinstance(value, np.generic):
         return {"$scalar" if cls is not np.ndarray else "$array": _encode_array(value, what)}
     raise ConfigError(
-        f"{what} is {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot hold",
-        because="it holds plain data only, so that loading it runs no code",
-        remedy="save its parts: numbers, texts, lists, tuples, dicts, sets, bytes, CPU "
+        f"{what} is {cls.__module__}.{cls.__qualname__}, which a checkpoint cannot store",
+        because="it stores plain data only, so that loading it runs no code",
+        remedy="save plain data instead: numbers, strings, lists, tuples, dicts, sets, bytes, CPU "
         "tensors, numpy arrays",
     )
 
@@ -131,7 +131,7 @@ def _check_size(nbytes: int, what: str) -> None:
         raise ConfigError(
             f"{what} has {format_size(nbytes)}, more than {format_size(MAX_ARRAY_BYTES)}",
             because="it becomes text in the manifest",
-            remedy="register it as a buffer of the model, or save it in a file of its own",
+            remedy="register it as a buffer of the model, or save it in a separate file",
         )
 
 
@@ -183,13 +183,13 @@ def _decode(value: Any, depth: int) -> Any:
 
 def _decode_items(value: Any, depth: int) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"{_repr(value)} as a list")
+        raise ValueError(f"{_repr(value)} instead of a list")
     return [_decode(item, depth) for item in value]
 
 
 def _check_unique(container: Any, items: list[Any]) -> Any:
     if len(container) < len(items):
-        raise ValueError("a key, or an element of a set, that is there twice")
+        raise ValueError("a duplicate key or element of a set")
     return container
 
 
@@ -207,7 +207,7 @@ def _dict(value: Any, depth: int) -> Any:
 def _counter(value: Any, depth: int) -> Any:
     counts = _decode(value, depth)
     if type(counts) is not dict or not all(type(n) is int for n in counts.values()):
-        raise ValueError(f"{_repr(value)} as counts")
+        raise ValueError(f"{_repr(value)} instead of counts")
     return Counter(counts)
 
 
@@ -227,7 +227,7 @@ def _tensor(value: Any, depth: int) -> Tensor:
     data = _bytes(value["data"])
     _check_data(data, size, dtype.itemsize)
     if dtype is torch.bool and data.translate(None, b"\0\1"):
-        raise ValueError("truth values that are neither true nor false")
+        raise ValueError("booleans that are neither 0 nor 1")
     if not data:
         return torch.empty(size, dtype=dtype)
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).view(dtype).reshape(size)

@@ -66,9 +66,9 @@ class RangeWriter:
         except FileNotFoundError as error:
             self.abort()
             raise MachineError(
-                f"{self.directory}, which the first rank has made, is not there on this one",
+                f"{self.directory}, which the first rank created, does not exist on this one",
                 because="each node has a separate directory of this name, or it was removed",
-                remedy="a directory on a file system that all nodes share",
+                remedy="save to a directory on a file system that all nodes share",
             ) from error
         except OSError as error:
             self.abort()
@@ -162,7 +162,9 @@ def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, 
     records: dict[str, tuple[FileRecord, ...]] = dict.fromkeys(streams, ())
     for (stream, shard), block_crcs, end in zip(files, crcs, ends, strict=True):
         if end != shard.nbytes:
-            raise CheckpointError(f"{shard.name}: bytes from {end} on are of no rank, or of two")
+            raise CheckpointError(
+                f"{shard.name}: bytes from {end} on were written by no rank, or by two"
+            )
         record = FileRecord(shard.name, stream, shard.nbytes, BLOCK_BYTES, tuple(block_crcs))
         records[stream] = (*records[stream], record)
     return records

@@ -124,7 +124,9 @@ class StateReader:
         """
         nbytes = self.facts(stream, name).nbytes
         if target.dtype is not torch.uint8 or target.dim() != 1 or target.device.type != "cpu":
-            raise ConfigError(f"the target is {target.dtype} on {target.device}, not plain bytes")
+            raise ConfigError(
+                f"the target is {target.dtype} on {target.device}, not uint8 in 1-D on cpu"
+            )
         if not 0 <= first_byte <= first_byte + target.numel() <= nbytes:
             raise ConfigError(
                 f"bytes {first_byte} to {first_byte + target.numel()} of tensor {name!r}, which "
@@ -205,8 +207,8 @@ def damaged(what: str) -> CheckpointError:
     return CheckpointError(
         what,
         because="a drive, a copy or another program changed it, or it is of another checkpoint",
-        remedy="infinity checkpoint verify DIR --all names the checkpoints that are sound, and all "
-        "that is damaged",
+        remedy="infinity checkpoint verify DIR --all lists the sound checkpoints, and all "
+        "damage in the others",
     )
 
 
@@ -257,7 +259,7 @@ class CheckpointReader(StateReader):
         if not self.directory.is_dir():
             raise CheckpointError(
                 f"there is no checkpoint {self.directory}",
-                remedy=f"look what there is: ls {self.directory.parent}",
+                remedy=f"list the existing ones: ls {self.directory.parent}",
             )
 
     def _read_manifest(self) -> Manifest:
@@ -268,7 +270,7 @@ class CheckpointReader(StateReader):
             data = read_small(path, nbytes=MAX_MANIFEST_BYTES)
         except FileNotFoundError:
             raise CheckpointError(
-                f"{self.directory} is no checkpoint: it has no {MANIFEST_NAME}",
+                f"{self.directory} is not a checkpoint: it has no {MANIFEST_NAME}",
                 because="the manifest is written last, so without it nothing else can be trusted",
                 remedy="use another checkpoint",
             ) from None
@@ -310,7 +312,7 @@ class CheckpointReader(StateReader):
             for record in self.manifest.files:
                 self._check_header(record)  # report a damaged header rather than its effects
             raise damaged(
-                f"the files of the checkpoint {self.directory} are not those of its manifest: "
+                f"the files of the checkpoint {self.directory} do not match its manifest: "
                 + listed(problems, separator="; ")
             )
 

@@ -38,7 +38,7 @@ def _validate(schema: type[_Document], value: Any, where: str) -> None:
         made(schema, value)
     except ValueError as error:
         raise CheckpointError(
-            f"{where} cannot be: {error}",
+            f"{where} is invalid: {error}",
             because="it was changed, or was written by something else",
         ) from None
 
@@ -89,7 +89,7 @@ class _UnitSchema(_Document):
             else:
                 size, capacity = segment.nbytes, self.frozen_bytes
             if segment.offset + size > capacity:
-                raise ValueError(f"{segment.name!r:.200} ends behind its unit")
+                raise ValueError(f"{segment.name!r:.200} ends beyond its unit")
         return self
 
 

@@ -156,7 +156,7 @@ class CheckpointWriter:
         if os.path.lexists(self.path):
             raise CheckpointError(
                 f"the checkpoint {self.path} exists already",
-                because="a checkpoint is never written over",
+                because="a checkpoint is never overwritten",
                 remedy="save with another tag, or remove that directory first",
             )
         remove_temporary(self.root, self.tag)
@@ -211,9 +211,9 @@ class CheckpointWriter:
         free = free_bytes(self.root)
         if free < needed:
             raise DoesNotFitError(
-                f"the checkpoint {self.path} needs {format_size(needed)}, and "
-                f"{format_size(free)} are free there: {format_size(needed - free)} missing",
-                remedy="free space there, save somewhere else, or keep fewer (keep_last)",
+                f"the checkpoint {self.path} needs {format_size(needed)}, but "
+                f"only {format_size(free)} are free: {format_size(needed - free)} are missing",
+                remedy="free disk space, save to another drive, or keep fewer (keep_last)",
             )
 
     @contextmanager
@@ -237,11 +237,11 @@ class CheckpointWriter:
         with self._aborting():
             files = self._streams.get(stream)
             if files is None:
-                raise ConfigError(f"{stream!r} is none of the streams of this checkpoint")
+                raise ConfigError(f"{stream!r} is not a stream of this checkpoint")
             if data.dtype is not torch.uint8 or data.dim() != 1 or data.device.type != "cpu":
                 raise ConfigError(
-                    f"the stream {stream!r} takes uint8 in one dimension on the CPU, not "
-                    f"{data.dtype} in {data.dim()} on {data.device}"
+                    f"the stream {stream!r} takes 1-D uint8 tensors on the CPU, not "
+                    f"{data.dim()}-D {data.dtype} on {data.device}"
                 )
             missing = 0 if files.shared is not None else files.missing
             if data.numel() > missing:
@@ -275,7 +275,7 @@ class CheckpointWriter:
                     f"data other than tensors comes to {format_size(len(data))}, more "
                     f"than {format_size(MAX_MANIFEST_BYTES)}",
                     because="client_state and registered states become text in the manifest",
-                    remedy="register large tensors as buffers, or save them in a file of their own",
+                    remedy="register large tensors as buffers, or save them in a separate file",
                 )
             write_new(self._temporary / MANIFEST_NAME, data, FILE_MODE)
             sync_directory(self._temporary)

@@ -224,7 +224,7 @@ def test_links_and_pipes_are_refused(root: Path, tmp_path: Path) -> None:
         os.mkfifo(path)
         text = refusal(root)  # and does not wait for a writer
         assert path.name in text
-        assert "no regular file" in text
+        assert "not a regular file" in text
         path.unlink()
         path.mkdir()
         assert path.name in refusal(root)
@@ -300,9 +300,9 @@ LIES: dict[str, tuple[Callable[[Members], None], str]] = {
     "enormous size": (set_file("model", "nbytes", 10**4000), "nbytes is 10000"),
     "size in half bytes": (set_file("model", "nbytes", 1.5), "nbytes is 1.5: .* integer"),
     "size as truth": (set_file("model", "nbytes", True), "nbytes is True: .* integer"),
-    "huge blocks": (set_file("model", "block_bytes", 2**40), "no power of two"),
-    "no blocks": (set_file("model", "block_bytes", 0), "no power of two"),
-    "odd blocks": (set_file("model", "block_bytes", 5000), "no power of two"),
+    "huge blocks": (set_file("model", "block_bytes", 2**40), "not a power of two"),
+    "no blocks": (set_file("model", "block_bytes", 0), "not a power of two"),
+    "odd blocks": (set_file("model", "block_bytes", 5000), "not a power of two"),
     "fewer checksums": (set_file("model", "crc32c", []), "has 0 checksums, not 1"),
     "more checksums": (set_file("model", "crc32c", [1, 2]), "has 2 checksums, not 1"),
     "checksums too large": (set_file("model", "crc32c", [2**32]), "holds 4294967296"),
@@ -326,7 +326,7 @@ LIES: dict[str, tuple[Callable[[Members], None], str]] = {
     "renamed": (set_parameter("name", "other"), "'other' is missing"),
     "other moments": (lambda m: m.update(moments=["bf16", "8bit"]), "not torch.bfloat16"),
     "other scales": (lambda m: m.update(moments=["fp32", "bf16"]), "'moment2"),
-    "fewer moments": (lambda m: m.update(moments=[]), "0 moments are known"),
+    "fewer moments": (lambda m: m.update(moments=[]), "the manifest has 0 moments"),
     "more moments": (lambda m: m.update(moments=["fp32"] * 7), "has 7 moments"),
     "unknown moments": (lambda m: m.update(moments=["int1", "8bit"]), "'int1' is unknown"),
     "precision": (lambda m: m.update(precision="fp8"), "precision is 'fp8'"),

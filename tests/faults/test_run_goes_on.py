@@ -82,7 +82,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
 
 
 SAID = {
-    "full": ("needs ", "4.00 KiB are free there", "missing"),
+    "full": ("needs ", "4.00 KiB are free: ", "missing"),
     "eio": ("errno 5", "check `dmesg`"),
     "read-only": ("errno 30", "mount it writable"),
 }

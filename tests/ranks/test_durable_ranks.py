@@ -204,11 +204,11 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     train_six(3, first, 2)
     (own,) = parts_of(first, 0)
     with pytest.raises(
-        ConfigError, match="it is of 3 ranks, here are 2: start that number"
+        ConfigError, match="it is of 3 ranks, this run has 2: start that number"
     ) as caught:
         train_six(2, first, 4, resume="auto")
-    assert "engine.load_checkpoint(of that directory)" in str(caught.value)
-    with pytest.raises(ConfigError, match="it is of 3 ranks, here are 1"):
+    assert "engine.load_checkpoint of that directory" in str(caught.value)
+    with pytest.raises(ConfigError, match="it is of 3 ranks, this run has 1"):
         train_six(1, first, 4, resume="auto")
     train_six(2, second, 4, load=own)
     (other,) = parts_of(second, 1)
@@ -282,14 +282,14 @@ def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:
     train_durably(2, tmp_path, 2)
     (own,) = parts_of(tmp_path, 1)
     own.rename(tmp_path / "away")
-    words = r"cannot go on: rank 1 found no part of it below .* that fits"
+    words = r"cannot be resumed: rank 1 found no directory of it below .* that fits"
     for resume in ("auto", str(parts_of(tmp_path, 0)[0])):
         with pytest.raises(ConfigError, match=words):
             train_durably(2, tmp_path, 2, resume=resume)
-    with pytest.raises(CheckpointError, match="the parts of rank 1 are missing"):
+    with pytest.raises(CheckpointError, match="the directories of rank 1 are missing"):
         DurableReader(parts_of(tmp_path, 0)[0])
     (tmp_path / "away").rename(own)
-    with pytest.raises(ConfigError, match="it is of 2 ranks, here are 4"):
+    with pytest.raises(ConfigError, match="it is of 2 ranks, this run has 4"):
         train_durably(4, tmp_path, 2, resume="auto")
     train_durably(2, tmp_path, 2)  # beside it
     with pytest.raises(ConfigError, match="2 durable runs fit the model"):
@@ -315,7 +315,7 @@ def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
             return engine.global_steps
 
     assert on_ranks(2, lambda ranks: start(ranks, (0, 1))) == [1, 1]
-    with pytest.raises(ConfigError, match=r"a durable run in parts of other ranks: .*rank-1"):
+    with pytest.raises(ConfigError, match=r"a durable run in directories of other ranks: .*rank-1"):
         on_ranks(2, lambda ranks: start(ranks, (1, 0)))
     models += [CASE.build() for _ in range(2)]
     assert on_ranks(2, lambda ranks: start(ranks, (0, 1))) == [2, 2]

@@ -167,7 +167,7 @@ def test_what_one_rank_cannot_save_is_told_on_all(tmp_path: Path) -> None:
             return str(caught.value)
 
     for words in on_ranks(2, work):
-        assert "registered.own.of is builtins.object, which a checkpoint cannot hold" in words
+        assert "registered.own.of is builtins.object, which a checkpoint cannot store" in words
 
 
 class Counting(nn.Module):

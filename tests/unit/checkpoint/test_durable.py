@@ -420,8 +420,11 @@ def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"precision": "bf16"}, "precision 'fp32' there, 'bf16' here"),
-        ({"optimizer": {"type": "Lion", "lr": 1e-3}}, "optimizer 'AdamW' there, 'Lion' here"),
+        ({"precision": "bf16"}, "precision is 'fp32' in the stored run, 'bf16' in this one"),
+        (
+            {"optimizer": {"type": "Lion", "lr": 1e-3}},
+            "optimizer is 'AdamW' in the stored run, 'Lion' in this one",
+        ),
         ({"optimizer": {"moments": "bf16"}}, "moments"),
         ({"gradient_accumulation_steps": 2, "precision": "bf16"}, "precision"),
     ],
@@ -435,7 +438,7 @@ def test_one_of_other_settings_is_not_passed_over(
 
 
 def test_one_of_another_model_is_left_alone(tmp_path: Path, finished: Path) -> None:
-    why = "'blocks.0.down.bias' is in the model, but not there; .* more"
+    why = "'blocks.0.down.bias' is in the model, but not in the stored run; .* more"
     with pytest.raises(ConfigError, match=why):
         start(tmp_path, small_model(), resume=str(finished))
     with pytest.warns(InfinityWarning, match=why):

@@ -323,9 +323,11 @@ def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
         assert engine.global_steps == 1
         assert same(state(engine), expected)
         step(engine, 1)
-    with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there"):
+    with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run"):
         run(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
-    with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 there, as_is here"):
+    with pytest.raises(
+        ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run, as_is in this one"
+    ):
         run(tmp_path, durable=True, resume="auto", frozen={"rest": "nf4", "keep": ["0"]})
 
 

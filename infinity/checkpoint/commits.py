@@ -297,8 +297,8 @@ def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, Commit
             record = CommitRecord.from_bytes(read_small(path))
         except OSError as error:
             results[path] = f"cannot be read: {error.strerror}"
-        except ValueError:
-            results[path] = "is of another version"
+        except ValueError as error:
+            results[path] = f"cannot be used: {error}"
         else:
             results[path] = record or "is torn or damaged: its checksum does not match"
             if record is not None and not record.is_of(run, num_units):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,14 @@ def last_commit(directory: Path, run: str) -> CommitRecord:
 def write(files: CommitFiles, record: CommitRecord) -> None:
     files.prepare(record)
     files.commit(record)
+
+
+def test_record_with_invalid_copies_is_reported_with_the_reason(tmp_path: Path) -> None:
+    invalid = replace(some(0, 5), copies=(0, 2))
+    for name in COMMIT_NAMES:
+        (tmp_path / name).write_bytes(invalid.to_bytes())
+    reasons = read_commits(tmp_path, "r", num_units=2)
+    assert {*reasons.values()} == {"cannot be used: it names copies that do not exist"}
 
 
 def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:

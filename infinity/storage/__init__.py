@@ -1,1 +1,1 @@
-"""storage"""
+"""Storage tiers: devices, host memory, drives, and the files of a run."""

@@ -1,11 +1,11 @@
-"""A CUDA GPU behind the `Device` interface.
+"""CUDA implementation of the `Device` interface.
 
 [Note: one chain of compute]
-Compute goes to the stream that the computing thread is on, which may be a side stream of the
-user's. Where the engine finds that it is another one than before, the new one waits for the old
-one: whatever streams a user has, what the engine knows of compute is one chain, and one event ends
-all of it. `torch.cuda.current_stream()` belongs to the calling thread, so threads of the engine
-that only move and update (`attach_worker_thread`) use the stream last seen on a computing thread.
+Compute runs on the current stream of the computing thread, which may be a side stream created by
+the user. When the engine finds that the current stream has changed, the new stream waits for the
+old one. All compute known to the engine is thus one chain, and one event marks the end of it.
+`torch.cuda.current_stream()` is per thread, so engine threads that only copy and update
+(`attach_worker_thread`) use the stream last seen on a computing thread.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from infinity.storage.numa import node_of_pci, prefer_node
 from infinity.storage.prefault import prefault
 from infinity.types import PAGE, round_up
 
-_PORTABLE = 1  # cudaHostRegisterPortable: for whatever GPU a thread has
+_PORTABLE = 1  # cudaHostRegisterPortable: pinned for every CUDA context
 _PIN_TRIES = 2
 
 
 @dataclass(frozen=True)
 class _CudaSquareSums:
-    """Numbers on their way to pinned memory."""
+    """Sums of squares being copied to pinned memory."""
 
     numbers: Tensor
     event: CudaEvent
@@ -54,7 +54,7 @@ class _CudaSquareSums:
 
 
 def _order(stream: torch.cuda.Stream, after: Event) -> None:
-    """Order later work on `stream` after `after`; the host does not wait for CUDA's events."""
+    """Order later work on `stream` after `after`; the host blocks only for non-CUDA events."""
     parts: Sequence[Event] = getattr(after, "events", (after,))
     for part in parts:
         if isinstance(part, CudaEvent):
@@ -73,21 +73,21 @@ def _not_pinned(nbytes: int, total: int, code: int) -> str:
 
 
 class _CudaArena:
-    """One allocation; views get a storage of their own through the array interface."""
+    """One device allocation; each view has a separate torch storage over the same memory."""
 
     def __init__(self, raw: Tensor) -> None:
         self.raw = raw
         self.nbytes = raw.numel()
 
     def view(self, offset: int, nbytes: int) -> Tensor:
-        if nbytes == 0:  # torch asks the driver whose an address is, and one may be past the end
+        if nbytes == 0:  # torch queries the driver for the address, which may be past the end
             return self.raw.new_empty(0)
         part = _ArrayInterface(self.raw, offset, nbytes)
         return torch.as_tensor(part, device=self.raw.device)
 
 
 class _ArrayInterface:
-    """Describes device bytes to torch, and keeps the allocation alive."""
+    """`__cuda_array_interface__` of a byte range; keeps the allocation alive."""
 
     def __init__(self, raw: Tensor, offset: int, nbytes: int) -> None:
         self.raw = raw
@@ -101,16 +101,16 @@ class _ArrayInterface:
 
 
 def _node_of(device: torch.device) -> int | None:
-    """Return the NUMA node of a GPU; None if torch does not know it, or there is one only."""
-    facts: Any = torch.cuda.get_device_properties(device)  # torch does not declare these
+    """Return the NUMA node of a GPU; None if unknown, or if there is only one node."""
+    facts: Any = torch.cuda.get_device_properties(device)  # the type stub lacks the PCI attributes
     try:
         return node_of_pci(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
-    except AttributeError:  # an older torch
+    except AttributeError:  # older versions of torch
         return None
 
 
 class CudaDevice(Device):
-    """A CUDA GPU: one copy stream a direction, registered host memory."""
+    """A CUDA GPU with one copy stream per direction and registered (pinned) host memory."""
 
     unified = False
     host_clock = False
@@ -125,20 +125,21 @@ class CudaDevice(Device):
         index = torch_device.index
         index = torch.cuda.current_device() if index is None else index
         self.torch_device = torch.device("cuda", index)
-        # torch hands streams out from a pool of 32 for each priority, over and over: at another
-        # priority than the user's streams, none of the user's is one of these.
+        # torch reuses streams from a pool of 32 per priority. A priority other than the default
+        # keeps these streams distinct from the user's.
         self._in = self._stream(priority=-1)
         self._out = self._stream(priority=-1)
-        # Of streamed updates: behind the others they would wait for compute, and for free slots.
+        # Separate streams for streamed updates: on the copy streams above they would wait for
+        # compute and for free slots.
         self._bring = self._stream(priority=-1)
         self._back = self._stream(priority=-1)
         self._between = self._stream(priority=-1)
-        self._update = self._stream(priority=0)  # its kernels take turns with compute
+        self._update = self._stream(priority=0)  # default priority: shares the GPU with compute
         self._kernels: CudaKernels | None = None
-        self._no_kernels: str | None = None  # why, once that is known
+        self._no_kernels: str | None = None  # reason, once the kernels were tried
         self._compute = torch.cuda.current_stream(self.torch_device)
         self._follower = threading.local()
-        self._pinned: list[tuple[int, int]] = []  # first and end address, in order
+        self._pinned: list[tuple[int, int]] = []  # sorted (start, end) addresses
         self.warnings: list[str] = []
         self._clock: CudaClock | None = None  # while a trace is recorded
         self._node = _node_of(self.torch_device)
@@ -149,7 +150,10 @@ class CudaDevice(Device):
         )
 
     def reserve(self, nbytes: int) -> _CudaArena:
-        """One plain allocation, that no work queued before touches: not all streams follow it."""
+        """Allocate memory, and wait for queued work that may still use it.
+
+        torch may reuse a freed block, and not all streams are ordered after its last use.
+        """
         size = round_up(max(nbytes, PAGE), PAGE)
         try:
             raw = torch.empty(size, dtype=torch.uint8, device=self.torch_device)
@@ -163,31 +167,30 @@ class CudaDevice(Device):
         return _CudaArena(raw)
 
     def memory_bytes(self) -> int | None:
-        """Free device memory now, of which torch's allocator may be held to a part."""
+        """Return the free device memory, within the allocator's memory fraction."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
         share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
         taken = torch.cuda.memory_reserved(self.torch_device)
         return max(min(free, int(share * total) - taken), 0)
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On the copy-in stream."""
         return self._copy(self._in, target, source, after)
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On the copy-out stream, after the compute issued so far."""
+        """Copy on the copy-out stream, after the compute issued so far."""
         self._out.wait_stream(self._compute_stream())
         return self._copy(self._out, target, source, after)
 
     def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On a stream of its own: no compute that `copy_d2h` waits for holds it up."""
+        """Copy on a separate stream, not delayed by compute that `copy_d2h` waits for."""
         return self._copy(self._back, target, source, after)
 
     def copy_h2d_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """On a stream of its own: no slot that `copy_h2d` waits for holds it up."""
+        """Copy on a separate stream, not delayed by slots that `copy_h2d` waits for."""
         return self._copy(self._bring, target, source, after)
 
     def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
-        """On a stream of its own, which NCCL's follows and is followed by; the host goes on."""
+        """Run `start` on a separate stream that NCCL synchronizes with; the host does not block."""
         _order(self._between, after)
         with torch.cuda.stream(self._between):
             start().wait()
@@ -205,9 +208,9 @@ class CudaDevice(Device):
         return self._end(stream, begin)
 
     def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-        """Cuts a host range where one registration ends and the next begins: no copy may cross."""
+        """Split a host range at the edges of registrations, which no copy may cross."""
         cuts = {0, nbytes}
-        pinned = self._pinned  # another thread may put a longer list there
+        pinned = self._pinned  # snapshot: another thread may replace the list
         for edges in pinned[max(bisect_left(pinned, (address,)) - 1, 0) :]:
             if edges[0] >= address + nbytes:
                 break
@@ -215,7 +218,6 @@ class CudaDevice(Device):
         return pairwise(sorted(cuts))
 
     def _begin(self, stream: torch.cuda.Stream) -> CudaStamp | None:
-        """Where work on a stream begins, if that is asked for."""
         return CudaStamp(self._clock, stream) if self._clock is not None else None
 
     def _end(self, stream: torch.cuda.Stream, begin: CudaStamp | None) -> CudaEvent:
@@ -225,19 +227,18 @@ class CudaDevice(Device):
         return CudaSpan(begin, clock, stream)
 
     def compute_event(self) -> Event:
-        """Recorded on the compute stream."""
         return CudaEvent(self._compute_stream())
 
     def compute_wait(self, event: Event) -> None:
-        """The compute stream waits; the host does not."""
+        """Make the compute stream wait for `event`; the host does not block."""
         _order(self._compute_stream(), event)
 
     def sync_compute_stream(self) -> None:
-        """See [Note: one chain of compute]."""
+        """Order the current stream after earlier compute; see [Note: one chain of compute]."""
         self._compute_stream()
 
     def why_no_kernels(self) -> str | None:
-        """Compiles or loads the first kernels and runs them, when first asked; warns once."""
+        """Return why there are no kernels; the first call loads and runs them, and may warn."""
         if self._kernels is None and self._no_kernels is None:
             try:
                 self._kernels = CudaKernels(self.torch_device)
@@ -250,7 +251,7 @@ class CudaDevice(Device):
         return self._no_kernels
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """On the update stream; launches only, so that copies and compute overlap with it."""
+        """Launch the update on the update stream, concurrently with copies and compute."""
         assert self._kernels is not None
         _order(self._update, after)
         begin = self._begin(self._update)
@@ -258,7 +259,7 @@ class CudaDevice(Device):
         return self._end(self._update, begin)
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
-        """On the compute stream; the numbers follow the kernel to pinned memory."""
+        """Launch the kernel on the compute stream, then copy the sums to pinned memory."""
         assert self._kernels is not None
         stream = self._compute_stream()
         with torch.cuda.stream(stream):
@@ -269,15 +270,15 @@ class CudaDevice(Device):
         return _CudaSquareSums(numbers, CudaEvent(stream))
 
     def attach_worker_thread(self) -> None:
-        """Streams belong to threads, and so does the current GPU; this one has none of its own."""
+        """Set the current GPU of the thread, and use the compute stream of the computing thread."""
         torch.cuda.set_device(self.torch_device)
         stay_out_of_captures()
         self._follower.yes = True
 
     def _compute_stream(self) -> torch.cuda.Stream:
-        """The stream that the thread that computes is on, after all that went to others before.
+        """Return the current stream of the computing thread, ordered after earlier compute.
 
-        Remembered for threads that follow. See [Note: one chain of compute].
+        Worker threads get the stream last seen. See [Note: one chain of compute].
         """
         if getattr(self._follower, "yes", False):
             return self._compute
@@ -295,26 +296,25 @@ class CudaDevice(Device):
         return current
 
     def time_events(self, wanted: bool) -> None:
-        """Events record times, from one wait for the compute issued so far on."""
+        """Record times of events if `wanted`; waits once for the compute issued so far."""
         stream = self._compute_stream() if wanted else None
         self._clock = CudaClock(stream) if stream is not None else None
 
     def stamp(self) -> int | Stamp:
-        """An event on the compute stream, while events are timed."""
+        """Return an event on the compute stream while events are timed, else the host's time."""
         if self._clock is None:
             return time.perf_counter_ns()
         return CudaStamp(self._clock, self._compute_stream())
 
     def synchronize(self) -> None:
-        """Everything on the device."""
         torch.cuda.synchronize(self.torch_device)
 
     def pin(self, arena: HostArena) -> None:
-        """Take it from the GPU's NUMA node, and register it in slices of at most 1 GiB.
+        """Bind memory to the GPU's NUMA node and register it in slices of at most 1 GiB.
 
-        A pool that is not registered still works, slower.
+        Memory that cannot be registered is used unpinned, with a warning.
         """
-        with torch.cuda.device(self.torch_device):  # else the current GPU gets a context too
+        with torch.cuda.device(self.torch_device):  # avoid creating a context on the current GPU
             self._pin(arena)
 
     def _pin(self, arena: HostArena) -> None:
@@ -326,7 +326,8 @@ class CudaDevice(Device):
             (base + start, min(self._PIN_SLICE, arena.nbytes - start))
             for start in range(0, arena.nbytes, self._PIN_SLICE)
         ]
-        # The driver registers with one thread: meanwhile others make the pages of the next slice.
+        # The driver registers with one thread; the pages of the next slice are faulted in
+        # concurrently.
         with ThreadPoolExecutor(1, "infinity-pin") as ahead:
             made = ahead.submit(prefault, *slices[0])
             for (address, size), following in zip_longest(slices, slices[1:]):
@@ -340,9 +341,9 @@ class CudaDevice(Device):
                 self._pinned = sorted([*self._pinned, (address, address + size)])
 
     def _register(self, cudart: Any, address: int, size: int) -> int:
-        """Register a slice, and return CUDA's error code, 0 for none.
+        """Register a slice, with one retry, and return the CUDA error code, 0 on success.
 
-        Memory that was plugged in lately may have to be moved first: it is refused once.
+        Recently hot-plugged memory may have to be migrated first, and is refused once.
         """
         for _ in range(_PIN_TRIES):
             if not (code := int(cudart.cudaHostRegister(address, size, _PORTABLE))):
@@ -351,11 +352,9 @@ class CudaDevice(Device):
         return code
 
     def close(self) -> None:
-        """Unregister host memory."""
         self.unpin()
 
     def unpin(self) -> None:
-        """See `Device`."""
         if not self._pinned:
             return
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -366,24 +365,24 @@ class CudaDevice(Device):
         self._pinned.clear()
 
     def return_freed_memory(self) -> None:
-        """A block that an engine had would stay torch's, and be cut for smaller tensors."""
+        """Empty torch's cache: it would split a freed block of an engine for smaller tensors."""
         torch.cuda.empty_cache()
 
     def _clear_error(self) -> None:
         """Clear CUDA's last error, which was reported already.
 
-        torch looks there after each kernel, and would raise it for the next one.
+        torch checks it after each kernel launch, and would raise it for the next one.
         """
         with contextlib.suppress(RuntimeError):
             torch.zeros(1, device=self.torch_device)
 
 
 def stay_out_of_captures() -> None:
-    """Keep this thread's calls of CUDA from breaking a graph that another thread captures.
+    """Prevent CUDA calls of this thread from invalidating a graph capture in another thread.
 
-    Captures forbid all threads to look at events, but those that say that they take no part; once
-    the thread has a context. torch's own threads do the same. Where the driver cannot be asked, a
-    capture may break, and nothing else does.
+    A global-mode capture forbids event queries in all threads except those in thread-local mode.
+    The thread must have a CUDA context. torch's threads do the same. Where the driver binding is
+    missing, a capture may fail; nothing else is affected.
     """
     with contextlib.suppress(Exception):
         driver = importlib.import_module("cuda.bindings.driver")

@@ -1,9 +1,9 @@
-"""The one interface through which the engine touches a compute device.
+"""Interface between the engine and a compute device.
 
-Ordering is by events, never by synchronising: a copy names the event it must come after, and
-returns the event that marks its end. Compute is ordered by `compute_event` (all compute issued
-so far) and `compute_wait` (compute issued from now on comes after an event). On a CPU the device
-is the host: copies are immediate and every event has already happened.
+Operations are ordered by events, not by synchronization: a copy takes the event after which it
+begins, and returns the event of its end. Compute is ordered by `compute_event` (the end of all
+compute issued so far) and `compute_wait` (compute issued from now on begins after an event). On a
+CPU the device is the host: copies are synchronous and every event has already happened.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from infinity.storage.host_arena import HostArena
 class Event(Protocol):
     """Point in the order of copies or compute.
 
-    An event that ends a copy or an update may also be a `Stamp`, and have another, `began`, of its
-    start; see `Device.time_events`.
+    The event of the end of a copy or an update may also be a `Stamp`, with a second one, `began`,
+    of the start; see `Device.time_events`.
     """
 
     def done(self) -> bool:
@@ -37,37 +37,33 @@ class Event(Protocol):
 
 
 class Happened:
-    """An event that lies in the past."""
+    """An event that has already happened."""
 
     def done(self) -> bool:
-        """Always true."""
         return True
 
-    def wait(self) -> None:
-        """Returns at once."""
+    def wait(self) -> None: ...
 
 
 HAPPENED = Happened()
 
 
 class AllOf:
-    """Several events as one."""
+    """Conjunction of several events."""
 
     def __init__(self, events: Sequence[Event]) -> None:
         self.events = events
 
     def done(self) -> bool:
-        """Whether all have happened."""
         return all(e.done() for e in self.events)
 
     def wait(self) -> None:
-        """Block until all have happened."""
         for event in self.events:
             event.wait()
 
 
 def after_all(*events: Event) -> Event:
-    """One event for several; those that have happened cost nothing."""
+    """Return one event for several; events that have happened are dropped."""
     single = [e for event in events for e in getattr(event, "events", (event,))]
     open_events = [e for e in single if not e.done()]
     if not open_events:
@@ -76,10 +72,10 @@ def after_all(*events: Event) -> Event:
 
 
 class SquareSums(Protocol):
-    """Sums of squares that a device was asked for."""
+    """Pending sums of squares."""
 
     def result(self) -> list[float]:
-        """The sums, in fp64; waits for them."""
+        """Block until the sums are available and return them; computed in fp64."""
 
 
 class DeviceArena(Protocol):
@@ -88,7 +84,7 @@ class DeviceArena(Protocol):
     nbytes: int
 
     def view(self, offset: int, nbytes: int) -> Tensor:
-        """A uint8 device tensor over a range, with a storage object of its own."""
+        """Return a uint8 tensor over a range, with a separate storage."""
 
 
 class Device(ABC):
@@ -99,22 +95,22 @@ class Device(ABC):
 
     Attributes:
         torch_device: The `torch.device`.
-        unified: Device memory is host memory, and nothing is copied.
+        unified: Device memory is host memory, so that nothing is copied.
         host_clock: Compute has finished when its call returns.
         warnings: Reasons why the device is slower than it should be.
     """
 
     torch_device: torch.device
-    unified: bool  # device memory is host memory: nothing needs copying
-    host_clock = True  # compute is over when its call returns
-    warnings: Sequence[str] = ()  # what is slower than it should be, and why
+    unified: bool
+    host_clock = True
+    warnings: Sequence[str] = ()
 
     @abstractmethod
     def reserve(self, nbytes: int) -> DeviceArena:
         """Reserve device memory.
 
         Args:
-            nbytes: Bytes.
+            nbytes: Size in bytes.
 
         Returns:
             The reserved memory.
@@ -142,20 +138,21 @@ class Device(ABC):
 
     @abstractmethod
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Copy device memory to the host, after all compute issued so far. May return early.
+        """Copy device memory to the host, after all compute issued so far. May return before the
+        copy has ended.
 
         Args:
             target: Host memory, uint8, 1-D.
             source: Device memory, uint8, of the same size.
-            after: The copy begins after this event, too.
+            after: The copy also begins after this event.
 
         Returns:
             The end of the copy.
         """
 
     def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Copy device memory that no compute touches to the host, after `after` alone. May return
-        early.
+        """Copy device memory to the host, after `after` only, not after compute. May return before
+        the copy has ended.
 
         Args:
             target: Reserved host memory, uint8, 1-D, which outlives the copy.
@@ -168,7 +165,8 @@ class Device(ABC):
         return self.copy_d2h(target, source, after)
 
     def copy_h2d_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Copy host memory to the device on a stream that no other copy to the device delays.
+        """Copy host memory to the device on a separate stream, so that no other copy delays it. May
+        return before the copy has ended.
 
         Args:
             target: Device memory, uint8, 1-D.
@@ -176,7 +174,7 @@ class Device(ABC):
             after: The copy begins after this event.
 
         Returns:
-            The end of the copy. May return early.
+            The end of the copy.
         """
         return self.copy_h2d(target, source, after)
 
@@ -186,7 +184,8 @@ class Device(ABC):
 
     @abstractmethod
     def compute_wait(self, event: Event) -> None:
-        """Order compute issued from now on after `event`. Blocks the host only if it must.
+        """Order compute issued from now on after `event`. Blocks the host only if the device
+        cannot wait for the event itself.
 
         Args:
             event: An event of this device.
@@ -204,7 +203,7 @@ class Device(ABC):
         return "there are no kernels for this device"
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """Run one optimizer step on device memory, in place. May return early.
+        """Run one optimizer step on device memory, in place. May return before it has ended.
 
         Args:
             pieces: Ranges of parameters, with their gradients, moments and settings.
@@ -219,13 +218,13 @@ class Device(ABC):
         raise MachineError("an update was asked of the device", because=self.why_no_kernels())
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
-        """Start to sum the squares of device tensors, after all compute issued so far.
+        """Start summing the squares of device tensors, after all compute issued so far.
 
         Args:
             tensors: Device tensors.
 
         Returns:
-            The sums, in fp64, when they are asked for.
+            The pending sums, one per tensor, in fp64.
 
         Raises:
             MachineError: There are no kernels; see `why_no_kernels`.
@@ -233,8 +232,8 @@ class Device(ABC):
         raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
 
     def attach_worker_thread(self) -> None:  # noqa: B027
-        """Mark the calling thread as one that computes nothing: its compute is that of other
-        threads.
+        """Mark the calling thread as one that only copies and updates. Its operations are ordered
+        by the compute stream of the computing thread.
         """
 
     def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
@@ -245,34 +244,34 @@ class Device(ABC):
             after: The transfer begins after this event.
 
         Returns:
-            The end of the transfer, for which nothing on the device waits implicitly.
+            The end of the transfer; nothing on the device waits for it implicitly.
         """
         after.wait()
         return start()
 
     def time_events(self, wanted: bool) -> None:  # noqa: B027
-        """Turn the recording of times of copies and updates on or off.
+        """Turn timing of copies and updates on or off.
 
         Args:
-            wanted: Whether to record.
+            wanted: Whether to record times.
         """
 
     def stamp(self) -> int | Stamp:
-        """Return the time in the order of compute: nanoseconds, or an object with them later."""
+        """Return the current point in the order of compute: nanoseconds, or a pending `Stamp`."""
         return time.perf_counter_ns()
 
     def synchronize(self) -> None:  # noqa: B027
-        """Wait for all copies and all compute. Used after an exception only."""
+        """Block until all copies and all compute have ended. Used only after an exception."""
 
-    def pin(self, arena: HostArena) -> None:  # noqa: B027  (a CPU has nothing to pin)
+    def pin(self, arena: HostArena) -> None:  # noqa: B027  (nothing to pin on a CPU)
         """Make host memory reachable by asynchronous copies.
 
         Args:
-            arena: Memory to page-lock; it stays so until `unpin` or `close`.
+            arena: Memory to page-lock until `unpin` or `close`.
         """
 
     def unpin(self) -> None:  # noqa: B027
-        """Undo every `pin`; no memory moves."""
+        """Undo every `pin`; memory stays valid and keeps its addresses."""
 
     def return_freed_memory(self) -> None:  # noqa: B027
         """Return device memory that torch caches to the driver."""
@@ -282,7 +281,7 @@ class Device(ABC):
 
 
 class CpuDevice(Device):
-    """The host itself."""
+    """The CPU: device memory is host memory."""
 
     torch_device = torch.device("cpu")
     unified = True
@@ -291,27 +290,21 @@ class CpuDevice(Device):
         self.copier: Callable[[Tensor, Tensor], object] = Tensor.copy_
 
     def reserve(self, nbytes: int) -> HostArena:
-        """RAM, like any other."""
         return HostArena(nbytes)
 
     def memory_bytes(self) -> int | None:
-        """None: the device's memory is the host's."""
         return None
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Copies at once."""
         self.copier(target, source)
         return HAPPENED
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Copies at once."""
         self.copier(target, source)
         return HAPPENED
 
     def compute_event(self) -> Event:
-        """Compute on a CPU is over when the call returns."""
         return HAPPENED
 
     def compute_wait(self, event: Event) -> None:
-        """Compute has no order of its own: the host waits."""
         event.wait()

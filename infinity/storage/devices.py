@@ -1,4 +1,4 @@
-"""The `Device` of each type of compute device."""
+"""Registry of `Device` implementations by device type."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from infinity.storage.device import CpuDevice, Device
 
 ACCELERATORS: dict[str, Callable[[torch.device], Device]] = {
     "cuda": CudaDevice
-}  # for all of `TYPES`
+}  # one entry for each of `accelerators.TYPES`
 
 
 def find_device(device: Device | torch.device | str | None) -> Device:
     """Return the `Device` for a user's argument.
 
     Args:
-        device: What to compute on; None for the accelerator if there is one, else the CPU.
+        device: Compute device; None for the accelerator if there is one, else the CPU.
 
     Returns:
-        The device; one that was given is returned as it is.
+        The device; a `Device` is returned unchanged.
 
     Raises:
         ConfigError: No device of that type is supported.

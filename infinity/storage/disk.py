@@ -1,9 +1,9 @@
-"""The disk tier: preallocated files in private scratch directories, and tickets over them.
+"""Disk tier: preallocated files in private scratch directories, and tickets of their requests.
 
-Extents are promised before training, in one logical space, and placed when all are known: dealt
-over the given drives in proportion to their speed (see `stripes`), reserved, and never extended
-while training. A ticket is one request, however many extents and drives it touches; waiting for
-it raises a `TransferError` that names unit, path, offset, length and errno.
+Extents are allocated before training in one logical address space. When all extents are known, the
+space is striped over the drives in proportion to their speed (see `striping`) and reserved; it
+never grows during training. A ticket is one request over any number of extents and drives; waiting
+for it raises a `TransferError` that names unit, path, offset, length and errno.
 """
 
 from __future__ import annotations
@@ -29,20 +29,21 @@ from infinity.storage.store import Pieces, Priority
 from infinity.storage.striping import Stripes, Striping
 from infinity.types import PAGE, Tier, round_up
 
-# CRC32C of every page on disk, kept in RAM apart from the data (`io.verify`).
+# With `io.verify`, RAM holds a CRC32C of every page on disk.
 #
-# A page's checksum is taken when its write is submitted, and compared when a read of it completes,
-# so it finds what drive, cable, controller, file system and other programs do to bytes at rest or
-# on their way; a write that never reached the disk as well. 4 bytes per page of 4096 is 0.1 % of
-# what rests on disk; any page-aligned part of an extent can be read and checked alone.
+# The checksum of a page is computed when its write is submitted, and compared when a read of it
+# completes. It detects changes by drive, cable, controller, file system and other programs, and
+# lost writes. 4 bytes per page of 4096 are 0.1 % of the data on disk; any page-aligned range of an
+# extent can be read and checked separately.
 
 
 CHECKSUM_BYTES = 4  # per page
 
 
 def checksum(tensor: Tensor) -> int:
-    """Return a checksum of a contiguous tensor: CRC32C; on a device, which the caller waits for
-    then, a sum of its integers weighted by position, so that they need not leave it.
+    """Return a checksum of a contiguous tensor: CRC32C on the CPU, `sum_of_int64` on a device.
+
+    Synchronizes with the device; only the sum is copied to the host.
     """
     flat = tensor.detach().view(-1).view(torch.uint8)
     if flat.device.type == "cpu":
@@ -51,11 +52,10 @@ def checksum(tensor: Tensor) -> int:
 
 
 def sum_of_int64(flat: Tensor) -> int:
-    """Return the weighted sum of bytes (uint8, flat, aligned to 8) as integers of 8 bytes, modulo
-    2**64.
+    """Return the weighted sum of bytes (uint8, 1-D, aligned to 8) read as int64, modulo 2**64.
 
-    Each is multiplied with an odd number of its own, as far as those go, so that words that change
-    places show.
+    Each integer is multiplied by an odd weight that is distinct within a block of `_WORDS`, so that
+    exchanged integers change the sum.
     """
     aligned = flat.numel() // 8 * 8
     values, tail = flat[:aligned].view(torch.int64), flat[aligned:].long()
@@ -66,15 +66,15 @@ def sum_of_int64(flat: Tensor) -> int:
     return int(total)
 
 
-_WORDS = 1 << 20  # 8 MiB: what a look takes beside the tensor, twice
-_FACTOR = 0x5851F42D4C957F2D  # odd, and of many bits; of Knuth's MMIX
+_WORDS = 1 << 20  # 8 MiB of int64; the sum takes two buffers of this size
+_FACTOR = 0x5851F42D4C957F2D  # odd, with many bits set; the multiplier of Knuth's MMIX
 
 
 class Checksums:
-    """One little-endian uint32 per page of the logical space; int32 in torch, bits compared.
+    """Checksums of the logical space: one little-endian uint32 per page, stored as int32.
 
-    A read's checksums are looked up when it is submitted: by the time it is checked, its range
-    may have been promised to a later write.
+    The expected checksums of a read are copied when it is submitted: when it is checked, a later
+    write to its range may have been submitted.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -82,7 +82,7 @@ class Checksums:
         self._sums = host_buffer(num_pages * CHECKSUM_BYTES).view(torch.int32)
 
     def written(self, offset: int, buffer: Tensor) -> None:
-        """Remember the checksums of bytes (uint8) that are on their way to a logical offset."""
+        """Store the checksums of bytes (uint8) that are being written to a logical offset."""
         sums = self._range(offset, buffer.numel())
         _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, sums.data_ptr())
 
@@ -95,7 +95,7 @@ class Checksums:
         return bytes(self._range(offset, nbytes).view(torch.uint8).numpy())
 
     def restore(self, offset: int, nbytes: int, stored: bytes) -> None:
-        """The inverse of `stored`."""
+        """Set the checksums of a range from the output of `stored`."""
         values = torch.frombuffer(bytearray(stored), dtype=torch.int32)
         self._range(offset, nbytes).copy_(values)
 
@@ -106,7 +106,7 @@ class Checksums:
 
 
 def stored_checksums(read: Callable[[int, int], bytes], extent: Extent) -> bytes:
-    """Return an extent's page checksums from a file, zeros where that is too short.
+    """Return an extent's page checksums from a file, padded with zeros if the file is too short.
 
     `read(offset, nbytes)` reads the file that holds `Checksums.stored` of all pages.
     """
@@ -115,7 +115,7 @@ def stored_checksums(read: Callable[[int, int], bytes], extent: Extent) -> bytes
 
 
 def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
-    """Which pages (uint8) do not have the checksums that a file holds (`Checksums.stored`)."""
+    """Return the indices of pages (uint8) that do not match `stored` (see `Checksums.stored`)."""
     count = pages.numel() // PAGE
     wanted = torch.frombuffer(bytearray(stored), dtype=torch.int32)
     found = torch.empty(count, dtype=torch.int32, device="cpu")
@@ -124,7 +124,9 @@ def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
 
 
 def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] | None:
-    """(byte offset in the buffer, checksum found, checksum expected) of the first wrong page."""
+    """Return (byte offset in the buffer, found, expected checksum) of the first wrong page; None if
+    all are right.
+    """
     found = torch.empty_like(expected)
     _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, found.data_ptr())
     if torch.equal(found, expected):
@@ -134,14 +136,14 @@ def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] |
 
 
 STATE_NAME = "state.bin"
-# What a path keeps free where there are others: a file system needs some for its own tables.
+# Share and maximum of the bytes left free on each of several paths, for file system metadata.
 _SPARE_SHARE = 64
 _SPARE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A reserved range of the logical space: byte offset, whole pages, and whose bytes they are."""
+    """A reserved range of the logical space, in full pages; `owner` names it in errors."""
 
     offset: int
     nbytes: int
@@ -149,11 +151,10 @@ class Extent:
 
     @property
     def tier(self) -> Tier:
-        """The disk."""
         return Tier.DISK
 
     def part(self, start: int, nbytes: int) -> Extent:
-        """A range inside this one; `start` counts from its beginning."""
+        """Return a range inside this one; `start` is relative to its beginning."""
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
         return Extent(self.offset + start, nbytes, self.owner)
 
@@ -162,9 +163,9 @@ class Extent:
 
 
 def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
-    """The same pieces, those that go on where the last one ends as one with it.
+    """Merge pieces that are adjacent both on disk and in memory.
 
-    The kinds of a chunk are one record, and lie in a buffer as they lie there: a single transfer.
+    The kinds of a chunk form one record with the same layout in the buffer: a single transfer.
     """
     found: list[tuple[Extent, Tensor]] = []
     for extent, buffer in pieces:
@@ -184,9 +185,9 @@ def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
 
 
 class DiskTicket:
-    """A native ticket; holds its buffers alive, checks read bytes, translates errors.
+    """A native ticket: keeps its buffers alive, verifies bytes read, translates errors.
 
-    Dropped before it is over, it waits; the native module never lets go of a buffer that the
+    Deleting a ticket before its end waits for it. The native module never frees a buffer that the
     kernel may still write to.
     """
 
@@ -197,25 +198,24 @@ class DiskTicket:
         pieces: Sequence[tuple[Extent, Tensor]],
         expected: Sequence[Tensor],
     ) -> None:
-        self._raw: _aio.Ticket | None = raw  # None: over, well, and checked
+        self._raw: _aio.Ticket | None = raw  # None: completed and verified
         self._disk = disk
         self._pieces = pieces
-        self._expected = expected  # checksums of the pages that are read; empty: not verified
+        self._expected = expected  # checksums of the pages read; empty: not verified
         self._failure: TransferError | None = None
 
     @property
     def request(self) -> _aio.Ticket | None:
-        """The native ticket; None once somebody has waited for it."""
+        """The native ticket; None after a successful `wait`."""
         return self._raw
 
     def done(self) -> bool:
-        """Whether the request is over."""
         raw = self._raw
         return raw is None or raw.done()
 
     def wait(self) -> None:
-        """Block until it is over; raises `TransferError`, every time."""
-        raw = self._raw  # another thread that waits as well may drop it
+        """Block until the request has ended; every call after a failure raises `TransferError`."""
+        raw = self._raw  # another waiting thread may clear it
         if raw is None:
             return
         if self._failure is not None:
@@ -237,10 +237,10 @@ class DiskTicket:
 
 
 class Disk:
-    """Scratch directories, one state file in each, and the native engine that moves bytes.
+    """Store of the disk tier: scratch directories with one state file each, and the native engine.
 
-    `warnings` says what the user should know about the paths, once `allocate` has run. `stuck` is
-    the error of the first request that the kernel did not let go of in `io.timeout_s`.
+    `warnings` lists problems of the paths; complete after `allocate`. `stuck` is the error of the
+    first request that the kernel did not complete within `io.timeout_s`.
     """
 
     joins = True
@@ -258,7 +258,7 @@ class Disk:
         self.paths = tuple(paths)
         self.speeds = tuple(io.weights or ()) if len(paths) > 1 else ()
         self.used: tuple[int, ...] = ()
-        self._verify = io.verify is True  # "auto" is settled by the plan
+        self._verify = io.verify is True  # "auto" is resolved by the plan
         self.checksums: Checksums | None = None
         self._room: tuple[int, ...] = ()
         self._stripe_bytes = io.block_size if stored is None else stored.stripe_bytes
@@ -294,26 +294,25 @@ class Disk:
 
     @property
     def backend(self) -> str:
-        """The I/O back end in use, with the reason."""
+        """Name of the I/O back end in use, with the reason."""
         assert self._aio is not None
         return f"{self._aio.backend} ({self._aio.backend_reason})"
 
     # --- reserving ---------------------------------------------------------------------------
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
-        """Promise whole pages; only before `allocate`.
+        """Reserve full pages of the logical space; only before `allocate`.
 
-        `owner` names the bytes in errors. `cuts` are the offsets where parts begin that are also
-        read alone; each part is spread over the drives.
+        `owner` names the bytes in errors. `cuts` are the offsets at which sections begin that are
+        also read separately; each section is spread over the drives.
         """
         return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[Extent]:
-        """`extent` for each of them."""
         return [self.extent(*each) for each in zip(sizes, owners, strict=True)]
 
     def allocate(self) -> None:
-        """Place the extents, and create and reserve the files.
+        """Assign the extents to drives, and create and reserve the files.
 
         Raises `DoesNotFitError` with the missing bytes, `TransferError` or `MachineError`.
         """
@@ -369,21 +368,21 @@ class Disk:
 
     @property
     def striping(self) -> Striping:
-        """Where everything is, once it is allocated; `Disk` takes it back as `stored`."""
+        """Assignment of the logical space to files, after `allocate`; input `stored` of `Disk`."""
         directories = tuple(scratch.directory for scratch in self.scratches)
         return Striping(directories, self._stripe_bytes, self.speeds, self._room, self.used)
 
-    # --- moving ------------------------------------------------------------------------------
+    # --- transfers ---------------------------------------------------------------------------
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> DiskTicket:
-        """Start reading extents into uint8 buffers of their size."""
+        """Start reading extents into uint8 buffers of equal size."""
         joined, expected = _joined(pieces), list[Tensor]()
         if self.checksums is not None:
             expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in joined]
         return self._submit(_aio.READ, joined, priority, expected)
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> DiskTicket:
-        """Start writing uint8 buffers to extents of their size; they may not change till then."""
+        """Start writing uint8 buffers, which must not change until the end, to extents."""
         joined = _joined(pieces)
         if self.checksums is not None:
             for extent, buffer in joined:
@@ -397,9 +396,9 @@ class Disk:
         self.checksums.written(extent.offset, buffer)
 
     def sync(self) -> None:
-        """Put everything whose write was waited for on stable storage.
+        """Flush completed writes to stable storage.
 
-        Raises `TransferError`, and `RemovedError` where a file has no name any more.
+        Raises `TransferError`, and `RemovedError` if a file was unlinked.
         """
         for file in self._files:
             try:
@@ -427,10 +426,10 @@ class Disk:
         raw = self._aio.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
         return DiskTicket(raw, self, pieces, expected)
 
-    # --- whose bytes -------------------------------------------------------------------------
+    # --- errors ------------------------------------------------------------------------------
 
     def owner_at(self, pieces: Sequence[tuple[Extent, Tensor]], path: str, offset: int) -> str:
-        """Whose bytes a ticket moved at an offset of a file; "" where it did not."""
+        """Return the owner of the bytes that a ticket moved at an offset of a file; "" if none."""
         for extent, _ in pieces:
             for piece in self._stripes.pieces(extent.offset, extent.nbytes):
                 inside = piece.offset <= offset < piece.offset + piece.nbytes
@@ -451,14 +450,14 @@ class Disk:
                 return corruption(extent.owner, path, piece.offset, PAGE, found, wanted)
         return None
 
-    # --- counting ----------------------------------------------------------------------------
+    # --- counters ----------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """The native engine's counters; see `_aio.Engine.counters`."""
         return self._aio.counters() if self._aio is not None else {}
 
     def times_s(self, op: str) -> dict[str, float]:
-        """Seconds that blocks of "read" or "write" waited in "queue", and had the "device"."""
+        """Return seconds that blocks of `op`, "read" or "write", spent in "queue" and "device"."""
         assert self._aio is not None
         counters = self._aio.device_counters().values()
         return {
@@ -467,10 +466,10 @@ class Disk:
         }
 
     def drives(self) -> dict[str, dict[str, Any]]:
-        """Return per path: the device, stored bytes, and its counters.
+        """Return per path: the device, reserved bytes, speed, and counters.
 
-        `nbytes` is bytes reserved; `speed` is relative, or bytes per second where it was measured
-        (None for one path); the counters are those of the whole device, see
+        `nbytes` are reserved bytes; `speed` is relative, or bytes per second if it was measured
+        (None for one path); the counters are those of the device, see
         `_aio.Engine.device_counters`.
         """
         assert self._aio is not None
@@ -491,10 +490,10 @@ class Disk:
         }
 
     def close(self) -> None:
-        """Wait for the kernel's requests, close files, remove directories that are not durable.
+        """Wait for requests in flight, close files, remove directories that are not durable.
 
-        Every step is tried; raises the first error. Where the kernel does not let go of a
-        request, the error names it, and the request's memory is never given to anyone else.
+        Attempts every step, and raises the first error. If the kernel does not complete a request,
+        the error names the request, and its memory is never reused.
         """
         failure: Exception | None = None
         if self._aio is not None:

@@ -1,4 +1,4 @@
-"""Rates of the disk tier, measured as an optimizer pass uses it: chunk records kept in flight."""
+"""Benchmark of the disk tier with the pattern of an optimizer pass: chunk records in flight."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from infinity.storage.disk_speed import keep_moving
 from infinity.storage.staging import host_buffer
 from infinity.types import PAGE
 
-SPAN_BYTES = 256 << 20  # of the disk, at most; and a quarter of the free space
-_RECORD_BYTES = 12 << 20  # of the tier: a chunk of 2**20 parameters
+SPAN_BYTES = 256 << 20  # maximum of the disk used, and at most a quarter of the free space
+_RECORD_BYTES = 12 << 20  # a disk record: a chunk of 2**20 parameters
 _LEAST_BYTES, _TRIAL_BYTES = 1 << 20, 4 << 20
 _NUM_IN_FLIGHT = 4
-_NUM_PASSES = 3  # the kinds take turns: virtual disks wander
-_PREPARE_SHARE = 0.25  # of the time, at most, is for the first write
-_ALONE_SHARE = 0.25  # of the time, more, for products without the disk
-_LEAST_LOST = 0.01  # of the time: what products lose below that cannot be told from noise
+_NUM_PASSES = 3  # directions alternate, because rates of virtual disks drift
+_PREPARE_SHARE = 0.25  # maximum share of the time for the first write
+_ALONE_SHARE = 0.25  # additional share for matrix products without disk I/O
+_LEAST_LOST = 0.01  # minimum share of the time lost by products; less is noise
 _READ, _WRITE = False, True
 _KINDS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
 NUM_NOISE, LEAST_CALLS = 2**20, 3
@@ -44,9 +44,9 @@ def measure_disk(
     Args:
         paths: Folders on the drives, as in `nvme_path`.
         io: Back end, block size and depth to measure with.
-        seconds: Time to take, about; several paths take half a second more, in which the disk tier
-            weighs them against each other.
-        busy: Measure while all processors multiply matrices, and measure what that costs them.
+        seconds: Approximate duration; several paths take half a second more, in which the disk tier
+            measures their relative speeds.
+        busy: Measure while all processors multiply matrices, and measure their slowdown.
 
     Returns:
         `disk_read`, `disk_write` and `disk_mixed` in bytes per second; if `busy` also
@@ -67,7 +67,7 @@ def measure_disk(
 
 
 def _beside_products(disk: Disk, tier: _Tier, seconds: float) -> dict[str, float]:
-    """Rates of the tier while all processors multiply, and bytes per second that these lose."""
+    """Return rates of the tier while all processors multiply matrices, and `disk_per_cpu_s`."""
     matrix = make_noise(torch.float32).view(1024, -1)
 
     def product() -> None:
@@ -85,7 +85,7 @@ def _beside_products(disk: Disk, tier: _Tier, seconds: float) -> dict[str, float
 
 
 class _Tier:
-    """Moves records of a region; reads come from its first half, writes go to its second."""
+    """Transfers of records of a region: reads from its first half, writes to its second."""
 
     def __init__(self, disk: Disk, region: Extent, seconds: float) -> None:
         self._disk, self._region, self._seconds = disk, region, seconds
@@ -98,10 +98,10 @@ class _Tier:
         self._next = {_READ: 0, _WRITE: 0}
 
     def rates(self) -> dict[str, float]:
-        """The three medians."""
+        """Return the median rate of each entry of `_KINDS`, in bytes per second."""
         started = time.perf_counter()
         self._choose_size()
-        # Records from the beginning, as far as time goes: what reads will find.
+        # Write records from the beginning of the region while time permits, for the reads.
         half = self._write(_PREPARE_SHARE * self._seconds)[0] // 2
         passes: dict[str, list[float]] = {name: [] for name in _KINDS}
         for _ in range(_NUM_PASSES):
@@ -112,15 +112,15 @@ class _Tier:
         return {name: statistics.median(found) for name, found in passes.items()}
 
     def _choose_size(self) -> None:
-        """Records so small that several go into a pass."""
+        """Choose a record size so small that several fit into a pass."""
         most, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
-        for _ in range(2):  # the first write of reserved space is slower
+        for _ in range(2):  # the first write to reserved space is slower
             _, once_s = self._write(0, least=1)
         wanted = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
         self._nbytes = min(most, max(wanted, _LEAST_BYTES))
 
     def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
-        """Write records from the beginning; how many, and how long it took."""
+        """Write records from the beginning; return their number and the seconds taken."""
         most = self._region.nbytes // self._nbytes
         return keep_moving(
             lambda n: self._move(_WRITE, n, n),
@@ -131,7 +131,7 @@ class _Tier:
         )
 
     def _run(self, kinds: Sequence[bool], half: int) -> float:
-        """Move records for the time of a pass, `kinds` taking turns; bytes per second."""
+        """Move records for the time of a pass, alternating `kinds`; return bytes per second."""
 
         def start(turn: int) -> DiskTicket:
             kind = kinds[turn % len(kinds)]
@@ -171,10 +171,10 @@ def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
 def calls_per_s(
     work: Callable[[], None], seconds: float, of: Callable[[list[float]], float] = min
 ) -> float:
-    """Return calls per second of `work`, which must be warm, by the fastest of several calls.
+    """Return calls per second of `work`, which must be warm, from the fastest of several calls.
 
-    Calls differ only by what else the machine does, which should not be kept. Pass
-    `statistics.median` for work that allocates new memory each time and waits for its pages.
+    Differences between calls are interference by other programs, which must not be cached. Pass
+    `statistics.median` as `of` for work that allocates memory in each call and waits for its pages.
     """
     times: list[float] = []
     end = time.perf_counter() + seconds
@@ -184,12 +184,12 @@ def calls_per_s(
 
 
 def timed(work: Callable[[], None]) -> float:
-    """Return the seconds of one call."""
+    """Return the duration of one call in seconds."""
     started = time.perf_counter()
     work()
     return time.perf_counter() - started
 
 
 def make_noise(dtype: torch.dtype) -> Tensor:
-    """Return values of the size of weights; the user's random state is left alone."""
+    """Return `NUM_NOISE` normal values with std 0.02; the global random state is not changed."""
     return (torch.randn(NUM_NOISE, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)

@@ -1,7 +1,7 @@
-"""Measures speeds: of requests kept in flight, and of drives for their shares.
+"""Measurement of the relative speeds of drives, and of requests in flight.
 
-Of shares only the ratio matters, so all drives are measured at the same time, as they will be
-used: what they share (a bus, a controller, the processor) is shared then too.
+Shares depend on ratios only, so all drives are measured concurrently, as they are used: a common
+bus, controller or processor is shared during the measurement, too.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ import infinity._aio as _aio
 from infinity.storage.os_errors import transfer_error
 from infinity.storage.staging import host_buffer
 
-PROBE_S = 0.4  # timed; preparing and the last requests come on top
+PROBE_S = 0.4  # timed part, without preparation and the last requests
 SPAN = 32 << 20  # bytes of each file that are written and read
 BLOCK = 1 << 20
 DEPTH = 4  # requests in flight per drive
 _MANY = 1 << 60
-_SAME = 0.1  # speeds within this share of the fastest are called equal: the noise of a probe
+_SAME = 0.1  # speeds within this share of the fastest count as equal (noise)
 
 
 class Ticket(Protocol):
-    """A request under way."""
+    """A request in flight."""
 
     def wait(self) -> object:
-        """Until it is done."""
+        """Block until the request has ended."""
 
 
 def measure_speeds(
     engine: _aio.Engine, files: Sequence[_aio.File], room: Sequence[int]
 ) -> list[float]:
-    """Bytes per second of each file, half read and half written; files are written over.
+    """Return bytes per second of each file, half read and half written; overwrites the files.
 
-    `room` is bytes each file may grow by. A file without room for one block counts as one byte
-    per second, since it cannot hold much. Raises `TransferError`.
+    `room` is the number of bytes by which each file may grow. A file that cannot grow by two blocks
+    has a speed of one byte per second. Raises `TransferError`.
     """
     source = host_buffer(BLOCK)
     source.copy_(torch.frombuffer(bytearray(os.urandom(BLOCK)), dtype=torch.uint8))
@@ -62,9 +62,10 @@ def measure_speeds(
 def keep_moving(
     start: Callable[[int], Ticket], seconds: float, *, depth: int, least: int = 1, most: int = _MANY
 ) -> tuple[int, float]:
-    """Begin requests one after the other, `depth` in flight; how many, and the seconds they took.
+    """Start requests with `depth` in flight; return their number and the seconds they took.
 
-    `start(n)` begins the n-th; by then number n - `depth` is done. `least` and `most` are counts.
+    `start(n)` starts request n, after request n - `depth` has ended. At least `least` and at most
+    `most` requests are started.
     """
     in_flight: deque[Ticket] = deque()
     count, begin = 0, time.perf_counter()
@@ -88,8 +89,8 @@ def _measure(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) ->
     def write(turn: int) -> _aio.Ticket:
         return engine.submit(_aio.WRITE, [(file, turn * BLOCK, BLOCK, source.data_ptr())])
 
-    # Reserved space is slow to write for the first time, so a part is written before the clock
-    # starts; on a slow drive a small part.
+    # The first write to reserved space is slow, so blocks are written before the measurement, for a
+    # limited time.
     prepared, _ = keep_moving(write, PROBE_S / 8, depth=1, most=span // BLOCK)
 
     def read_or_write(turn: int) -> _aio.Ticket:

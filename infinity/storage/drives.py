@@ -1,4 +1,4 @@
-"""Facts about the drive behind a path: device, file system and its costs, direct I/O, back ends."""
+"""Properties of the drive behind a path: device, file system, direct I/O, back ends, warnings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _REMEDY = "choose an nvme_path on a local ext4 or xfs file system"
 
 
 def device_of(path: Path) -> str:
-    """The device behind a path as "major:minor"; "" where it cannot be asked."""
+    """Return the device behind a path as "major:minor"; "" if it is unknown."""
     with suppress(OSError):
         device = os.stat(path).st_dev
         return f"{os.major(device)}:{os.minor(device)}"
@@ -32,7 +32,7 @@ def device_of(path: Path) -> str:
 
 
 def drive_of(device: str, sysfs: Path = Path("/sys")) -> str:
-    """The whole drive that a partition "major:minor" belongs to; else the device itself."""
+    """Return the drive of a partition, both as "major:minor"; any other device unchanged."""
     with suppress(OSError):
         node = (sysfs / "dev/block" / device).resolve(strict=True)
         if (node / "partition").exists():
@@ -41,7 +41,7 @@ def drive_of(device: str, sysfs: Path = Path("/sys")) -> str:
 
 
 def one_per_file_system(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
-    """The first path on each file system, and what to say about the others."""
+    """Return the first path on each file system, and warnings about the others."""
     kept: dict[str, Path] = {}
     warnings = []
     for path in paths:
@@ -57,7 +57,7 @@ def one_per_file_system(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
 
 
 def shared_drives(paths: Sequence[Path], sysfs: Path = Path("/sys")) -> list[str]:
-    """What to say about paths that are partitions of one drive, or directories of one device."""
+    """Return warnings about paths that share a drive, as partitions or directories."""
     first: dict[str, Path] = {}
     warnings = []
     for path in paths:
@@ -102,7 +102,7 @@ def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
 
 
 def _overwrites_in_place(fd: int) -> bool:
-    """Whether a btrfs file is marked nodatacow."""
+    """Return True if a btrfs file is marked nodatacow."""
     flags = array("l", [0])
     with suppress(OSError):
         fcntl.ioctl(fd, _GET_FLAGS, flags)
@@ -111,24 +111,24 @@ def _overwrites_in_place(fd: int) -> bool:
 
 @dataclass(frozen=True)
 class Drive:
-    """Facts about one path, found by writing and reading there. Sizes in bytes."""
+    """Properties of one path, determined by writing and reading there. Sizes in bytes."""
 
     path: str
     file_system: str
     device: str
-    """Number and name, such as "254:0 vda"; file systems without a device have a number only."""
+    """Number and name, such as "254:0 vda"; number only for file systems without a device."""
     model: str
     direct: bool
     direct_reason: str
-    """Why it is buffered; "" when direct."""
+    """Reason for buffered I/O; "" if direct."""
     memory_alignment: int
     offset_alignment: int
     free_bytes: int
     total_bytes: int
     backends: dict[str, dict[str, Any]]
-    """For each back end `{"ok": bool, "reason": str}`."""
+    """`{"ok": bool, "reason": str}` by back end."""
     notes: list[str]
-    """What keeping state there costs; empty for a good local drive."""
+    """Warnings about the file system; empty for a good local drive."""
 
     @property
     def in_ram(self) -> bool:
@@ -136,14 +136,14 @@ class Drive:
         return self.file_system in _IN_RAM
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict for JSON."""
         return asdict(self)
 
 
 def look_at(path: Path) -> Drive:
-    """Try `path` as a run would use it, and leave nothing there.
+    """Probe `path` with a temporary run directory, which is removed.
 
-    Raises `MachineError` if it is missing, not a directory or not writable, or if no back end
+    Raises `MachineError` if the path is missing, not a directory or not writable, or if no back end
     works there, and `DoesNotFitError` if not even a block fits.
     """
     with Scratch.create(path) as scratch:
@@ -181,19 +181,19 @@ def look_at(path: Path) -> Drive:
 
 
 def chosen_backend() -> tuple[str, str]:
-    """Return which back end `backend="auto"` takes in this process, and why."""
+    """Return the back end that `backend="auto"` selects in this process, and the reason."""
     with closing(_aio.Engine()) as engine:
         return engine.backend, engine.backend_reason
 
 
 def _block_device(number: int) -> tuple[str, str]:
-    """Return the kernel's name and the model of a block device; "" where there is none."""
+    """Return the kernel name and the model of a block device; "" for a missing one."""
     path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     try:
         real = path.resolve(strict=True)
     except OSError:
         return "", ""
-    # A partition lies inside its disk, and only the disk has a model.
+    # The folder of a partition is below that of its disk, and only the disk has a model.
     for folder in (real, real.parent):
         with suppress(OSError):
             return real.name, (folder / "device/model").read_text(encoding="utf-8").strip()

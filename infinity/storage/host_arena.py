@@ -1,9 +1,9 @@
-"""Arenas of host memory: reserved once, page-aligned, in huge pages where allowed.
+"""Arenas of host memory: reserved once, page-aligned, in huge pages where available.
 
-An arena is an anonymous mapping. It is never unmapped by hand: tensors made over it keep it
-alive, and it goes back to the system when the last of them dies. Forked children do not inherit
-the pages (`MADV_DONTFORK`): a DataLoader worker would double a private pool, and forking during
-O_DIRECT transfers into private memory is unsafe.
+An arena is an anonymous mapping. It is never unmapped explicitly: tensors over it keep it alive,
+and the system frees it with the last of them. Forked children do not inherit the pages
+(`MADV_DONTFORK`): a DataLoader worker would double a private pool, and forking during O_DIRECT
+transfers into private memory is unsafe.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from infinity.types import PAGE, round_up
 
 
 class HostArena:
-    """One reserved mapping of `nbytes` (rounded up to pages), carved by offset."""
+    """One reserved mapping of `nbytes`, rounded up to pages."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = round_up(max(nbytes, PAGE), PAGE)
@@ -38,19 +38,19 @@ class HostArena:
         self._carved = 0
 
     def view(self, offset: int, nbytes: int) -> Tensor:
-        """A uint8 tensor over a range, with a storage object of its own."""
+        """Return a uint8 tensor over a range, with a separate storage."""
         assert 0 <= offset <= offset + nbytes <= self.nbytes, (offset, nbytes, self.nbytes)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         return torch.frombuffer(self._map, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def carve(self, nbytes: int) -> Tensor:
-        """The next free range, page-aligned; reservation is planned, so it cannot run out."""
+        """Return the next free range, page-aligned; the caller sizes the arena for all ranges."""
         start = self._carved
         self._carved = round_up(start + nbytes, PAGE)
         return self.view(start, nbytes)
 
 
 def arena_for(sizes: Sequence[int]) -> HostArena:
-    """An arena that exactly holds page-aligned ranges of these sizes."""
+    """Return an arena that exactly holds page-aligned ranges of these sizes."""
     return HostArena(sum(round_up(size, PAGE) for size in sizes))

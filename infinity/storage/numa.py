@@ -1,7 +1,7 @@
-"""NUMA placement of host memory: copies from a far node cross the link between processors.
+"""NUMA placement of host memory: copies from a remote node cross the link between processors.
 
-The policy is a preference: where the node is full, pages come from another one. Linux only, by
-the system call itself, since libnuma is not on every machine (mbind(2)).
+The policy is a preference: if the node is full, pages come from another one. Linux only; calls
+mbind(2) directly, because libnuma is not installed on every machine.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ import platform
 from pathlib import Path
 
 _PREFERRED = 1  # MPOL_PREFERRED
-_MOVE = 1 << 1  # MPOL_MF_MOVE: pages that are there already
+_MOVE = 1 << 1  # MPOL_MF_MOVE: also migrate existing pages
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_MASK_BITS = 1024  # of the kernel's largest node mask
+_MASK_BITS = 1024  # size of the largest node mask of the kernel
 _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Take the pages of a page-aligned range from `node`; False where that cannot be asked for."""
+    """Prefer `node` for the pages of a page-aligned range; return False if that is not possible."""
     number = _MBIND.get(platform.machine())
     if number is None or not 0 <= node < _MASK_BITS:
         return False
@@ -32,7 +32,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def node_of_pci(domain: int, bus: int, device: int, root: Path = Path("/")) -> int | None:
-    """The node next to a PCI device; None where there is one node only, or nothing is known."""
+    """Return the node next to a PCI device; None if it is unknown or there is only one node."""
     name = f"{domain:04x}:{bus:02x}:{device:02x}.0"
     try:
         node = int((root / "sys/bus/pci/devices" / name / "numa_node").read_text())

@@ -1,4 +1,4 @@
-"""Errors of the disk tier: which bytes of the model were lost, where, why, and what to do."""
+"""Errors of the disk tier: affected bytes of the model, location, cause and remedy."""
 
 from __future__ import annotations
 
@@ -12,11 +12,9 @@ from infinity.common.files import advice, refused, transfer_refused
 from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, InfinityError, MachineError, TransferError
 
-# A directory that a user gave as `nvme_path`: whether it can be used, and why not.
-
 
 def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNotFitError:
-    """Return the error for a state that is larger than the room at all paths together."""
+    """Return the error for a state larger than the free bytes at all paths together."""
     missing = format_size(required_bytes - sum(free_bytes.values()))
     each = ", ".join(f"{format_size(free)} free at {path}" for path, free in free_bytes.items())
     return DoesNotFitError(
@@ -28,7 +26,7 @@ def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNot
 
 
 def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
-    """A path given as nvme_path, absolute; raises `MachineError` if it is no directory."""
+    """Return `nvme_path` as an absolute path; raises `MachineError` if it is not a directory."""
     root = Path(nvme_path).expanduser().absolute()
     try:
         is_directory = root.is_dir()
@@ -45,12 +43,12 @@ def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
 
 
 def refusal(root: Path, error: OSError) -> InfinityError:
-    """Return the error for a path that cannot be created under `root`."""
+    """Return the error for an `nvme_path` that cannot be used."""
     return refused(f"nvme_path {root} cannot be used", error, root)
 
 
 def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
-    """Translate a native error; `owner` names the bytes ("unit 'h.3', chunk 2")."""
+    """Convert a native error; `owner` names the bytes ("unit 'h.3', chunk 2")."""
     _, usual = advice(error)
     what = f"{owner}: {error}" if owner else str(error)
     return transfer_refused(what, error, remedy=usual or "check nvme_path")
@@ -59,7 +57,7 @@ def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
 def corruption(
     owner: str, path: str, offset: int, length: int, found: int, expected: int
 ) -> TransferError:
-    """The error for a page whose checksum is wrong; offset and length are bytes in the file."""
+    """Return the error for a page with a wrong checksum; `offset` and `length` in bytes."""
     return TransferError(
         f"{owner}: the {length} bytes read at offset {offset} of {path!r} are not the bytes "
         f"written: their CRC32C is {found:#010x}, not {expected:#010x}",

@@ -1,7 +1,7 @@
-"""Faults pages in with several threads before a driver registers them.
+"""Page faulting with several threads, before a driver registers the pages.
 
-Fresh pages are made, and zeroed, when they are first touched; a driver does that with one thread,
-some GB/s.
+New pages are allocated and zeroed on first access; a driver does that with one thread, at a few
+GB/s.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import ctypes
 from concurrent.futures import ThreadPoolExecutor
 
-_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, of Linux 5.14
+_POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, since Linux 5.14
 _PREFAULT_SLICE = 128 << 20
 _PREFAULT_THREADS = 8
 
 
 def prefault(address: int, nbytes: int) -> bool:
-    """Make all pages of a page-aligned range now, with several threads; contents are kept.
+    """Allocate all pages of a page-aligned range, with several threads; contents are preserved.
 
-    False where the system does not know how: whoever touches a page makes it then.
+    Returns False if the kernel does not support it; pages are then allocated on first access.
     """
     library = ctypes.CDLL(None, use_errno=True)
     library.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -1,8 +1,8 @@
 """Reservations of the engines of this process: bytes per tier.
 
-The one process-wide record of the library: budgets belong to the process, as its memory does, so
-a second engine must see what the first one took. It holds numbers only, and a dead engine's line
-vanishes with it.
+This is the only process-wide record of the library. Budgets apply to the process, so a second
+engine must see the reservations of the first. The record holds numbers only, and the entry of an
+engine is removed when the engine is garbage-collected.
 """
 
 from __future__ import annotations
@@ -39,27 +39,27 @@ class Reservations:
         *,
         promised: bool = False,
     ) -> None:
-        """Record the reservation of an engine on `device`; `promised` bytes are not taken yet."""
+        """Record the reservation of an engine; `promised` bytes are not allocated yet."""
         where = device.torch_device
         self._taken[owner] = _Taken(dict(tier_bytes), where, device.unified, promised)
 
     def release(self, owner: object) -> None:
-        """Forget it; idempotent."""
+        """Remove the reservation of `owner`, if there is one."""
         self._taken.pop(owner, None)
 
     def ram(self) -> int:
-        """Bytes of RAM that all engines of the process hold."""
+        """Return the bytes of RAM reserved by all engines of the process."""
         return sum(
             one.tier_bytes.get(Tier.HOST, 0) + one.unified * one.tier_bytes.get(Tier.DEVICE, 0)
             for one in self._taken.values()
         )
 
     def total(self, tier: Tier) -> int:
-        """Bytes of a tier that they hold; those of all devices are one tier here."""
+        """Return the bytes of a tier reserved by all engines, over all devices."""
         return sum(one.tier_bytes.get(tier, 0) for one in self._taken.values())
 
     def on_device(self, device: Device, *, only_real: bool = False) -> int:
-        """Return bytes of `device` that its engines hold, with or without promised ones."""
+        """Return the bytes of `device` reserved by engines; `only_real` excludes promised ones."""
         return sum(
             one.tier_bytes.get(Tier.DEVICE, 0)
             for one in self._taken.values()

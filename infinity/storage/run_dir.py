@@ -1,14 +1,15 @@
-"""The private directory on a disk where one run keeps its state while it lives.
+"""Private directory on a drive that holds the state of one run.
 
 [Note: marking]
-A durable run on several paths has a directory on each, and the first one's record decides for all:
-it first names the others (`announce`), then they are marked, it comes last. A first directory that
-names others and is not durable was left by a run that died meanwhile; it goes with all of them.
+A durable run on several paths has a directory on each; the record of the first directory decides
+for all. It first lists the others (`announce`), then the others are marked durable, and the first
+directory last. If a first directory lists others and is not durable, its run died in between; it is
+removed together with the others.
 
-Invariants: the directory can be seen under its final name only while its lock is held or after its
-run has died; only directories of our own pattern, owner and making are ever removed, and none of a
-run that committed a step, whatever `run.json` holds; the lock file goes last, so a removal that was
-cut short is recognised and finished by the next run.
+Invariants: a directory has its final name only while its lock is held or after its run has died.
+Only directories with infinity's name pattern, created by the same user, are ever removed, and none
+of a run that committed a step, regardless of `run.json`. The lock file is deleted last, so that the
+next run recognizes and completes an interrupted removal.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ RECORD_FORMAT, RECORD_VERSION = "torch-infinity-run", 3
 
 @dataclass(frozen=True)
 class _OwnerRecord:
-    """Members of a record that are relied on."""
+    """Required and optional keys of `run.json` with their types."""
 
     durable: Flag
     pid: Count
@@ -60,7 +61,7 @@ class _OwnerRecord:
 def read_record(directory: Path) -> dict[str, Any]:
     """Read the record of a run directory.
 
-    Raises `OSError`, and `ValueError` for one that is damaged or cannot be.
+    Raises `OSError`, and `ValueError` for a damaged or invalid record.
     """
     record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
     owner = made(_OwnerRecord, record)
@@ -70,7 +71,7 @@ def read_record(directory: Path) -> dict[str, Any]:
 
 
 def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
-    """Write the identity of the run, and sync it before the run becomes visible."""
+    """Write the record of a run directory and sync it to disk."""
     record: dict[str, Any] = {
         "durable": durable,
         "pid": os.getpid(),
@@ -83,20 +84,20 @@ def write_record(path: Path, *, durable: bool = False, **facts: Any) -> None:
 
 _RANK_NAME = re.compile(r"rank-([0-9]+)")
 _RUN_NAME = re.compile(r"infinity-run-[0-9]+-[0-9a-f]{16}")
-# A directory that is being made: invisible to the pattern above until its lock is held.
+# A directory under construction: it matches the pattern above only once its lock is held.
 _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
-# Making takes milliseconds; what is older was abandoned between two system calls.
+# Creating a directory takes milliseconds; an older one was abandoned.
 _NEW_GRACE_S = 600.0
 LOCK_NAME = "lock"
 RECORD_NAME = "run.json"
-KEPT_NAME = "kept"  # an empty file of a directory that was made durable
+KEPT_NAME = "kept"  # empty file that marks a directory as durable
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 class Scratch:
-    """One run's directory under an `nvme_path`; made by `Scratch.create`, deleted by `remove`.
+    """Directory of one run under an `nvme_path`; created by `create`, deleted by `remove`.
 
-    One that is `durable` stays, whatever happens to the run; `Scratch.adopt` opens it again.
+    A `durable` directory is not deleted; `Scratch.adopt` opens it again.
     """
 
     def __init__(self, directory: Path, lock: LockFile, *, durable: bool = False) -> None:
@@ -106,9 +107,9 @@ class Scratch:
 
     @classmethod
     def create(cls, nvme_path: str | os.PathLike[str], primary: Path | None = None) -> Self:
-        """Remove what dead runs left under `nvme_path`, then make and lock a new directory there.
+        """Remove directories of dead runs under `nvme_path`, then create and lock a new one.
 
-        `primary` is the first directory of a run that has several. Raises `MachineError` if
+        `primary` is the first directory of a run with several. Raises `MachineError` if
         `nvme_path` is missing, is not a directory, or cannot be written or locked, and
         `DoesNotFitError` if not even a directory fits.
         """
@@ -134,35 +135,35 @@ class Scratch:
 
     @classmethod
     def adopt(cls, directory: Path) -> Self:
-        """Lock the directory of a durable run that is over, to go on in it.
+        """Lock the directory of a durable run that has ended, to continue it.
 
-        Raises `MachineError` if it is in use, or cannot be opened.
+        Raises `MachineError` if the directory is in use or cannot be opened.
         """
         return cls(directory, lock_durable(directory), durable=True)
 
     def announce(self, run: str, members: Sequence[Path]) -> None:
-        """Say which directories are about to be kept with this one; see [Note: marking].
+        """Record the directories about to be marked durable with this one; see [Note: marking].
 
         Raises `MachineError`.
         """
         self._write(durable=False, run=run, members=[str(path) for path in members])
 
     def keep(self, facts: Mapping[str, Any]) -> None:
-        """Make it durable: from now on it is never removed; `facts` go into its record.
+        """Mark the directory as durable, with `facts` in its record; it is never removed again.
 
-        Everything in it must be on the disk before, which this makes sure of for names only.
+        The caller must have synced the contents of its files; this syncs directory entries only.
         Raises `MachineError`.
         """
         self._write(durable=True, **facts)
         self.durable = True
-        try:  # the record may be set back to an older copy
+        try:  # the record may be replaced by an older copy
             os.close(os.open(self.directory / KEPT_NAME, os.O_WRONLY | os.O_CREAT, 0o600))
             sync_directory(self.directory)
         except OSError as error:
             raise refusal(self.directory, error) from error
 
     def _write(self, *, durable: bool, **facts: Any) -> None:
-        """Replace the record, for good."""
+        """Replace the record and sync it to disk."""
         try:
             write_record(self.directory / RECORD_NAME, durable=durable, **facts)
             sync_directory(self.directory.parent)
@@ -170,13 +171,13 @@ class Scratch:
             raise refusal(self.directory, error) from error
 
     def path(self, name: str) -> Path:
-        """Return where the file `name`, a plain file name, lies; the caller makes the file."""
+        """Return the path of the file `name`, a plain file name; the caller creates the file."""
         assert name == os.path.basename(name)
         assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME, KEPT_NAME)
         return self.directory / name
 
     def free_bytes(self) -> int:
-        """Return the space an ordinary user may still fill on this disk; raises `MachineError`."""
+        """Return the free bytes of this disk for ordinary users; raises `MachineError`."""
         try:
             return free_bytes(self.directory)
         except OSError as error:
@@ -189,10 +190,10 @@ class Scratch:
             raise does_not_fit(required_bytes, {self.directory.parent: free_bytes})
 
     def remove(self) -> None:
-        """Delete the directory, unless it is durable, and release its lock. Safe to call twice.
+        """Delete the directory unless it is durable, and release its lock. Idempotent.
 
-        A forked child does nothing: the directory is its parent's. Raises `MachineError` if
-        something could not be deleted; the lock is given up all the same, so that a later run
+        No effect in a forked child, because the parent owns the directory. Raises `MachineError` if
+        something could not be deleted; the lock is released even then, so that a later run
         cleans up.
         """
         if not self._lock.held:
@@ -214,9 +215,9 @@ class Scratch:
 
 
 def disown(directories: Sequence[Path], run: str) -> None:
-    """Undo `Scratch.keep` of a run that is over: its directories go with the next dead runs.
+    """Undo `Scratch.keep` for a run that has ended; it is removed like other dead runs.
 
-    The first directory comes first. Raises `MachineError`.
+    `directories` begins with the first directory of the run. Raises `MachineError`.
     """
     first, *others = directories
     with lock_durable(first) as lock:
@@ -226,7 +227,7 @@ def disown(directories: Sequence[Path], run: str) -> None:
 def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
     """Lock a durable run that has ended; `shared` between readers.
 
-    Raises `MachineError` if it is in use, or cannot be opened.
+    Raises `MachineError` if the run is in use or cannot be opened.
     """
     try:
         return LockFile(directory / LOCK_NAME, create=False, shared=shared)
@@ -240,25 +241,25 @@ def lock_durable(directory: Path, *, shared: bool = False) -> LockFile:
 
 
 def of_rank(nvme_path: Path, rank: int) -> Path:
-    """Where one of several ranks has its run directories."""
+    """Return the parent of the run directories of one of several ranks."""
     return nvme_path / f"rank-{rank}"
 
 
 def remove_dead_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
-    """`remove_dead_runs` of the ranks `here`, and of other numbers of ranks than `count`.
+    """Remove dead runs of the ranks `here`, and of ranks beyond the current `count`.
 
-    Not of ranks elsewhere: where nodes share `nvme_path`, their locks may be each node's own.
+    Ranks of other nodes are skipped: if nodes share `nvme_path`, locks may not work across nodes.
     """
     for number, path in ranks_below(nvme_path).items():
         if number in here or (number >= count and 0 in here):
-            with suppress(MachineError):  # it goes away meanwhile
+            with suppress(MachineError):  # another process may remove it concurrently
                 remove_dead_runs(path)
     if count > 1 and 0 in here:
         remove_dead_runs(nvme_path)
 
 
 def ranks_below(nvme_path: Path) -> dict[int, Path]:
-    """The directories `of_rank` that are there, of whatever run."""
+    """Return the existing directories of ranks, of any run, by rank."""
     found = {}
     with suppress(OSError):
         for path in sorted(nvme_path.iterdir()):
@@ -278,8 +279,8 @@ def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
 def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
     """Return all run directories under `nvme_path` with their run.json; oldest first.
 
-    Of one whose run.json is missing or damaged nothing is known: {}. Links to directories, and
-    directories of other users, are among them: see `not_ours`. Raises `MachineError`.
+    The record is {} if run.json is missing or damaged. Links to directories and directories of
+    other users are included; see `not_ours`. Raises `MachineError`.
     """
     root, names = _listing(nvme_path)
     found: dict[Path, dict[str, Any]] = {}
@@ -293,7 +294,7 @@ def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]
 
 
 def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
-    """As `run_records`, but of our own directories that say that they are durable."""
+    """Return `run_records` of the user's durable directories."""
     found = run_records(nvme_path)
     return {
         path: record
@@ -303,7 +304,7 @@ def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, A
 
 
 def not_ours(directory: Path) -> str:
-    """Return why a run directory is never used or removed unasked; "" for one of our own."""
+    """Return why a run directory is not used or removed automatically; "" for one of this user."""
     with suppress(OSError):
         facts = directory.lstat()
         if stat.S_ISLNK(facts.st_mode):
@@ -317,10 +318,11 @@ def not_ours(directory: Path) -> str:
 
 
 def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
-    """Return True if a step was committed in a directory, or in the first one of its run.
+    """Return True if a step was committed in a directory, or in the first directory of its run.
 
-    Holds whatever the directory's `record` says: a file may be set back to an older copy. Where the
-    first one is not there, on a drive that is not mounted, a kept directory may have steps.
+    Commits count even if `record` is not durable, because the file may be an older copy. Returns
+    True for a directory marked durable whose first directory is missing: its drive may not be
+    mounted.
     """
     first = Path(str(record.get("primary", directory)))
     if (directory / KEPT_NAME).exists() and not first.is_dir():
@@ -335,14 +337,14 @@ def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
 
 
 def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
-    """Whether a durable directory is of a run that died in its marking; see [Note: marking]."""
+    """Return True if the run of a durable directory died while marking; see [Note: marking]."""
     first = Path(str(record.get("primary")))
     is_named = str(directory) in _read_record(first).get("members", [])
     return is_named and _RUN_NAME.fullmatch(first.name) is not None
 
 
 def is_live(directory: Path) -> bool:
-    """Whether a process holds the directory's lock."""
+    """Return True if a process holds the lock of the directory."""
     try:
         LockFile(directory / LOCK_NAME, create=False, shared=True).close()
     except BlockingIOError:
@@ -355,9 +357,9 @@ def is_live(directory: Path) -> bool:
 def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
     """Delete the directories of dead runs under `nvme_path` and return their paths.
 
-    A run is dead when its lock can be taken. Left alone: live runs, runs marked durable or with a
-    committed step, links, other users' directories, anything that does not look as we made it. What
-    cannot be deleted is left for the next run. Raises `MachineError` if `nvme_path` is not a
+    A run is dead if its lock can be acquired. Not deleted: live runs, runs marked durable or with a
+    committed step, links, directories of other users, directories with other names. Directories
+    that cannot be deleted are left for the next run. Raises `MachineError` if `nvme_path` is not a
     readable directory.
     """
     root, names = _listing(nvme_path)
@@ -366,7 +368,7 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
         is_run, is_new = _RUN_NAME.fullmatch(name), _NEW_NAME.fullmatch(name)
         if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
             removed.append(root / name)
-    for path, record in durable_records(root).items():  # what others should have taken along
+    for path, record in durable_records(root).items():  # removed with their first directory
         if never_began(path, record):
             first = Path(str(record["primary"]))
             _remove_if_dead(first.parent, first.name, is_new=False)
@@ -384,7 +386,7 @@ def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
             if is_new and time.time() - facts.st_mtime < _NEW_GRACE_S:
                 return False
             if _read_record(root / name).get("durable") is True:
-                return False  # nor locked for a moment: who goes on with it may take it just then
+                return False  # not even locked: a continuing run may be acquiring the lock
             return _remove_locked(root, name, directory_fd, is_new=is_new)
         finally:
             os.close(directory_fd)
@@ -395,7 +397,7 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
     try:
         lock = LockFile(Path(LOCK_NAME), create=False, dir_fd=directory_fd)
     except FileNotFoundError:
-        # Only a removal or a making that was cut short leaves no lock, and then nothing else.
+        # Only an interrupted removal or creation leaves no lock; the directory is then empty.
         os.rmdir(root / name)
         return True
     with lock:
@@ -406,21 +408,21 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
 
 
 def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool:
-    """Return True if recorded files no longer exist; without a record, if nothing was begun."""
+    """Return True if a locked directory may be deleted; first deletes the members it lists."""
     if RECORD_NAME not in (names := os.listdir(directory_fd)):
         return all(name == LOCK_NAME or TEMPORARY_NAME.fullmatch(name) for name in names)
     record = _read_record(directory)
     if is_new and not record:
-        return True  # nothing of it was ever seen
+        return True  # the directory never had its final name
     if record.get("durable") is not False or has_commits(directory, record):
         return False
     return is_new or _remove_members(record)
 
 
 def _remove_members(record: Mapping[str, Any]) -> bool:
-    """Delete files of a dead run next to the directory of this record.
+    """Delete the other directories of a dead run, listed by the record of its first directory.
 
-    Returns whether none of it is left; see [Note: marking]. Raises `OSError`.
+    Returns False if one of them is in use; see [Note: marking]. Raises `OSError`.
     """
     for path in map(Path, record.get("members", [])):
         if not _RUN_NAME.fullmatch(path.name):
@@ -428,7 +430,7 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
         try:
             lock = LockFile(path / LOCK_NAME, create=False)
         except FileNotFoundError:
-            continue  # gone before
+            continue  # already removed
         except BlockingIOError:
             return False
         with lock:
@@ -440,14 +442,14 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
 
 
 def _read_record(directory: Path) -> dict[str, Any]:
-    """Return the record of a directory; empty if there is no complete one."""
+    """Return the record of a directory; {} if it is missing or damaged."""
     with suppress(OSError, ValueError):
         return read_record(directory)
     return {}
 
 
 def _delete(root: Path, name: str) -> None:
-    """Delete `root/name`: files of the run, the record, the lock, the directory."""
+    """Delete `root/name`: files of the run, the record, the lock, then the directory."""
     with suppress(FileNotFoundError):
         directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
         try:

@@ -1,4 +1,4 @@
-"""Staging buffers: equal pieces of memory in which bytes stay for a while on their way."""
+"""Pools of equally sized staging buffers for transfers between tiers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from infinity.types import PAGE, round_up
 
 
 def host_buffer(nbytes: int) -> Tensor:
-    """Page-aligned RAM (uint8, zeroed) that lives as long as the tensor."""
+    """Return page-aligned, zeroed RAM (uint8), freed with the tensor."""
     return HostArena(nbytes).view(0, nbytes)
 
 
 class BufferPool:
-    """`count` buffers (uint8) of `nbytes`; one is free when the events it came back with are over.
+    """Pool of `count` uint8 buffers of `nbytes`, each reused after the events of its last use.
 
-    In RAM, pinned for `device` if one is given, or with `on_device` in its own memory. Used by one
-    thread at a time.
+    The buffers are in RAM, pinned for `device` if given, or in device memory if `on_device`. Used
+    by one thread at a time.
     """
 
     def __init__(
         self, count: int, nbytes: int, device: Device | None = None, *, on_device: bool = False
     ) -> None:
         self.count = count
-        self._free: deque[tuple[Tensor, Event | None]] = deque()  # given back longest ago first
+        self._free: deque[tuple[Tensor, Event | None]] = deque()  # in the order of `give_back`
         if not count:
             return
         step = round_up(nbytes, PAGE)
@@ -49,34 +49,33 @@ class BufferPool:
         make_one_free: Callable[[], None] | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Tensor:
-        """Return a free buffer; raises the error that its last use ended with.
+        """Return a free buffer; raises the error of its last use.
 
-        Waits inside `waiting()` for those that were given back; while none is, `make_one_free`
-        must bring about that one will be.
+        If the events of all returned buffers are pending, blocks inside `waiting()`. While every
+        buffer is taken, calls `make_one_free`, which must lead to a `give_back`.
         """
         while not self._free:
             assert make_one_free is not None, "every buffer is taken"
             make_one_free()
-        # The last one that is free, which caches may still hold; else the one that will be first.
+        # Prefer the newest free buffer, which may still be in cache; else wait for the oldest.
         newest = reversed(range(len(self._free)))
         index = next((n for n in newest if (e := self._free[n][1]) is None or e.done()), 0)
         buffer, event = self._free[index]
         if event is not None:
             with nullcontext() if event.done() else waiting():
-                event.wait()  # at once where it is over, unless that was an error
+                event.wait()  # returns immediately if done; raises if it failed
         del self._free[index]
         return buffer
 
     def give_back(self, buffer: Tensor, *events: Event) -> None:
-        """The buffer, whole, is free once all events have happened."""
+        """Return a buffer, not a slice of it, to the pool; it is free after all `events`."""
         self._free.append((buffer, together(events) if events else None))
 
     def settle(self) -> None:
-        """Wait until nothing uses those that were given back; raises what their use ended with."""
+        """Block until the events of all returned buffers have happened; raises their errors."""
         for _, event in self._free:
             if event is not None:
                 event.wait()
 
     def forget(self) -> None:
-        """Drop the buffers."""
         self._free.clear()

@@ -1,8 +1,9 @@
-"""Stores: one object for each tier, all with one protocol; a `Range` is bytes that one reserved.
+"""Stores: one object per tier with a common protocol; a `Range` is reserved by a store.
 
-Whoever moves or updates state asks a range who reaches its bytes where they are, and has those that
-nobody does read into a buffer and written back: no tier is asked for by name. A further tier is a
-class with the methods of `Store`, a member of `Tier`, and its budget and rates in the plan.
+Code that moves or updates state does not branch on tiers. It asks a range for a tensor over its
+bytes (`reached`), and if neither the CPU nor a kernel can address them, reads them into a buffer
+and writes them back. A new tier needs a class with the methods of `Store`, a member of `Tier`, and
+its budget and rates in the plan.
 """
 
 from __future__ import annotations
@@ -20,74 +21,74 @@ from infinity.types import PAGE, Tier, round_up
 
 
 class Priority(IntEnum):
-    """Order of queued requests; waiting for a ticket makes its remaining ones URGENT."""
+    """Priority of queued requests; waiting for a ticket makes its queued requests URGENT."""
 
-    URGENT = 0  # somebody waits for it
-    NORMAL = 1  # reads ahead of their use
-    BACKGROUND = 2  # writes nobody waits for
+    URGENT = 0  # a thread is waiting
+    NORMAL = 1  # prefetches
+    BACKGROUND = 2  # write-back
 
 
 class Range(Protocol):
-    """Reserved bytes of one tier; `tier` names the store that moves them."""
+    """Reserved bytes of one tier."""
 
     @property
     def tier(self) -> Tier:
-        """Of the store that reserved it: HOST for memory of a device that is the host."""
+        """Tier of the store that reserved the range: HOST if the device is the host."""
 
     @property
-    def nbytes(self) -> int:
-        """Its size."""
+    def nbytes(self) -> int: ...
 
     def part(self, start: int, nbytes: int) -> Self:
-        """A range inside this one; `start` counts bytes from its beginning."""
+        """Return a range inside this one; `start` is relative to its beginning, in bytes."""
 
     def reached(self, *, by_device: bool) -> Tensor | None:
-        """Its very bytes (uint8), where the CPU, or else a kernel of the device, may use them."""
+        """Return a uint8 tensor over the bytes themselves; None if they are not addressable.
+
+        They must be addressable by a kernel of the device if `by_device`, else by the CPU.
+        """
 
 
 Pieces = Sequence[tuple[Range, Tensor]]  # ranges, and host buffers (uint8) of their sizes
 
 
 class Store(Protocol):
-    """One tier: reserves ranges, and moves their bytes from and to buffers in host memory."""
+    """One tier: reserves ranges, and copies their bytes from and to buffers in host memory."""
 
     joins: bool
-    """Whether many pieces make one request; else they are asked for one by one."""
+    """True if a request may have many pieces; otherwise the caller requests each separately."""
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> Sequence[Range]:
-        """Ranges of these sizes in bytes, before training; `owners` name them in errors."""
+        """Reserve ranges of `sizes` bytes, before training; `owners` name them in errors."""
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
-        """Start to copy ranges to their buffers. Raises `TransferError`, or waiting does."""
+        """Start copying ranges to buffers. Raises `TransferError` here or in `Event.wait`."""
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
-        """Start to copy buffers to their ranges; the buffers may not change until it is over."""
+        """Start copying buffers, which must not change until the end, to ranges."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryRange:
-    """Bytes (uint8) of host memory, or of a device with memory of its own."""
+    """A range (uint8) of host memory, or of device memory that is not host memory."""
 
     tier: Tier
     data: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
         return self.data.numel()
 
     def part(self, start: int, nbytes: int) -> MemoryRange:
-        """A range inside this one."""
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
         return MemoryRange(self.tier, self.data[start : start + nbytes])
 
     def reached(self, *, by_device: bool) -> Tensor | None:
-        """Host memory is reached by both (kernels have it copied), a device's by its kernels."""
+        """Return the bytes: host memory in both cases, device memory only if `by_device`."""
         return self.data if by_device or self.tier is not Tier.DEVICE else None
 
 
 class HostStore:
-    """Pinned RAM."""
+    """Store of pinned RAM."""
 
     joins = False
 
@@ -95,27 +96,25 @@ class HostStore:
         self._device = device
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[MemoryRange]:
-        """One pinned mapping for all of them, each on pages of its own."""
+        """Reserve one pinned mapping for all ranges, each page-aligned."""
         arena = arena_for(sizes)
         if any(sizes):
             self._device.pin(arena)
         return [MemoryRange(Tier.HOST, arena.carve(nbytes)) for nbytes in sizes]
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
-        """Copies at once."""
         for source, buffer in pieces:
             buffer.copy_(_bytes(source))
         return HAPPENED
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
-        """Copies at once."""
         for target, buffer in pieces:
             _bytes(target).copy_(buffer)
         return HAPPENED
 
 
 class DeviceStore:
-    """Memory of a device of its own; copies out come after the compute issued so far."""
+    """Store of device memory; reads are ordered after the compute issued so far."""
 
     joins = False
 
@@ -123,7 +122,7 @@ class DeviceStore:
         self._device = device
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[MemoryRange]:
-        """One reservation for all of them. Raises `DoesNotFitError`."""
+        """Reserve all ranges in one allocation. Raises `DoesNotFitError`."""
         arena = self._device.reserve(sum(round_up(nbytes, PAGE) for nbytes in sizes))
         found, offset = [], 0
         for nbytes in sizes:
@@ -132,13 +131,12 @@ class DeviceStore:
         return found
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
-        """Device to host."""
         return together(
             [self._device.copy_d2h(buffer, _bytes(source)) for source, buffer in pieces]
         )
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
-        """Host to device, behind no copy that waits for a slot."""
+        """Copy from host to device, not delayed by copies that wait for a slot."""
         return together(
             [self._device.copy_h2d_unordered(_bytes(target), buffer) for target, buffer in pieces]
         )
@@ -151,7 +149,7 @@ def _bytes(location: Range) -> Tensor:
 
 
 def together(events: Sequence[Event]) -> Event:
-    """One event for several; each is waited for, so that no error of one is lost."""
+    """Return one event for several; waiting waits for each, so that every error is raised."""
     if not events:
         return HAPPENED
     return events[0] if len(events) == 1 else AllOf(events)

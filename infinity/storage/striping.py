@@ -1,13 +1,13 @@
-"""Which bytes lie on which drive: one logical space, dealt in stripes over several paths.
+"""Striping of one logical address space over several drives.
 
-Extents are promised one after the other, so the logical space is dense; when all are known, it is
-dealt. A record is split, rather than given whole to one drive: an optimizer pass has only two reads
-in flight and consumes them in order, so whole records would leave a drive idle whenever two in a
-row lie on the other one, and a fetch that somebody waits for would run at the speed of one drive.
+Extents are allocated consecutively, so the logical space is dense; it is distributed when all
+extents are known. Each record is split over the drives. An optimizer pass has only two reads in
+flight and consumes them in order: with unsplit records a drive would be idle whenever two
+consecutive records are on the other one, and a blocking fetch would run at the speed of one drive.
 
-Each part of a record (the weights, the moments) is dealt by a count of its own, because a fetch
-reads the weights alone: they too must be spread in proportion, over the whole and over any few
-records in a row.
+Each section of a record (the weights, the moments) is distributed by a separate count, because a
+fetch reads the weights only: they must also be spread in proportion, in total and over any few
+consecutive records.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.types import PAGE, round_up
 
 @dataclass(frozen=True, slots=True)
 class FileRange:
-    """A range of one path's file; `offset` and `nbytes` in bytes."""
+    """A byte range of the file of one path."""
 
     path_index: int
     offset: int
@@ -35,7 +35,7 @@ class FileRange:
 
 @dataclass(frozen=True, slots=True)
 class Striping:
-    """All that decides where the bytes of the logical space lie; the inputs of its dealing."""
+    """Inputs that determine the distribution of the logical space, with the bytes used per path."""
 
     directories: tuple[Path, ...]
     stripe_bytes: int
@@ -45,21 +45,21 @@ class Striping:
 
 
 class Stripes:
-    """The logical space of one run: promised, then placed once, then asked."""
+    """Logical space of one run: `promise` all extents, `distribute` once, then look up `pieces`."""
 
     def __init__(self, num_paths: int, stripe_bytes: int) -> None:
         self.total = 0
         self._num_paths = num_paths
         self._stripe_bytes = stripe_bytes
-        self._promised: list[tuple[int, tuple[int, ...]]] = []  # bytes, and where its parts start
-        # One entry per stretch that is contiguous in memory and on its path; arrays, because a
-        # terabyte is a million stripes.
+        self._promised: list[tuple[int, tuple[int, ...]]] = []  # bytes and cuts of each extent
+        # One entry per range that is contiguous in the logical space and in its file. Arrays,
+        # because a terabyte has a million stripes.
         self._starts = array("q")
         self._paths = array("H")
         self._offsets = array("q")
 
     def promise(self, nbytes: int, cuts: Sequence[int] = ()) -> int:
-        """Reserve whole pages; returns the logical offset. Parts begin at 0 and at each cut."""
+        """Reserve full pages and return the logical offset; sections begin at 0 and each cut."""
         assert not self._starts, "extents are promised before they are placed"
         start = self.total
         self.total += round_up(nbytes, PAGE)
@@ -68,10 +68,11 @@ class Stripes:
         return start
 
     def distribute(self, weights: Sequence[float], room: Sequence[int]) -> list[int]:
-        """Deal everything in proportion to `weights`, no path beyond its `room`; bytes per path.
+        """Distribute all extents in proportion to `weights`; return the bytes used per path.
 
-        The rooms together must hold the total. Where one path has too little, what it has is
-        spread over all extents, and the others take the rest in proportion.
+        `room` limits the bytes per path, and must sum up to the total at least. If a path is too
+        small for its share, its bytes are spread over all extents, and the other paths take the
+        remainder in proportion.
         """
         if self._num_paths == 1:
             self._append(0, 0, 0)
@@ -92,9 +93,9 @@ class Stripes:
         return dealer.used
 
     def distribute_again(self, stored: Striping, sizes: Sequence[int]) -> None:
-        """Deal everything as it was dealt for a run that is continued; raises `CheckpointError`.
+        """Reproduce the distribution of a continued run; raises `CheckpointError` on a mismatch.
 
-        `sizes` are those of the files in bytes.
+        `sizes` are the sizes of the files in bytes.
         """
         room = stored.room or (self.total,)
         used = self.distribute(stored.speeds or (1.0,), room) if sum(room) >= self.total else []
@@ -106,7 +107,7 @@ class Stripes:
             )
 
     def _append(self, start: int, path: int, offset: int) -> None:
-        """Remember a stretch, unless it merely goes on where the last one ended."""
+        """Append an entry, unless it continues the last one."""
         is_next = self._starts and self._offsets[-1] + (start - self._starts[-1]) == offset
         if is_next and self._paths[-1] == path:
             return
@@ -115,7 +116,7 @@ class Stripes:
         self._offsets.append(offset)
 
     def pieces(self, start: int, nbytes: int) -> Iterator[FileRange]:
-        """The ranges that hold `nbytes` from the logical offset `start`, in logical order."""
+        """Yield the file ranges of `nbytes` from the logical offset `start`, in logical order."""
         index, end = bisect_right(self._starts, start) - 1, start + nbytes
         while start < end:
             last = self._starts[index + 1] if index + 1 < len(self._starts) else end
@@ -127,7 +128,7 @@ class Stripes:
 
 
 def fair_shares(total: int, weights: Sequence[float], room: Sequence[int]) -> list[float]:
-    """Bytes per path so that all finish together; a path without that much room is filled up."""
+    """Return bytes per path so that all finish together; a path too small for that is filled."""
     shares = [0.0] * len(weights)
     left, open_paths = float(total), set(range(len(weights)))
     while open_paths and left > 0:
@@ -143,7 +144,7 @@ def fair_shares(total: int, weights: Sequence[float], room: Sequence[int]) -> li
 
 
 class _Dealer:
-    """Gives each stripe to the path that is furthest behind its share."""
+    """Assignment of each stripe to the path that is furthest behind its share."""
 
     def __init__(self, shares: Sequence[float], room: Sequence[int]) -> None:
         self.used = [0] * len(room)
@@ -152,7 +153,7 @@ class _Dealer:
         self._by_part: dict[int, list[int]] = {}
 
     def deal(self, part: int, nbytes: int) -> Iterator[FileRange]:
-        """Where a stripe of some part of a record goes: whole, but for the last scraps of room."""
+        """Yield the file ranges of a stripe of section `part`: one, unless it fits on no path."""
         mine = self._by_part.setdefault(part, [0] * len(self.used))
         while nbytes:
             left = [room - used for room, used in zip(self._room, self.used, strict=True)]

@@ -1,1 +1,1 @@
-"""Measurements: rates of this machine, step reports, traces, memory."""
+"""Measurements: machine rates, step reports, traces, memory."""

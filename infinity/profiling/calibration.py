@@ -1,16 +1,16 @@
-"""Measured rates of this machine: disk, copies, updates, compute; measured once, then kept.
+"""Rates of this machine (disk, copies, updates, compute), measured once and cached.
 
-Each is measured briefly, and through what a run uses: the disk tier, the `Device`, the optimizer's
-kernels on chunks of parameters; and alone, but for the disk where the host computes, whose
-processors are busy then, as they are in a step, and for the host's updates where it does not, whose
-memory copies pass. Neither files nor memory are left behind. Links between ranks are measured where
-ranks are: by all of them together (`cached_links`).
+Each rate is measured briefly and through the code of a run: the disk tier, the `Device`, the
+optimizer's kernels on chunks of parameters. Rates are measured separately, with two exceptions that
+model a training step: if the host computes, its processors are busy while the disk is measured; if
+it does not, copies run while the host's updates are measured. No files or memory are left behind.
+Links between ranks are measured by all ranks together (`cached_links`).
 
-What is kept is one JSON file for the processors, one for each set of paths and each number of ranks
-that were measured, one for what passes between nodes, below `$XDG_CACHE_HOME/infinity/rates` or
-`~/.cache/infinity/rates`: what was measured on what, the day, the rates. Files are replaced as a
-whole, so processes may race. One that is damaged, or is about something else, is as good as none; a
-folder that cannot be used only makes the cache forgetful.
+The cache has one JSON file for the processors, one for each measured set of paths and number of
+ranks, and one for traffic between nodes, below `$XDG_CACHE_HOME/infinity/rates` or
+`~/.cache/infinity/rates`. A file has a description of the measured hardware, the day and the rates.
+Files are replaced atomically, so processes may race. A damaged file, or one with another
+description, counts as missing; if the folder is not usable, nothing is cached.
 """
 
 from __future__ import annotations
@@ -59,35 +59,34 @@ from infinity.storage.disk_speed import keep_moving
 from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE, MomentFormat, round_up
 
-LINK_SECONDS = 1.0  # of both collectives
-# Of disk, updates, copies and products; what stands between those takes two more on two cores, and
-# all of it more with several paths, or on a machine that is very slow.
+LINK_SECONDS = 1.0  # for both collectives
+# For disk, updates, copies and products. Other operations of a block take two seconds more on two
+# cores; several paths or a very slow machine take longer.
 SECONDS = 2.0
-# Shares of the time. The disk binds most runs, and wanders most; the host's updates are of all
-# formats together, the device's get a third of it more.
+# Shares of the time. The disk limits most runs, and its rate varies most. The host's update share
+# covers all formats; the device's update takes a third of it in addition.
 _DISK_SHARE, _UPDATE_SHARE, _COPY_SHARE, _COMPUTE_SHARE = 0.55, 0.17, 0.05, 0.17
-_BETWEEN_SHARE = 0.04  # of each of seven
+_BETWEEN_SHARE = 0.04  # for each of seven measurements
 
 _CHUNK = NUM_NOISE  # parameters
 _LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
-_BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient in 16 bits each
+_BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient, 16 bits each
 _LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
-_COPY_BYTES = _LINK_BYTES = 32 << 20  # gathered: of the size of a small unit
+_COPY_BYTES = _LINK_BYTES = 32 << 20  # gathered bytes: the size of a small unit
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
-_FLOP = 3 * 2  # three products, a multiplication and an addition each
-_WARM_S = 1.0  # of products, before those of a GPU are timed
-_NUM_PARTS = 6  # a larger size of matrices is tried while one takes less than such a part
-# Of the block that has everything but products, where RAM computes and elsewhere: its width, and
-# tokens, as many as take no longer than is given. In a context of so few attention costs what it
-# costs anyway.
+_FLOP = 3 * 2  # three products with a multiplication and an addition each
+_WARM_S = 1.0  # seconds of products before those of a GPU are timed
+_NUM_PARTS = 6  # larger matrices are tried while a call takes less than this fraction
+# Transformer block without matrix products, by `Device.unified`: its width and maximum number of
+# tokens. In a context of `_SHORT` tokens attention costs no more than its fixed overhead.
 _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
-_TOKEN_WIDTHS = 40  # what a token of it takes at most, and the part of a device's memory for all
-_MEMORY_PART = 8
+_TOKEN_WIDTHS = 40  # maximum memory of a token, in values per unit of width
+_MEMORY_PART = 8  # divisor of the free device memory
 _NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
 
-_FORMAT = 1  # of what is kept; counts up when what is measured changes its meaning
-# What may be kept; a stranger's number must not get into a plan.
+_FORMAT = 1  # of cache entries; increment when the meaning of a rate changes
+# Accepted names of rates: a damaged cache must not influence a plan.
 _NAMES = {
     *names.DISK,
     names.DISK_PER_CPU_S,
@@ -98,16 +97,16 @@ _NAMES = {
 }
 _NAMES |= {*LINKS, names.BETWEEN_NODES, BETWEEN_HOSTS}
 _Numbers = dict[str, float]
-_Kept = tuple[_Numbers, str]  # and the day
-# What is described, the names that its rates must have, and how to measure them.
+_Kept = tuple[_Numbers, str]  # rates and the day of the measurement
+# Description of the hardware, required names of rates, and a function that measures them.
 _Part = tuple[dict[str, Any], set[str], Callable[[float], _Numbers]]
 
 
 @dataclass(frozen=True)
 class KnownRates:
-    """Rates, the day they were measured (of several parts the oldest), and which are nominal.
+    """Rates, the (oldest) day they were measured, and the names of nominal rates.
 
-    `measured` is None where nothing was.
+    `measured` is None if no rate was measured.
     """
 
     rates: Rates
@@ -116,7 +115,7 @@ class KnownRates:
 
     @property
     def origin(self) -> str:
-        """Where they come from, for people."""
+        """Human-readable origin of the rates."""
         guessed = self.nominal if self.measured else self.rates.numbers()
         return names.rates_origin(self.rates, tuple(guessed), self.measured)
 
@@ -131,13 +130,13 @@ def cached_rates(
     seconds: float = SECONDS,
     root: Path = Path("/"),
 ) -> KnownRates:
-    """The rates of this machine with these paths: those kept, or else measured now and kept.
+    """Return the cached rates of this machine with these paths; measure and cache missing ones.
 
-    What is kept holds for a processor, its count, the RAM, the device and the threads; the disk's
-    also for what is mounted at each path and the settings in `io`. `num_threads` 0 is as many as a
-    run takes. `refresh` measures whatever is kept. `root` replaces the place of /proc and /sys.
-    `device` stays open. What was measured while other programs used the processors is not kept, and
-    a warning says so. Raises what the disk tier and the device raise.
+    Cache entries are keyed by processor, its count, RAM, device and threads; those of disks also by
+    the mount of each path and the settings in `io`. `num_threads` 0 selects the default of a run.
+    `refresh` ignores the cache. `root` is the parent of /proc and /sys. `device` is not closed.
+    Rates measured while other programs used the processors are not cached, with a warning. Raises
+    errors of the disk tier and the device.
     """
     found, loads = [], set[str]()
     for of, needed, measure in _parts(paths, device, io, num_threads, root):
@@ -169,10 +168,10 @@ def kept_rates(
     gpus: int = 1,
     nodes: int = 1,
 ) -> KnownRates:
-    """What `cached_rates` and `cached_links` have kept of this machine; nothing is measured.
+    """Return the rates cached by `cached_rates` and `cached_links`, without measuring.
 
-    What was not kept is nominal, and is said to be; `gpus` ranks on each of `nodes` also have
-    links. Raises `MachineError` for a path that is not there.
+    Missing rates are nominal and listed in `nominal`. More than one rank (`gpus` on each of
+    `nodes`) also has links. Raises `MachineError` for a missing path.
     """
     parts = _parts(paths, device, io, num_threads, Path("/"))
     found = [_read(of, needed) for of, needed, _ in parts]
@@ -185,10 +184,10 @@ def kept_rates(
 
 
 def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
-    """Return cached rates between a number of ranks, and their day; None if there are none.
+    """Return cached rates between ranks, and their day; None if there are none.
 
-    For a number of nodes that was not measured what passes between nodes, and between the ranks of
-    one, if that was.
+    If this number of nodes was not measured, combines the rates between nodes with those between
+    the ranks of one node, as far as they are cached.
     """
     if gpus * nodes == 1:
         return None
@@ -204,22 +203,23 @@ def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
 def cached_links(
     ranks: DistContext, device: Device, *, refresh: bool = False, seconds: float = LINK_SECONDS
 ) -> tuple[_Numbers, str]:
-    """Rates between these ranks, and the day: those kept on every node, or measured now and kept.
+    """Return rates between these ranks and their day; measure unless cached on every node.
 
-    All ranks call it together. They hold for a processor and device, and for so many ranks on so
-    many nodes. Of several nodes it also measures, and keeps for plans of other numbers of nodes,
-    what a node receives while only ranks of different nodes send (and a rank from RAM to RAM), and
-    what ranks receive while only those of one node do. Raises what a lost rank raises.
+    Collective over all ranks. Cache entries are keyed by processor, device, ranks per node and
+    nodes. With several nodes it also measures and caches, for plans with other numbers of nodes,
+    the rate a node receives while only ranks of different nodes communicate (and that of a rank
+    between RAM), and the rate of ranks while only ranks of one node communicate. Raises the error
+    of a lost rank.
     """
     gpus, nodes = ranks.local_count, ranks.num_nodes
     kept = None if refresh else _read(_links(device, gpus, nodes), LINKS)
     days = ranks.all_gather_object(kept)
     if all(days):
-        found = min(days, key=lambda one: one[1])  # one answer, though each node keeps its own
+        found = min(days, key=lambda one: one[1])  # the same on all ranks
         return found[0], found[1]
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
     kinds = [(_links(device, gpus, nodes), numbers)]
-    if {*ranks.all_gather_object(gpus)} == {gpus} and nodes > 1:  # as many on each
+    if {*ranks.all_gather_object(gpus)} == {gpus} and nodes > 1:  # equal number of ranks per node
         by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
         peers = [*zip(*by_node, strict=True)]
         across = _measure_sets(ranks, peers, device, seconds)
@@ -234,12 +234,12 @@ def cached_links(
     if ranks.local_rank == 0:
         for of, rates in kinds:
             _write(of, rates, day)
-    ranks.synchronize("keeps rates")  # whoever looks for them now finds them
+    ranks.synchronize("keeps rates")  # the files exist when any rank returns
     return numbers, day
 
 
 def _links(device: Device, *ranks: int) -> dict[str, Any]:
-    """Return a key for the links between ranks and nodes; between any two nodes."""
+    """Return the cache key of links for (ranks per node, nodes), or between nodes if empty."""
     computer = {"format": _FORMAT, "processor": cpu_model(), "device": device_name(device)}
     return computer | {"ranks": [*ranks]}
 
@@ -247,7 +247,7 @@ def _links(device: Device, *ranks: int) -> dict[str, Any]:
 def _measure_sets(
     ranks: DistContext, sets: Sequence[Sequence[int]], device: Device, seconds: float
 ) -> dict[str, float]:
-    """What each rank of these sets receives while all sets are at it: the slowest one's."""
+    """Measure links within all `sets` concurrently; return the rates of the slowest rank."""
     with contextlib.closing(ranks.new_subgroup(sets)) as subgroup:
         found = measure_links(subgroup, device, seconds)
     slowest = ranks.gather(torch.tensor([*found.values()], dtype=torch.float64)).amin(0)
@@ -257,9 +257,9 @@ def _measure_sets(
 def measure_links(
     ranks: DistContext, device: Device, seconds: float = LINK_SECONDS
 ) -> dict[str, float]:
-    """Bytes per second that each rank receives, while all do, by collective: the slowest rank's.
+    """Return bytes per second that the slowest rank receives, by collective.
 
-    Of messages as large as a unit's, in the memory that a run sends from.
+    Messages have the size of a unit, and are in the memory that a run sends from.
     """
     nbytes = _LINK_BYTES // ranks.count * ranks.count
     arena = device.reserve(2 * nbytes)
@@ -276,7 +276,7 @@ def measure_links(
             device.compute_event().wait()
 
         once()
-        # All must do as many: as the slowest has time for.
+        # All ranks must make the same number of calls: the smallest of all.
         wanted = [int(seconds / len(work) / timed(once)), LEAST_CALLS]
         count = min(int(n) for n in ranks.gather(torch.tensor([max(wanted)])))
         times = torch.tensor([timed(once) for _ in range(count)], dtype=torch.float64)
@@ -286,11 +286,11 @@ def measure_links(
 
 def _known(found: Sequence[_Kept], paths: Sequence[Path], device: Device) -> KnownRates:
     numbers = {name: rate for rates, _ in found for name, rate in rates.items()}
-    # A device that was measured, and has no update of its own, has no kernels.
+    # If compute was measured but no device update, the device has no update kernels.
     has_none = names.COMPUTE[0] in numbers and names.DEVICE_UPDATE not in numbers
     without = (names.DEVICE_UPDATE,) if has_none else ()
     rates, guessed = names.completed(numbers, unified=device.unified, without=without)
-    if not paths:  # nothing is planned with the disk's
+    if not paths:  # the plan uses no disk rates
         guessed = tuple(name for name in guessed if name not in names.DISK)
     return KnownRates(rates, min((day for _, day in found), default=None), guessed)
 
@@ -298,7 +298,7 @@ def _known(found: Sequence[_Kept], paths: Sequence[Path], device: Device) -> Kno
 def _parts(
     paths: Sequence[Path], device: Device, io: IoConfig | None, num_threads: int, root: Path
 ) -> list[_Part]:
-    """The processors, and the disks where there are paths."""
+    """Return the measured parts of the machine: processors, and disks if there are paths."""
     machine, settings = read_machine(root=root), io or IoConfig()
     computer = {
         "format": _FORMAT,
@@ -319,7 +319,7 @@ def _parts(
         per_cpu = (names.DISK_PER_CPU_S,) if device.unified else ()
         disks = computer | {
             "disks": [asdict(mount_of(path, root)) for path in paths],
-            "io": settings.model_dump(mode="json", exclude={"timeout_s"}),  # no speed
+            "io": settings.model_dump(mode="json", exclude={"timeout_s"}),  # does not affect speed
             "beside_products": device.unified,
         }
 
@@ -334,12 +334,12 @@ def device_name(device: Device) -> str:
     """Return the name of a compute device; "cpu" for the host."""
     if is_accelerator(device.torch_device):
         return name_of(device.torch_device)
-    name = f"{type(device).__name__} on {device.torch_device}"  # of a test's device
+    name = f"{type(device).__name__} on {device.torch_device}"  # a device of a test
     return "cpu" if isinstance(device, CpuDevice) else name
 
 
 def default_folder() -> Path:
-    """`infinity/rates` below `$XDG_CACHE_HOME` or `~/.cache`."""
+    """Return `infinity/rates` below `$XDG_CACHE_HOME` or `~/.cache`."""
     caches = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     return Path(caches) / "infinity" / "rates"
 
@@ -350,7 +350,7 @@ def _file_of(of: dict[str, Any]) -> Path:
 
 
 def _read(of: dict[str, Any], needed: Collection[str]) -> _Kept | None:
-    """Return cached rates of `of`, if all needed names are there; else None."""
+    """Return the cache entry of `of`; None if it is missing, damaged or lacks a needed name."""
     try:
         entry = json.loads(_file_of(of).read_text(encoding="utf-8"))
         if entry["of"] != of:
@@ -374,7 +374,7 @@ def _write(of: dict[str, Any], numbers: _Numbers, measured: str) -> None:
 def measure_processors(
     device: Device, num_threads: int, seconds: float = SECONDS
 ) -> dict[str, float]:
-    """All but the disk's rates, by the names of `Rates.numbers`, in their share of `seconds`."""
+    """Return all rates but those of the disk, by the names of `Rates.numbers`."""
     share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
     both = [] if device.unified else _copies(device)[-1]
     with repeating(lambda: _copy_rate(both, 0.0)) if both else contextlib.nullcontext():
@@ -390,12 +390,12 @@ def measure_processors(
             found = _block_rates(device, COMPUTE_DTYPES[precision], _BETWEEN_SHARE * seconds)
             numbers[f"between.{precision}"], numbers[f"attention.{precision}"] = found
         numbers["logits"] = _logits_per_s(device, _BETWEEN_SHARE * seconds)
-    device.return_freed_memory()  # budgets are derived from what is free
+    device.return_freed_memory()  # budgets are derived from free memory
     return numbers
 
 
 def _warm(work: Callable[[], None]) -> float:
-    """Seconds of `work`, once its memory is there and its kernels are chosen."""
+    """Return the seconds of `work` after a warm-up call (memory, choice of kernels)."""
     work()
     return timed(work)
 
@@ -408,7 +408,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
             pieces = pieces_in(arena, num_chunks, MomentFormat(name))
 
             def update(pieces: Sequence[Piece] = pieces) -> None:
-                for first in range(0, len(pieces), 4):  # an optimizer pass takes so many at once
+                for first in range(0, len(pieces), 4):  # batch size of an optimizer pass
                     kernels.update_all(pieces[first : first + 4])
 
             update()
@@ -417,7 +417,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
 
 
 def _num_chunks() -> int:
-    """Return a number of chunks that no cache holds half of, even with 8-bit moments."""
+    """Return a number of chunks of at least twice the cache size, even with 8-bit moments."""
     machine = read_machine()
     wanted = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
     most = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
@@ -425,14 +425,14 @@ def _num_chunks() -> int:
 
 
 def pieces_bytes(num_chunks: int) -> int:
-    """Bytes of an arena for `pieces_in`, whatever the format."""
+    """Return the bytes of an arena for `pieces_in`, sufficient for every format."""
     return num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE
 
 
 def pieces_in(
     arena: DeviceArena, num_chunks: int, kind: MomentFormat, *, at_once: int = 1
 ) -> list[Piece]:
-    """Return pieces of a number of chunks: realistic weights and gradients, new moments."""
+    """Return pieces of `at_once` chunks each: random weights and gradients, zero moments."""
     count, offset, size = num_chunks * _CHUNK, 0, at_once * _CHUNK
 
     def carve(dtype: torch.dtype, count: int = count) -> Tensor:
@@ -454,7 +454,7 @@ def pieces_in(
         stored.zero_()
     noise = make_noise(torch.bfloat16).to(weight.device)
     for tensor in (weight, gradient):
-        tensor.view(-1, NUM_NOISE).copy_(noise)  # pages that were only read would be one page
+        tensor.view(-1, NUM_NOISE).copy_(noise)  # unwritten pages would all be the zero page
     pieces = []
     for first in range(0, count, size):
         part = slice(first, min(first + size, count))
@@ -467,13 +467,13 @@ def pieces_in(
 
 
 def _device_update(device: Device, seconds: float) -> dict[str, float]:
-    """The device's own kernels with fp32 moments; nothing where there are none."""
+    """Measure the device's update kernels with fp32 moments; {} if there are none."""
     free_bytes = device.memory_bytes() or 0
     num_chunks = min(_MOST_CHUNKS, free_bytes // 16 // (_CHUNK * _LARGEST_BYTES))
     if num_chunks == 0 or device.why_no_kernels() is not None:
         return {}
     arena = device.reserve(pieces_bytes(num_chunks))
-    # In one piece: what the host does for each is no part of this rate.
+    # One piece, because the rate excludes the host's overhead per piece.
     pieces = pieces_in(arena, num_chunks, MomentFormat.FP32, at_once=num_chunks)
 
     def update() -> None:
@@ -484,14 +484,14 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
 
 
 def measure_copies(device: Device, seconds: float) -> dict[str, float]:
-    """Bytes per second to a device with memory of its own, from it, and of both at once."""
+    """Return bytes per second of `names.COPIES` for a device that is not unified."""
     each = zip(names.COPIES, _copies(device), strict=True)
     return {name: _copy_rate(copies, seconds / len(names.COPIES)) for name, copies in each}
 
 
 def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
-    """What starts a copy to the device after an event, one from it, and either."""
-    # torch's own pinned memory: `Device.pin` would hold on to it until the device is closed.
+    """Return functions that start a copy: to the device, from the device, and both."""
+    # Pinned by torch: `Device.pin` would keep it pinned until the device is closed.
     pinned = is_accelerator(device.torch_device)
     arena = device.reserve(2 * _COPY_BYTES)
     there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
@@ -507,7 +507,7 @@ def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
 
 
 def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> float:
-    """Bytes per second of these kinds in turn, two copies of each under way: none is ever empty."""
+    """Return bytes per second of alternating `copies`, with two of each in flight."""
     events: list[Event] = [HAPPENED] * len(copies)
 
     def next_copy(turn: int) -> Event:
@@ -522,29 +522,29 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
 
 
 def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
-    """Of the three products of a linear layer, as large as fit into `seconds` several times."""
+    """Return FLOP per second of the three products of a linear layer that take `seconds`."""
     noise = make_noise(dtype).to(device.torch_device)
     part_s, rate = seconds / _NUM_PARTS, 0.0
     for size in _MATRIX_SIZES:
         work = _linear_layer(device, noise, size)
         once_s = _warm(work)
         before, rate = rate, size**3 / once_s
-        # Where a neighbour holds one of the processors, a small product takes as long as the
-        # neighbour's turn: then a larger one takes no longer, and tells more.
+        # If another program occupies a processor, a small product takes at least one of its time
+        # slices: a larger product then takes no longer, and gives a better estimate.
         if once_s > seconds or (once_s > part_s and rate < 2 * before):
             break
     if once_s > seconds:
         return _FLOP * rate
-    times = max(1, int(part_s / once_s))  # so that waiting for a device does not count
+    times = max(1, int(part_s / once_s))  # amortizes waiting for the device
     if device.host_clock:
         return calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
-    # A GPU lowers its clock once it has drawn much power for a while, as it does in training.
+    # A GPU lowers its clock after sustained load, as in training.
     calls_per_s(lambda: work(times), _WARM_S)
     return calls_per_s(lambda: work(times), seconds, statistics.median) * times * _FLOP * size**3
 
 
 def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:
-    """What forward and backward multiply: kernels for one of these may be far from the others."""
+    """Return the products of forward and backward: speeds of their kernels may differ."""
     given = _matrix(noise, size, size)
     weight, out = given.clone(), torch.empty_like(given)
 
@@ -559,16 +559,16 @@ def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., Non
 
 
 def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """What stands between the products of a block, in bytes per second, and FLOP of attention.
+    """Return bytes per second of a block without its products, and FLOP per second of attention.
 
-    Bytes are counted as `plan.cost` counts them, at a context that attention takes no longer for;
-    attention's are those of a longer one, without what the short one takes.
+    Bytes are counted as in `plan.cost`, with a context so short that attention costs only its
+    overhead; FLOP of attention are those of a longer context, in the time beyond the short one.
     """
     width, most = _WIDTH[device.unified], _MOST_TOKENS[device.unified]
     if (free_bytes := device.memory_bytes()) is not None:
         most = min(most, free_bytes // _MEMORY_PART // (_TOKEN_WIDTHS * width * dtype.itemsize))
     work, tokens = _doubled(lambda n: _block(device, dtype, n), 2 * _SHORT, most, seconds)
-    values = tokens * 16 * width  # its matrices would take and give 16 h
+    values = tokens * 16 * width  # inputs and outputs of its products: 16 h per token
     passed = values * (names.PASSES_FORWARD + names.PASSES_BACKWARD) * dtype.itemsize
     between = passed * calls_per_s(work, seconds, statistics.median)
     longest, times = min(_LONG, tokens), []
@@ -577,12 +577,12 @@ def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[fl
         work()
         times.append(1 / calls_per_s(work, seconds, statistics.median))
     short_s, long_s = times
-    longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may be late
+    longer_s = max(long_s - short_s, long_s / 10)  # on a busy machine the short one may take longer
     return between, 7 * tokens * width * (longest - _SHORT) / longer_s
 
 
 def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None]:
-    """A GPT block without its products: norms, attention, an activation function, residual sums."""
+    """Return a GPT block without products: norms, attention, activation, residual sums."""
     width, noise = _WIDTH[device.unified], make_noise(dtype).to(device.torch_device)
     scale = torch.ones(width, dtype=dtype, device=device.torch_device)
     leaves = [_leaf(noise, tokens, n * width) for n in (1, 3, 1, 4, 1)]
@@ -597,7 +597,7 @@ def _block(device: Device, dtype: torch.dtype, tokens: int) -> Callable[[], None
 
 
 def _attention(device: Device, dtype: torch.dtype, tokens: int, context: int) -> Callable[[], None]:
-    """Return the rate of attention in the block alone."""
+    """Return forward and backward of attention only."""
     noise = make_noise(dtype).to(device.torch_device)
     qkv = _leaf(noise, tokens, 3 * _WIDTH[device.unified])
     return lambda: _backward(device, [_attend(qkv, context)], [qkv])
@@ -613,12 +613,12 @@ def _attend(qkv: Tensor, context: int) -> Tensor:
 
 def _backward(device: Device, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
     for found in torch.autograd.grad(made, leaves, [one.detach() for one in made]):
-        found.sum(0)  # of what products made: the gradients of their biases
+        found.sum(0)  # the gradients of biases
     device.compute_event().wait()
 
 
 def _logits_per_s(device: Device, seconds: float) -> float:
-    """Of cross entropy in fp32 of bf16 logits, forward and backward."""
+    """Return logits per second of fp32 cross entropy of bf16 logits, forward and backward."""
     noise = make_noise(torch.bfloat16).to(device.torch_device)
 
     def of(rows: int) -> Callable[[], None]:
@@ -638,7 +638,7 @@ def _logits_per_s(device: Device, seconds: float) -> float:
 def _doubled(
     of: Callable[[int], Callable[[], None]], size: int, most: int, seconds: float
 ) -> tuple[Callable[[], None], int]:
-    """Work `of` a size that was doubled while it took less than `seconds`, and the size."""
+    """Double `size` while a call takes less than `seconds`; return the work and its size."""
     while _warm(work := of(size)) < seconds and 2 * size <= most:
         size *= 2
     return work, size
@@ -649,6 +649,6 @@ def _leaf(noise: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _matrix(noise: Tensor, rows: int, columns: int) -> Tensor:
-    """Values of noise; rows may well repeat."""
+    """Return a matrix of repeated noise."""
     count = rows * columns
     return noise.repeat(-(-count // NUM_NOISE))[:count].view(rows, columns)

@@ -1,19 +1,20 @@
-"""Watches unreserved memory: activations, autograd's gradients, and other growth.
+"""Monitoring of unreserved memory: activations, gradients of autograd, and other growth.
 
 [Note: measured memory]
-Resident memory is read at unit boundaries, at most every 50 ms, and compared with the kernel's
-high-water mark, which sees what lies between. What a step needs beside all that rests is the peak
-less what is there when it is over, freed heap given back. In the first step ranges of gradients
-are touched for the first time, so that a peak in its forward can hide behind them: the first
-number is a lower bound, from the second step on it is exact. On a GPU torch's allocator counts,
-exactly and from the first step.
+Resident memory is sampled at unit boundaries, at most every 50 ms, and compared with the kernel's
+high-water mark, which covers the time between samples. The temporary memory of a step is its peak
+less the memory held after it, with freed heap returned. In the first step ranges of gradients are
+touched for the first time, which can hide a peak in its forward: the first number is a lower
+bound, later ones are exact. On a GPU the counters of torch's allocator are exact from the first
+step.
 
 [Note: stop before the kernel does]
-Where memory comes near a limit, freed heap is given back first; and where peaks fill nine tenths of
-a budget, before each backward and after each step, so that it is in no peak (142 MiB of 3 GiB, for
-gpt-350m). What still is too much is told once as a warning, and where it passes the limit as an
-error, with names and numbers, while there is memory left to say it. Limits are the host budget if
-one was given, and the memory that the machine or a control group lets this process have.
+When memory comes near a limit, freed heap is returned first. When peaks exceed nine tenths of a
+budget, it is also returned before each backward and after each step, so that no peak includes it
+(142 MiB of 3 GiB, for gpt-350m). If memory is still near the limit, a warning is issued once; above
+the limit an error with names and numbers is raised, while there is memory left to report it. Limits
+are the host budget, if given, and the memory available to this process on the machine or in its
+control group.
 """
 
 from __future__ import annotations
@@ -38,21 +39,21 @@ from infinity.storage.reservations import PROCESS
 from infinity.types import Tier
 
 SAMPLE_S = 0.05
-ROOM_S = 0.5  # the control group's own numbers take a few files
-LOOKS_AGAIN, LOOK_AGAIN_S = 5, 0.1  # before a run ends for want of room
-TRIM_S = 1.0  # giving freed heap back takes some ms, and it is asked for again
-TRIM_SHARE = 0.9  # of a budget: where a peak was higher, freed heap shall not be in the next one
-NEAR_SHARE = 0.98  # of a budget: a warning; above it all: an error
-SPARE_SHARE = 0.02  # of what the machine lets us have: below it an error, below twice a warning
+ROOM_S = 0.5  # interval; reading control group limits takes several files
+LOOKS_AGAIN, LOOK_AGAIN_S = 5, 0.1  # retries before a run ends for lack of memory
+TRIM_S = 1.0  # interval; returning freed heap takes some ms, and it is allocated again
+TRIM_SHARE = 0.9  # of a budget: above it, freed heap is returned before the next peak
+NEAR_SHARE = 0.98  # of a budget: warning; error above the budget
+SPARE_SHARE = 0.02  # of the limit: error below it, warning below twice
 MEASURED_STEPS = 2
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
 class MemoryWatch:
-    """Samples memory at unit boundaries; used by the training thread only.
+    """Monitor of memory at unit boundaries; used by the training thread only.
 
-    `budget` is a host budget that was asked for, in bytes, else None. `model` is looked at now,
-    and not kept. `logits_at_once` are the tokens of a chunk of logits, None if they are whole.
+    `budget` is the requested host budget in bytes, or None. No reference to `model` is stored.
+    `logits_at_once` is the number of tokens in a chunk of logits; None if logits are not chunked.
     """
 
     def __init__(
@@ -78,13 +79,13 @@ class MemoryWatch:
         self._next_trim_s = 0.0
         self._peak = 0
         self._mark = self._high_water()
-        self._highest = 0  # of all peaks, in steps that are over
+        self._highest = 0  # peak of all completed steps
         self._steps = 0
         self._tokens = 0
         self._warned = False
 
     def close(self) -> None:
-        """Close the file of statistics; idempotent."""
+        """Close `/proc/self/statm`; idempotent."""
         if self._statm >= 0:
             os.close(self._statm)
             self._statm = -1
@@ -92,9 +93,9 @@ class MemoryWatch:
     # --- at unit boundaries ----------------------------------------------------------------------
 
     def at(self, unit: int, phase: str) -> None:
-        """A unit begins to compute, or a gradient of it has arrived.
+        """Sample memory when a unit begins to compute, or a gradient of it has arrived.
 
-        Raises `DoesNotFitError` where memory has passed a limit.
+        Raises `DoesNotFitError` if memory exceeds a limit.
         """
         now_s = time.monotonic()
         if now_s < self._next_s:
@@ -103,7 +104,7 @@ class MemoryWatch:
         self._sample(unit, phase, now_s)
 
     def saw(self, inputs: Iterable[object]) -> None:
-        """Inputs of a unit: the most tokens that one was given."""
+        """Record the maximum number of tokens in the inputs of a unit."""
         if self._steps >= MEASURED_STEPS:
             return
         for tensor in inputs:
@@ -136,7 +137,7 @@ class MemoryWatch:
             warnings.warn(text, InfinityWarning, stacklevel=2)
 
     def _nearest(self, held: int, now_s: float) -> tuple[str, bool] | None:
-        """Describe the limit that is near, and whether it was passed; None if none is."""
+        """Return a text about a limit that is near, and True if it is exceeded; None if none is."""
         budget = self._budget
         if budget is not None and held > NEAR_SHARE * budget:
             more = self._more()
@@ -146,7 +147,7 @@ class MemoryWatch:
             return None
         self._next_room_s = now_s + ROOM_S
         limit, room = memory_room()
-        for _ in range(LOOKS_AGAIN):  # a page cache that is written, or RAM that grows, lags behind
+        for _ in range(LOOKS_AGAIN):  # page cache write-back and growing RAM are delayed
             if room >= SPARE_SHARE * limit:
                 break
             time.sleep(LOOK_AGAIN_S)
@@ -173,22 +174,22 @@ class MemoryWatch:
         )
 
     def turn(self) -> None:
-        """A backward begins, or a step is over: freed heap goes back where it may be missed."""
+        """Return freed heap at a backward or after a step if peaks are near the budget."""
         if self._budget is not None and self._highest > TRIM_SHARE * (self._budget + self._more()):
             return_freed_memory()
 
-    # --- a step is over --------------------------------------------------------------------------
+    # --- at the end of a step --------------------------------------------------------------------
 
     def step(self) -> dict[str, int]:
-        """Return the peak bytes of the step that has just ended; the next one begins.
+        """Return memory statistics of the step that has just ended, and begin the next one.
 
-        "peak" is the most that was held. Of the first two steps also: "rests", what was held when
-        the step was over, "activations", the difference, "estimated", what `plan.activations`
-        says of them, and the "tokens" of a micro-batch that it says it for.
+        "peak" is the maximum, in bytes. The first two steps also have "rests", the bytes held after
+        the step, "activations", the difference, "tokens" of a micro-batch, and "estimated", the
+        estimate of activations for these tokens by `plan.activations`.
         """
         peak = self._peak
         mark = self._high_water()
-        if mark > self._mark:  # the kernel saw more than the samples did
+        if mark > self._mark:  # the peak was between two samples
             peak = max(peak, mark)
         report = {"peak": peak}
         if self._steps < MEASURED_STEPS and self._statm >= 0:
@@ -207,7 +208,7 @@ class MemoryWatch:
         return report
 
     def _more(self) -> int:
-        """Bytes of RAM that engines reserved which were made since."""
+        """Return the bytes of RAM reserved by engines created after this one."""
         return max(PROCESS.ram() - self._reserved_before, 0)
 
     def _estimated(self) -> Activations | None:

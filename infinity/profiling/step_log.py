@@ -1,7 +1,7 @@
-"""The step log: one JSON object per line; its errors never stop training.
+"""Step log: one JSON object per line; its errors never stop training.
 
-Invariants: `write` waits for nothing but a lock that is held for moments; what does not fit in the
-queue or cannot be written is counted, never raised; a forked child writes nothing.
+Invariants: `write` blocks only for a lock that is held briefly; records that do not fit in the
+queue or cannot be written are counted, and raise no error; a forked child writes nothing.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ QUEUE_LENGTH = 10_000
 
 
 class StepLog:
-    """Appends records to the JSON-lines file at `path`, from its own daemon thread.
+    """Writer that appends records to the JSON-lines file at `path` from a daemon thread.
 
-    Makes missing directories. Raises `MachineError` if the file cannot be opened for appending.
+    Creates missing directories. Raises `MachineError` if the file cannot be opened for appending.
     """
 
     def __init__(self, path: str | os.PathLike[str], queue_length: int = QUEUE_LENGTH) -> None:
         self.path = Path(path).expanduser()
         self.num_dropped = 0
-        """Records that were not written: the queue was full or the disk refused them."""
+        """Number of records not written: the queue was full, or writing failed."""
         self.failure: OSError | None = None
-        """The first error of the disk, if there was one."""
+        """The first write error, if any."""
         self._queue_length = queue_length
         self._queue: deque[str] = deque()
         self._lock = threading.Lock()
@@ -57,10 +57,10 @@ class StepLog:
         self._thread.start()
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Queue one record; it is turned into text now, so the caller may change it afterwards.
+        """Queue one record; it is serialized immediately, so the caller may modify it afterwards.
 
-        What JSON does not know is written as its `str`, non-finite numbers as "nan", "inf" and
-        "-inf". After `close`, and in a forked child, nothing happens.
+        Values unknown to JSON are written as their `str`, non-finite numbers as "nan", "inf" and
+        "-inf". No effect after `close` and in a forked child.
         """
         if self._owner_pid != os.getpid():
             return
@@ -72,15 +72,15 @@ class StepLog:
                 self.num_dropped += 1
                 return
             self._queue.append(line)
-            # The writer takes the whole queue at once, so only the first record wakes it.
+            # The writer takes all queued records at once, so only the first record wakes it.
             if len(self._queue) == 1:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Write the queue and stop the thread, waiting at most `timeout_s` seconds.
 
-        Records that a slow disk has not taken by then are counted in `num_dropped`. If any were
-        dropped the last line says how many. Safe to call twice, and in a forked child.
+        Records not written by then are counted in `num_dropped`. If records were dropped, the last
+        line has their number. Idempotent; no effect in a forked child.
         """
         if self._owner_pid != os.getpid():
             return
@@ -106,7 +106,7 @@ class StepLog:
             self._loop.run_until_complete(self._write_until_closed())
             self._loop.run_until_complete(self._loop.shutdown_default_executor())
         except RuntimeError:
-            # The interpreter ends without `close`: no more work may be handed to threads.
+            # The interpreter exits without `close`, and accepts no more work for threads.
             with self._lock:
                 self._closing = True
         finally:

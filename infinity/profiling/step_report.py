@@ -1,4 +1,4 @@
-"""What one step did, measured between two readings of the transfers."""
+"""Report of one step, from differences of the counters of the transfers."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ from infinity.profiling.memory_watch import MemoryWatch
 
 @dataclass(frozen=True)
 class StepReport:
-    """Facts about one step. Times are seconds of the training thread since the previous step ended.
+    """Statistics of one step. Times are seconds of the training thread since the last step ended.
 
     Attributes:
         step: Number of the step, from 1.
         wall_s: Duration.
         grad_norm: Global gradient norm before clipping, without loss scale.
-        clip_factor: Factor of the gradients; 1.0 if they were not clipped.
+        clip_factor: Factor that the gradients were multiplied by; 1.0 without clipping.
         skipped: Gradients were not finite, and weights did not change.
         stall_s: Seconds of waiting by cause; see `STALLS` in `offload/transfers.py`.
         moved: Bytes by direction: the optimizer pass of the previous step, and the fetches and
             gradients of this one.
-        mispredictions: Accesses that the expected order did not have.
-        disk_s: Seconds by disk direction that blocks waited in "queue" and were with the "device",
-            summed over blocks.
-        memory: Bytes of the tier that computes: "peak", and in the first two steps "rests",
-            "activations" and "estimated".
+        mispredictions: Accesses that were not in the expected order.
+        disk_s: Seconds by disk direction that blocks spent in "queue" and "device", summed over
+            blocks.
+        memory: Bytes of the tier that computes; see `MemoryWatch.step`.
         loss_scale: Scale of this step's gradients; 1.0 except in fp16.
-        non_finite: First parameter whose gradient is not finite, of a skipped step; else "".
-        expert_tokens: Tokens of this rank that each expert of a module of stacked experts was sent,
-            in forward passes of modules in training mode, recomputations not counted.
+        non_finite: Name of the first parameter with a non-finite gradient if skipped; else "".
+        expert_tokens: Tokens of this rank routed to each expert, by module of stacked experts, in
+            forward passes in training mode without recomputations.
         router_loss: Sum of the auxiliary losses of routers (`aux_loss` of a model's output) over
             this rank's micro-batches, without their coefficient; None if there is none.
     """
@@ -53,10 +52,10 @@ class StepReport:
 
     @property
     def expert_load(self) -> dict[str, float]:
-        """Tokens of experts in two numbers; empty without stacked experts.
+        """Load of experts as two numbers; empty without stacked experts.
 
-        "max" is the largest number of tokens of an expert relative to the mean of its layer, over
-        all layers; "unused" the number of experts without a token.
+        "max" is the maximum over all layers of an expert's tokens relative to the mean of its
+        layer; "unused" is the number of experts without a token.
         """
         layers = [counts for counts in self.expert_tokens.values() if any(counts)]
         if not layers:
@@ -65,13 +64,13 @@ class StepReport:
         return {"max": largest, "unused": sum(counts.count(0) for counts in layers)}
 
     def record(self) -> dict[str, Any]:
-        """Return the facts as a step log has them: tokens of experts in two numbers."""
+        """Return the record for a step log, with `expert_load` in place of `expert_tokens`."""
         facts = {name: value for name, value in vars(self).items() if name != "expert_tokens"}
         return facts | {"expert_load": self.expert_load}
 
 
 class Meter:
-    """Differences of the transfers' counters and stalls from step to step."""
+    """Differences of the counters and stalls of the transfers between steps."""
 
     def __init__(self, transfers: Transfers, watch: MemoryWatch) -> None:
         self._transfers = transfers
@@ -83,7 +82,7 @@ class Meter:
         self._mispredictions = 0
 
     def report(self, mispredictions: int, **facts: Any) -> StepReport:
-        """Since the last report, with `facts` of the step; `mispredictions` are since the start."""
+        """Return the report since the last one; `mispredictions` is cumulative."""
         now_s, stalled_s = time.perf_counter(), self._transfers.stalled_s()
         moved, disk_s = self._transfers.moved(), self._transfers.disk_times_s()
         report = StepReport(

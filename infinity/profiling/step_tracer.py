@@ -1,10 +1,10 @@
 """Trace of the training thread: compute per unit, micro-batches and steps.
 
 [Note: backward by unit]
-Autograd says when a unit's weights are asked for and when its gradients arrive, not when its
-backward begins. A stretch of backward belongs to the unit that was last heard of; the first one
-begins with the call. A forward inside a backward is a recomputation, and lies inside its unit's
-stretch.
+Autograd reports when weights of a unit are requested and when its gradients arrive, not when its
+backward begins. A slice of backward belongs to the unit of the last such event; the first slice
+begins with the call. A forward inside a backward is a recomputation, and is inside the slice of its
+unit.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from infinity.profiling.trace_recorder import NO_UNIT, Trace, When
 
 
 class Listener(Protocol):
-    """Where code that reports modules and gradients finds the timeline, if there is one."""
+    """Holder of the tracer, used by code that reports modules and gradients."""
 
     timeline: StepTracer | None
 
 
 class StepTracer:
-    """Records steps `first` to `last` of this run, counted from 1; skipped ones count.
+    """Tracer of steps `first` to `last` of this run, counted from 1, including skipped steps.
 
-    The trace is closed one step later, when the last update that is traced has long been over;
-    from then on nothing is recorded, and nobody holds the timeline.
+    The trace is closed one step later, when the last traced update has ended; the listener then has
+    no reference to the tracer.
     """
 
     def __init__(
@@ -38,17 +38,17 @@ class StepTracer:
         self._transfers = transfers
         self._listener = listener
         self._first, self._last = first, last
-        self._steps = 0  # that are over
-        self._step_ns = self._batch_ns = 0  # when the last one ended
-        self._call: When | None = None  # an engine call began, and no unit computed since
-        self._open: list[tuple[int, When]] = []  # forwards that are entered
+        self._steps = 0  # completed
+        self._step_ns = self._batch_ns = 0  # end of the last step and micro-batch
+        self._call: When | None = None  # begin of an engine call in which no unit has computed yet
+        self._open: list[tuple[int, When]] = []  # entered forwards: unit, begin
         self._backward: tuple[int, When] | None = None
-        self._paused: int | None = None  # whose backward may be waiting for bytes
-        self._before_units: tuple[When, When] | None = None  # what a backward began with
-        self._heard: When = 0  # when backward was last heard of
+        self._paused: int | None = None  # unit whose backward may wait for bytes
+        self._before_units: tuple[When, When] | None = None  # start of backward
+        self._heard: When = 0  # time of the last event
 
     def start(self) -> None:
-        """Training is about to begin."""
+        """Start recording if the first step is traced."""
         if self._first == 1:
             self._follow(wanted=True)
 
@@ -61,31 +61,31 @@ class StepTracer:
     # --- units -------------------------------------------------------------------------------
 
     def call(self) -> None:
-        """A forward or a backward of the engine begins."""
+        """Record the begin of a forward or backward of the engine."""
         self._call = self._stamp()
 
     def enter(self, unit: int) -> None:
-        """The unit's forward begins; its weights are there."""
+        """Record the begin of the unit's forward, with resident weights."""
         if self._backward is not None or self._paused is not None:
             self.backward(unit)
         self._call = None
         self._open.append((unit, self._stamp()))
 
     def leave(self) -> None:
-        """The innermost forward ends."""
-        if self._open:  # else it began before the trace
+        """Record the end of the innermost forward."""
+        if self._open:  # empty if the forward began before the trace
             unit, begin = self._open.pop()
             self._heard = self._stamp()
             self.trace.add("compute", "forward", unit, begin, self._heard)
 
     def backward(self, unit: int, *, arrived: bool = False) -> None:
-        """Backward asks for the unit's weights; or one of its gradients has arrived."""
+        """Record that backward requests the unit's weights, or that a gradient `arrived`."""
         if self._open:
             return
         before, self._heard = self._heard, self._stamp()
         if self._backward is not None and self._backward[0] == unit:
             return
-        # What led to a gradient is its unit's, what came before weights were asked for is not.
+        # Time before a gradient belongs to its unit; time before a request of weights does not.
         turn = before if arrived and self._backward is not None else self._heard
         begin = turn if self._call is None else self._call
         if self._before_units is not None:
@@ -95,10 +95,10 @@ class StepTracer:
         self._backward = unit, begin
 
     def pause(self) -> None:
-        """Backward asks for bytes that compute may have to wait for.
+        """End the slice of backward at a request of bytes that compute may have to wait for.
 
-        `resume` or `backward` follows. On a device of its own the wait stands in the order of
-        compute, so a slice that went on through it would call it compute.
+        `resume` or `backward` follows. On a GPU the wait is part of the order of compute, so a
+        slice across it would count the wait as compute.
         """
         if self._open:
             return
@@ -109,12 +109,12 @@ class StepTracer:
             self._before_units, self._call = (self._call, self._stamp()), None
 
     def recompute(self) -> None:
-        """A forward is about to ask for its weights: within a backward that is recomputation."""
+        """Pause before a forward requests its weights, if it is a recomputation in backward."""
         if self._backward is not None:
             self.pause()
 
     def resume(self) -> None:
-        """The bytes are there, and compute goes on where it was."""
+        """Continue the slice ended by `pause`, when the bytes have arrived."""
         if self._paused is not None:
             self._backward, self._paused = (self._paused, self._stamp()), None
         elif self._before_units is not None:
@@ -126,11 +126,11 @@ class StepTracer:
             self.trace.add("compute", "backward", unit, begin, end)
 
     def unwind(self, num_open: int) -> None:
-        """End a call, possibly by an exception: only `depth` forwards remain entered."""
+        """End a call, possibly by an exception: only `num_open` forwards remain entered."""
         del self._open[num_open:]
 
     def forget(self) -> None:
-        """After an exception: nothing computes."""
+        """Discard all open slices, after an exception."""
         self._open.clear()
         self._backward = self._call = self._paused = self._before_units = None
 
@@ -140,17 +140,17 @@ class StepTracer:
     # --- marks -------------------------------------------------------------------------------
 
     def micro_batch(self, index: int) -> None:
-        """The backward of a micro-batch is over."""
+        """Record the end of the backward of a micro-batch."""
         if self._listener.timeline is None:
             return
-        self._end_backward(self._heard)  # a user's own backward is noticed late
+        self._end_backward(self._heard)  # a backward called by the user is noticed late
         self._call = None
         now = time.perf_counter_ns()
         self.trace.add("micro_batch", f"micro-batch {index}", NO_UNIT, self._batch_ns, now)
         self._batch_ns = now
 
     def step(self, report: StepReport) -> bool:
-        """A step is committed, and its report made; False where the timeline is over."""
+        """Record a committed step; return False if the trace is closed."""
         self._steps += 1
         if self._first <= self._steps <= self._last:
             self._add_step(report)

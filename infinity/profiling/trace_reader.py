@@ -1,4 +1,4 @@
-"""Reads a trace file, complete or not, as a timeline."""
+"""Reader of trace files, complete or truncated."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 
 
 class TraceError(InfinityError):
-    """A file is no trace of an engine."""
+    """The file is not a trace of an engine."""
 
     exit_code = 2
 
@@ -27,8 +27,8 @@ class TraceError(InfinityError):
 class Slice:
     """One event; times are seconds since the trace began.
 
-    It was asked for at `submitted`, went on from `begin` to `end`; `what` is a phase or a kind of
-    state, `unit` a name or "", `args` all that the file says.
+    The event was requested at `submitted` and ran from `begin` to `end`; `what` is a phase or a
+    kind of state, `unit` a name or "", `args` the arguments in the file.
     """
 
     track: str
@@ -42,15 +42,15 @@ class Slice:
 
     @property
     def seconds(self) -> float:
-        """How long it went on."""
+        """Duration."""
         return self.end - self.begin
 
 
 @dataclass(frozen=True)
 class TraceTimeline:
-    """A trace: slices by track in the order they began, and metadata.
+    """A trace: slices by track, in the order of their begin, and metadata.
 
-    `complete` tells whether the trace was closed; `num_dropped` counts events that are missing.
+    `complete` is True if the trace was closed; `num_dropped` is the number of missing events.
     """
 
     path: str
@@ -60,14 +60,14 @@ class TraceTimeline:
     complete: bool
 
     def of(self, *tracks: str) -> tuple[Slice, ...]:
-        """The slices of one or several tracks."""
+        """Return the slices of one or several tracks."""
         return tuple(s for track in tracks for s in self.tracks.get(track, ()))
 
 
 def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
-    """Read a trace that `trace: path` made; a missing end is no error.
+    """Read a trace written with `trace: path`; it may be truncated.
 
-    Raises `MachineError` where the file cannot be read, `TraceError` where it is something else.
+    Raises `MachineError` if the file cannot be read, and `TraceError` if it is not a trace.
     """
     where = Path(path)
     try:
@@ -111,10 +111,10 @@ def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
 
 
 def parse_events(text: str) -> Iterator[dict[str, Any]]:
-    """The events of a Chrome trace in its array form, as far as the text is whole.
+    """Yield the complete events of a Chrome trace in array form.
 
-    A closing bracket is not needed, nor is the last event; an object with `traceEvents` is taken
-    too, and its other keys left out.
+    The closing bracket may be missing, and the last event truncated. In an object with
+    `traceEvents` other keys are ignored.
     """
     decoder = json.JSONDecoder()
     start = text.find("[")
@@ -149,13 +149,13 @@ def _number(values: Mapping[str, Any], name: str, default: int | None = None) ->
 
 
 def _slice(event: Mapping[str, Any]) -> Slice:
-    """A slice; raises `ValueError` for what cannot be one."""
+    """Convert an event; raises `ValueError` for invalid numbers."""
     args = _arguments(event)
     shown = _number(event, "ts")
     end = shown + _number(event, "dur")
     queued = _number(args, "queued_us", 0)
     track = str(event.get("cat", ""))
-    # Disk requests are shown from their submission on, all else from its beginning.
+    # Disk requests are drawn from their submission, other events from their beginning.
     from_submission = track in FROM_SUBMISSION
     submitted = shown if from_submission else shown - queued
     begin = shown + queued if from_submission else shown

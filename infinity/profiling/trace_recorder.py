@@ -1,18 +1,18 @@
-"""Records a timeline into a Chrome trace-event file, from a thread of its own.
+"""Recorder of a timeline into a Chrome trace-event file, with a writer thread.
 
 [Note: bounded queue]
-Whoever records appends one tuple to a bounded queue, and never waits: where the queue is full the
-event is dropped and counted, and the file says how many were. A thread takes the queue every
-`FLUSH_S` and writes it out, so a killed process loses that much. Which steps are recorded at all
-is for `profiling/step_tracer.py` (`trace_steps`).
+A recording thread appends one tuple to a bounded queue and never blocks: if the queue is full, the
+event is dropped and counted, and the count is written to the file. The writer thread empties the
+queue every `FLUSH_S`, so a killed process loses the events of that time. The recorded steps are
+selected by `profiling/step_tracer.py` (`trace_steps`).
 
 [Note: always valid JSON]
-The closing bracket is written with every flush and overwritten by the next one, in one call each.
-So the file is JSON at any moment, also after `kill -9`; the reader takes a torn one as well.
+Every flush writes the closing bracket, which the next flush overwrites, with one call each. So the
+file is valid JSON at any time, also after `kill -9`; the reader also accepts a truncated file.
 
 [Note: deferred times]
-Where compute or copies end later than the call returns, an event is recorded with what will know
-its times (`Stamp`); the thread asks until they are known. Nobody is made to wait.
+If compute or copies are asynchronous, an event is recorded with `Stamp` objects; the writer thread
+polls them until the times are known. No thread waits for the device.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from infinity.common.files import atomic_write, write_at
 from infinity.errors import MachineError
 
 FLUSH_S = 0.1
-CAPACITY = 1 << 16  # events that wait to be written; about 15 MB
-MAX_ROWS = 16  # tracks of one track, where its events overlap
+CAPACITY = 1 << 16  # queued events; about 15 MB
+MAX_ROWS = 16  # maximum rows of a track with overlapping events
 CLOSE_S = 10.0
 NO_UNIT = -1
 
-# Track -> its name in the file, in the order of the tracks.
+# Track -> name in the file, in the order of display.
 TRACKS = {
     "step": "steps",
     "micro_batch": "micro-batches",
@@ -51,9 +51,9 @@ TRACKS = {
     "update": "update",
     "saving": "saving and commits",
 }
-# Tracks whose events may overlap without one holding the other: they get more tracks.
+# Tracks whose events may overlap without nesting: they get several rows.
 SPREAD = ("to_device", "from_device", "disk_read", "disk_write", "update", "saving")
-# Tracks that show an event from its submission on; the others from its beginning.
+# Tracks that draw an event from its submission; others from its beginning.
 FROM_SUBMISSION = ("disk_read", "disk_write")
 
 
@@ -61,14 +61,14 @@ class Stamp(Protocol):
     """A point in the order of compute, or of copies."""
 
     def time_ns(self) -> int | None:
-        """When that was, by `time.perf_counter_ns`; None if it is not known yet."""
+        """Return the time on `time.perf_counter_ns`; None if it is not known yet."""
 
 
 class Watched(Protocol):
-    """A request that records itself when it is over."""
+    """A request that records itself when it has ended."""
 
     def note(self) -> None:
-        """Record, if it is over and was not recorded yet."""
+        """Record the request if it has ended and was not recorded yet."""
 
 
 When: TypeAlias = int | Stamp
@@ -78,11 +78,11 @@ _Known: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str,
 
 
 class Trace:
-    """One trace file; an existing one is replaced. Any thread may record.
+    """Writer of one trace file, replacing an existing one. Any thread may record.
 
-    `names` are those of the units; `follow` is called on the thread, before it asks a device for
-    times. Makes missing directories; raises `MachineError` if the file cannot be written, or
-    something that is no file has its name.
+    `names` are the names of units. `follow` is called once on the writer thread, before it queries
+    a device for times. Creates missing directories; raises `MachineError` if the file cannot be
+    written or the path is not a file.
     """
 
     def __init__(
@@ -96,9 +96,9 @@ class Trace:
         self.path = Path(path).expanduser()
         self.names = tuple(names)
         self.num_dropped = 0
-        """Events that were not written: the queue was full, or the disk refused them."""
+        """Number of events not written: the queue was full, or writing failed."""
         self.failure: Exception | None = None
-        """The first error of the disk, or of a device that was asked for times."""
+        """The first error of writing, or of querying times."""
         self.start_ns = time.perf_counter_ns()
         self._capacity = capacity
         self._follow = follow
@@ -106,15 +106,15 @@ class Trace:
         self._later: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._rows: dict[str, list[int]] = {track: [] for track in TRACKS}
-        self._lock = threading.RLock()  # a collected ticket may record at any point
+        self._lock = threading.RLock()  # garbage collection of a ticket may record
         self._owner_pid = os.getpid()
         self._closed = False
         self._wake = threading.Event()
-        self._end = 0  # where the closing bracket is
+        self._end = 0  # offset of the closing bracket
         self._file = -1
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with atomic_write(self.path) as file:  # who writes to an older one keeps that
+            with atomic_write(self.path) as file:  # a writer of an older file is not affected
                 self._file = os.dup(file.fileno())
                 self._put_out(self._head(facts or {}), 0)
         except OSError as error:
@@ -128,7 +128,7 @@ class Trace:
         self._thread = threading.Thread(target=self._run, name="infinity-trace", daemon=True)
         self._thread.start()
 
-    # --- recording: any thread, never waits ----------------------------------------------------
+    # --- recording: any thread, never blocks ---------------------------------------------------
 
     def add(
         self,
@@ -142,14 +142,14 @@ class Trace:
         submitted: int | None = None,
         args: Mapping[str, Any] | None = None,
     ) -> None:
-        """Record what took from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`.
+        """Record an event from `begin` to `end`, in nanoseconds of `time.perf_counter_ns`.
 
-        It is written once both are known.
+        The event is written when both times are known.
         """
         self._append((track, name, unit, submitted, begin, end, nbytes, args))
 
     def watch(self, request: Watched) -> None:
-        """Record a request without waiters when it ends, at the latest in `close`."""
+        """Record a request in `close` at the latest, even if no thread waits for it."""
         self._watched.add(request)
 
     def _append(self, event: _Event) -> None:
@@ -160,7 +160,7 @@ class Trace:
         self._queue.append(event)
 
     def close(self) -> None:
-        """Write queued events, close the file, end the thread. Idempotent; no effect in a child."""
+        """Write queued events, close the file, stop the thread. Idempotent; no-op in a child."""
         if self._closed or os.getpid() != self._owner_pid:
             return
         for request in list(self._watched):
@@ -170,12 +170,12 @@ class Trace:
         if threading.current_thread() is not self._thread:
             self._thread.join(CLOSE_S)
 
-    # --- writing: the thread -------------------------------------------------------------------
+    # --- writing: writer thread ----------------------------------------------------------------
 
     def _run(self) -> None:
         try:
             self._follow()
-        except Exception as error:  # of a device: the thread must go on
+        except Exception as error:  # of a device: the thread must continue
             self.failure = error
         while not self._closed:
             self._wake.wait(FLUSH_S)
@@ -192,7 +192,7 @@ class Trace:
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
             self._later[event[0]].append(event)
-        for waiting in self._later.values():  # what follows on a track ends later
+        for waiting in self._later.values():  # events of a track end in order
             while waiting and self._resolve(waiting[0], events):
                 waiting.popleft()
             while len(waiting) > self._capacity:
@@ -204,11 +204,11 @@ class Trace:
             self._put_out([line for event in events for line in self._lines(event)], len(events))
 
     def _resolve(self, event: _Event, events: list[_Known]) -> bool:
-        """Add the event with its times; False where they are not known yet."""
+        """Append the event with its times to `events`; return False if they are not known yet."""
         track, name, unit, submitted, begin, end, nbytes, args = event
         try:
             first, last = (t if isinstance(t, int) else t.time_ns() for t in (begin, end))
-        except Exception as error:  # of a device that is gone: the thread must go on
+        except Exception as error:  # of a closed device: the thread must continue
             self.failure = self.failure or error
             with self._lock:
                 self.num_dropped += 1
@@ -250,7 +250,7 @@ class Trace:
         )
 
     def _row(self, track: str, start: int, end: int) -> tuple[int, bool]:
-        """The first track of the track on which nothing overlaps; whether it is a new one."""
+        """Return the first row of a track without overlap, and True if the row is new."""
         rows = self._rows[track]
         if track not in SPREAD:
             rows[:] = [end]
@@ -275,7 +275,7 @@ class Trace:
         return [*lines, self._mark("trace begins", self.start_ns, began)]
 
     def _track(self, track: str, row: int) -> list[str]:
-        """Write the metadata of a track: name and position."""
+        """Return the metadata of a row: name and position."""
         tid = _tid(track, row)
         name = TRACKS[track] + (f" ({row + 1})" if row else "")
         base = {"ph": "M", "pid": 1, "tid": tid}
@@ -291,9 +291,9 @@ class Trace:
 
 
 class Laps:
-    """Times the phases of something that one thread does; each lap begins where the last ended.
+    """Timer of consecutive phases in one thread; each begins at the end of the last.
 
-    Without a trace nothing is timed.
+    No effect if `trace` is None.
     """
 
     def __init__(self, trace: Trace | None, unit: int = NO_UNIT) -> None:
@@ -302,7 +302,7 @@ class Laps:
         self._begin = time.perf_counter_ns()
 
     def lap(self, track: str, name: str, nbytes: int = 0) -> None:
-        """A phase is over."""
+        """Record the phase that has just ended."""
         if self._trace is None:
             return
         now = time.perf_counter_ns()

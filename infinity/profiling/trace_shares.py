@@ -1,8 +1,8 @@
 """Summary of a trace by step: busy shares of tracks, stalls, and the bottleneck.
 
-Shares are unions of intervals: two requests at once count once. A track is busy while something
-of it goes on, not while it waits in a queue. Where compute ends with its call (a CPU) the stalls
-inside it are taken out; on a GPU compute has a clock of its own, and is idle between its slices.
+Shares are unions of intervals: two concurrent requests count once. A track is busy while one of its
+events runs, not while it is queued. If compute ends with its call (a CPU), stalls inside compute
+are subtracted; on a GPU compute is timed by the device, and is idle between its slices.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from infinity.profiling.trace_reader import Slice, TraceTimeline
 Interval: TypeAlias = tuple[float, float]
 Times: TypeAlias = list[Interval]  # sorted, disjoint, none empty
 
-# What may keep compute waiting, and how it is called.
+# Tracks that compute may wait for, with the name in verdicts.
 CAUSES = {
     "disk": "the disk",
     "to_device": "copying to the device",
@@ -30,16 +30,16 @@ _COPIES = ("disk_read", "disk_write", "to_device", "from_device")
 SHOWN = ("compute", "disk", *_COPIES, "sums", "update")
 _NAMES = {"disk_read": "disk read", "disk_write": "disk write"}
 _TRACKS = (*_COPIES, "sums", "update", "saving", "compute")
-SMALL_SHARE = 0.05  # of a step; waits below it are not worth a name
-ONE_SIDED = 1.25  # reads cover so much more of the waits than writes, or the reverse
-CLEARLY = 4.0  # compute is so much longer than its waits
+SMALL_SHARE = 0.05  # of a step; shorter waits are not attributed
+ONE_SIDED = 1.25  # ratio of the waits covered by reads and writes above which one is named
+CLEARLY = 4.0  # ratio of compute to its waits above which compute binds
 
 
 # --- sets of times -------------------------------------------------------------------------------
 
 
 def _times(keep: Callable[[bool, bool], bool], one: Iterable[Interval], other: Times) -> Times:
-    """When `keep` holds of being in one and in the other; intervals of `one` may overlap."""
+    """Return the times at which `keep(in one, in other)`; intervals of `one` may overlap."""
     edges = [edge for b, e in one if b < e for edge in ((b, 0, 1), (e, 0, -1))]
     edges += [edge for b, e in other for edge in ((b, 1, 1), (e, 1, -1))]
     result: Times = []
@@ -55,22 +55,22 @@ def _times(keep: Callable[[bool, bool], bool], one: Iterable[Interval], other: T
 
 
 def union(intervals: Iterable[Interval]) -> Times:
-    """All times in at least one interval."""
+    """Return the times in at least one interval."""
     return _times(lambda one, _: one, intervals, [])
 
 
 def overlap(one: Times, other: Times) -> Times:
-    """All times in both."""
+    """Return the times in both."""
     return _times(lambda a, b: a and b, one, other)
 
 
 def without(one: Times, other: Times) -> Times:
-    """All times in the first, but not in the second."""
+    """Return the times in `one` but not in `other`."""
     return _times(lambda a, b: a and not b, one, other)
 
 
 def clip(times: Times, window: Interval) -> Times:
-    """All times inside a window; fast where the window is small."""
+    """Return the times inside a window, by bisection."""
     begin, end = window
     first = max(bisect_right(times, begin, key=lambda i: i[0]) - 1, 0)
     last = bisect_left(times, end, key=lambda i: i[0])
@@ -79,7 +79,7 @@ def clip(times: Times, window: Interval) -> Times:
 
 
 def length(times: Times) -> float:
-    """Seconds in all."""
+    """Return the total of seconds."""
     return sum(end - begin for begin, end in times)
 
 
@@ -101,9 +101,10 @@ class Stall:
 
 @dataclass(frozen=True)
 class StepShares:
-    """One step; all times in seconds, `busy` of its `seconds`.
+    """Shares of one step; times in seconds, `busy` by track.
 
-    `waits` is what compute waited for data, `other` what is neither: the training loop's own code.
+    `waits` is the time compute waited for data; `other` is neither compute nor waits: the code of
+    the training loop.
     """
 
     name: str
@@ -112,24 +113,24 @@ class StepShares:
     busy: dict[str, float]
     waits: float
     other: float
-    covered: dict[str, float] = field(repr=False)  # by cause: how much of the waits it was busy
+    covered: dict[str, float] = field(repr=False)  # by track: its busy time during waits
     causes: dict[str, float] = field(repr=False)
 
     @property
     def seconds(self) -> float:
-        """How long the step took."""
+        """Duration of the step."""
         return self.end - self.begin
 
     def share(self, track: str) -> float:
-        """Busy share of a track, 0 to 1."""
+        """Return the busy share of a track, 0 to 1."""
         return self.busy.get(track, 0.0) / self.seconds if self.seconds > 0 else 0.0
 
 
 class Shares:
     """Busy shares of a timeline, computed once.
 
-    `steps` has one entry per step that the trace knows, in order; slices are cut at step ends.
-    `total` is the same for all steps together; None where there is none.
+    `steps` has one entry per traced step, in order; slices are cut at step boundaries. `total` is
+    the entry of all steps together; None without steps.
     """
 
     def __init__(self, timeline: TraceTimeline) -> None:
@@ -144,7 +145,7 @@ class Shares:
             self.total = self._step(name, window)
 
     def _measure(self, timeline: TraceTimeline) -> None:
-        """When each track was busy, and compute waited."""
+        """Compute the times at which each track was busy and compute waited."""
         self._busy = {track: union(_spans(timeline.of(track))) for track in _TRACKS}
         self._busy["disk"] = union(self._busy["disk_read"] + self._busy["disk_write"])
         causes = {s.what for s in timeline.of("stall")}
@@ -161,7 +162,6 @@ class Shares:
         self._waits = without(going_on, self._busy["compute"])
 
     def _step(self, name: str, window: Interval) -> StepShares:
-        """What lies in a window."""
         inside = {track: clip(times, window) for track, times in self._busy.items()}
         waits = clip(self._waits, window)
         return StepShares(
@@ -176,7 +176,7 @@ class Shares:
         )
 
     def largest_stalls(self, count: int = 10) -> list[Stall]:
-        """The longest waits of the training thread, longest first."""
+        """Return the longest waits of the training thread, longest first."""
         steps, found = self.timeline.of("step"), []
         longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
@@ -196,8 +196,8 @@ def _spans(slices: Iterable[Slice]) -> list[Interval]:
 
 
 def binds(step: StepShares) -> str:
-    """Return the cause of a step's time: a key of `CAUSES`, "disk_read", "disk_write", "compute",
-    "other" (the loop's own code), or "unknown": waits without a traced cause.
+    """Return the bottleneck of a step: a key of `CAUSES`, "disk_read", "disk_write", "compute",
+    "other" (code of the training loop), or "unknown": waits without a traced cause.
     """
     compute = step.busy["compute"]
     if step.other > max(step.waits, compute):
@@ -217,7 +217,7 @@ def binds(step: StepShares) -> str:
 
 
 def verdict(step: StepShares) -> str:
-    """What binds, in one sentence."""
+    """Return a sentence that names the bottleneck of a step."""
     track, total = binds(step), seconds(step.seconds)
     compute = f"busy {percent(step.share('compute'))}"
     waits = f"waits {seconds(step.waits)} of {total}"
@@ -238,19 +238,19 @@ def verdict(step: StepShares) -> str:
     if track == "disk":
         read, write = percent(step.share("disk_read")), percent(step.share("disk_write"))
         busy += f": read {read}, write {write}"
-    # A track that rests half of the time is waited for one request after the other.
+    # A track idle for half of the time serves single requests, one after the other.
     verb = "binds" if step.share(track) >= 0.5 else "is waited for, but does not bind"
     waited = f"compute waits {seconds(step.covered[track])} of {total} for it"
     return f"{step.name}: {_NAMES.get(track) or CAUSES[track]} {verb} ({busy}); {waited}"
 
 
 def percent(share: float) -> str:
-    """A share in whole percent."""
+    """Return a share as a rounded percentage."""
     return f"{100 * share:.0f} %"
 
 
 def seconds(time_s: float) -> str:
-    """A time with its unit: "1.85 s", "12.3 ms"."""
+    """Return a time with its unit: "1.85 s", "12.3 ms"."""
     return f"{time_s:.2f} s" if time_s >= 0.1 else f"{time_s * 1e3:.3g} ms"
 
 
@@ -258,9 +258,9 @@ def seconds(time_s: float) -> str:
 
 
 def report_data(shares: Shares, num_stalls: int = 10) -> dict[str, Any]:
-    """Shares, the largest stalls and a verdict per step, for JSON.
+    """Return shares and a verdict per step, and the largest stalls, for JSON.
 
-    Times are in seconds, shares from 0 to 1; `notes` say what is missing in the trace.
+    Times are in seconds, shares from 0 to 1; `notes` list missing events of the trace.
     """
     timeline, total, notes = shares.timeline, shares.total, []
     if not timeline.complete:
@@ -278,7 +278,7 @@ def report_data(shares: Shares, num_stalls: int = 10) -> dict[str, Any]:
 
 
 def step_data(step: StepShares) -> dict[str, Any]:
-    """One step, or several together, as data; `idle_share` is that of compute."""
+    """Return one step, or all together, as data; `idle_share` is that of compute."""
     return {
         "name": step.name,
         "seconds": step.seconds,
@@ -292,7 +292,7 @@ def step_data(step: StepShares) -> dict[str, Any]:
 
 
 def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
-    """What `report_data` returns, for people."""
+    """Yield the human-readable lines of a report from `report_data`."""
     yield from data["notes"]
     steps = data["steps"]
     if not steps:

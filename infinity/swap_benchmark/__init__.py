@@ -1,1 +1,1 @@
-"""Swap benchmark: how fast training state streams to and from drives, and how close we come."""
+"""Swap benchmark: rates of infinity's I/O engine and of plain threads on the same drives."""

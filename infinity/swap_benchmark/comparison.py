@@ -1,4 +1,4 @@
-"""Comparison of our I/O engine with plain O_DIRECT threads, in interleaved rounds."""
+"""Comparison of infinity's I/O engine with plain O_DIRECT threads, in interleaved rounds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from infinity.swap_benchmark.load import MODES, Mode, Testbed
 from infinity.swap_benchmark.rounds import loads_of, median_rate, rates_alone, take_turns
 
 CHUNK_BYTES = 16 * 2**20
-# Plain threads that are tried: block size in bytes, number of threads. The fastest of each mode
+# Candidates for plain threads: block size in bytes, number of threads. The fastest one per mode
 # is compared.
 PLAIN = ((2**20, 4), (2**20, 8), (4 * 2**20, 4))
 TRIAL_S = 0.1
@@ -33,11 +33,11 @@ class Pairs:
     ours: tuple[Sample, ...]
     plain: tuple[Sample, ...]
     tried: dict[str, float]
-    """Bytes per second of all plain settings in their trial, fastest first; it is compared."""
+    """Bytes per second of all plain settings in their trial, fastest (the compared one) first."""
 
     @property
     def ratios(self) -> list[float]:
-        """Our rate divided by the plain one, per round."""
+        """Rate of the engine divided by that of plain threads, per round."""
         return [a.rate / b.rate for a, b in zip(self.ours, self.plain, strict=True)]
 
     @property
@@ -53,10 +53,10 @@ class Comparison:
     settings: IoSettings
     modes: dict[Mode, Pairs]
     load: str
-    """Use of the processors by other programs in the paired rounds; "" if it is small."""
+    """Text about other programs using processors in the paired rounds; "" if negligible."""
 
     def rates(self) -> dict[Mode, float]:
-        """Return our median rate per mode in bytes per second; mixed counts both directions."""
+        """Return the engine's median bytes per second by mode; mixed counts both directions."""
         return {mode: median_rate(pairs.ours) for mode, pairs in self.modes.items()}
 
 
@@ -66,11 +66,11 @@ def compare(
     num_rounds: int,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Comparison:
-    """Measure our engine and plain threads on the same files, and check the bytes they move.
+    """Measure the engine and plain threads on the same files, and verify the bytes they move.
 
     Args:
         testbed: Prepared test files.
-        settings: Settings of our engine.
+        settings: Settings of the engine.
         num_rounds: Number of paired rounds.
         progress: Called with the number of samples taken and to take.
 

@@ -1,4 +1,4 @@
-"""Contenders of the swap benchmark: our I/O engine, and plain threads with O_DIRECT."""
+"""Contenders of the swap benchmark: infinity's I/O engine, and plain threads with O_DIRECT."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class UnavailableError(InfinityError):
 
 @dataclass(frozen=True)
 class Sample:
-    """One measurement; `cpu_s` is of the whole process, native threads included."""
+    """One measurement; `cpu_s` is the CPU time of the process, including native threads."""
 
     duration_s: float
     nbytes: int
@@ -57,7 +57,7 @@ class Sample:
 
 
 class Contender(Protocol):
-    """Moves loads. Set-up and checks are not timed; `close` may be called twice."""
+    """A program that moves loads. Set-up and checks are not timed; `close` is idempotent."""
 
     family: str  # io_uring, threads, plain, cached, or one of the contenders in tools/
     name: str  # the family and its settings
@@ -135,7 +135,7 @@ class EngineContender:
         self._files = [_aio.File(str(path)) for path in testbed.file_paths]
 
     def run(self, load: Load) -> Sample:
-        """Move the load and check its bytes; raises as `checked`."""
+        """Move the load and check its bytes; raises the errors of `checked`."""
         return checked(self._testbed, lambda: self._drive_all(load), load)
 
     def _drive_all(self, load: Load) -> None:
@@ -154,7 +154,7 @@ class EngineContender:
         for piece in load.pieces(file_index):
             if len(in_flight) == limit:
                 in_flight.popleft().wait()
-            # As an optimizer pass does: write-back gives way to read-ahead.
+            # Priorities of an optimizer pass: read-ahead precedes write-back.
             if piece.is_write:
                 buffer = self._testbed.pattern(piece.index, load.salt)
                 how = _aio.WRITE, _aio.BACKGROUND
@@ -179,10 +179,10 @@ _Block = tuple[ChunkRequest, int, int]
 class PlainThreads:
     """Python threads that call preadv and pwritev with O_DIRECT; system calls release the GIL.
 
-    Reads go to the same amount of memory as our engine's, `NUM_SLOTS` chunks. With `cached` each
-    thread reads into a single block: where a processor copies the bytes of a drive, as on virtual
+    Reads go to the same amount of memory as the engine's, `NUM_SLOTS` chunks. With `cached` each
+    thread reads into a single block: if a processor copies the bytes of a drive, as on virtual
     machines, they then stay in its cache. No program that uses the bytes reaches that rate; it
-    shows how much of a difference is due to memory.
+    shows the share of memory in a difference.
     """
 
     def __init__(
@@ -202,12 +202,12 @@ class PlainThreads:
         memory = mapped(count * num_blocks * block_size)
         self._buffers = memory.reshape(count, num_blocks, block_size)
         self._pool = ThreadPoolExecutor(count)
-        # Starting threads is set-up: each takes one task that waits for all the others.
+        # Start all threads during set-up: each gets one task that waits for the others.
         barrier = threading.Barrier(count)
         list(self._pool.map(lambda _: barrier.wait(60), range(count)))
 
     def run(self, load: Load) -> Sample:
-        """Move the load and check the last block of each thread; raises as `checked`."""
+        """Move the load and check the last block of each thread; raises like `checked`."""
         queues = [iter(list(load.blocks(i, self._block_size))) for i in range(load.num_files)]
         last: list[tuple[int, Array, _Block]] = []
 
@@ -233,7 +233,7 @@ class PlainThreads:
     ) -> tuple[int, Array, _Block] | None:
         """Move blocks until the queue is empty; return the last one read."""
         fd, last, turns = self._fds[file_index], None, itertools.cycle(buffers)
-        for block in queue:  # a list's iterator may be shared: taking one is a single step
+        for block in queue:  # threads share the list iterator: `next` is atomic
             piece, start, nbytes = block
             if piece.is_write:
                 data = self._testbed.pattern(piece.index, load.salt)[start : start + nbytes]

@@ -1,8 +1,8 @@
-"""Loads of the swap benchmark, and the test files and buffers that they move bytes between.
+"""Loads of the swap benchmark, with their test files and buffers.
 
-Each path gets one file of two regions of equal size: samples read the first and write the second.
-A chunk holds one of a few random patterns, chosen by its index, so that bytes read and written can
-be checked afterwards, outside the measured time.
+Each path has one file with two regions of equal size: samples read the first and write the second.
+A chunk has one of a few random patterns, selected by its index, so that bytes read and written can
+be checked after the measured time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODES: tuple[Mode, ...] = ("read", "write", "mixed")
 
 @dataclass(frozen=True)
 class Span:
-    """A range of one test file, moved `num_passes` times from front to back."""
+    """A range of one test file, moved `num_passes` times in order."""
 
     offset: int
     nbytes: int
@@ -54,7 +54,7 @@ class ChunkRequest:
 
 @dataclass(frozen=True)
 class Load:
-    """The bytes of one sample: per test file a span to read and one to write.
+    """Bytes moved in one sample: a span to read and one to write per test file.
 
     `salt` differs between samples and shifts the patterns to write, so that a lost write cannot
     pass the check.
@@ -88,7 +88,7 @@ class Load:
             yield from pair
 
     def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[ChunkRequest, int, int]]:
-        """Yield (piece, offset in it, bytes) of one file; mixed loads alternate blocks."""
+        """Yield (chunk, offset in it, bytes) of one file; mixed loads alternate blocks."""
         pieces = list(self.pieces(file_index))
         group = 2 if self.mode == "mixed" else 1
         for first in range(0, len(pieces), group):
@@ -132,7 +132,7 @@ def make_load(
         wanted = rate * target_s / (2 if mode == "mixed" else 1)
         num_chunks = max(1, -(-int(wanted) // chunk_bytes))
         in_region = region_bytes // chunk_bytes
-        # Whole passes, so that contenders who cut the range differently move the same bytes.
+        # Complete passes, so that contenders with other block sizes move the same bytes.
         num_passes = max(1, round(num_chunks / in_region))
         nbytes = min(num_chunks, in_region) * chunk_bytes
         reads.append(Span(0, nbytes, num_passes) if mode != "write" else None)
@@ -144,7 +144,7 @@ def region_bytes_of(file_bytes: int, chunk_bytes: int) -> int:
     """Return the bytes of each half of a test file: a multiple of `chunk_bytes`.
 
     Raises:
-        ConfigError: Half of the file holds no chunk.
+        ConfigError: Half of the file is smaller than a chunk.
     """
     region_bytes = file_bytes // 2 // chunk_bytes * chunk_bytes
     if region_bytes < chunk_bytes:
@@ -164,7 +164,7 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class Testbed:
-    """Test files and buffers. A context manager; removes the files on exit."""
+    """Test files and buffers; a context manager that removes the files on exit."""
 
     __test__ = False  # not a test class of pytest
 
@@ -198,8 +198,8 @@ class Testbed:
             progress: Called with the bytes written and the bytes to write.
 
         Raises:
-            InfinityError: A path cannot be used or has too little free space. Files that exist
-                by then are removed by `close`.
+            InfinityError: A path cannot be used or has too little free space. `close` removes
+                files created before the error.
         """
         self._check_space()
         for path in self.paths:
@@ -267,7 +267,7 @@ class Testbed:
         self._rings[:, :, ::PAGE] ^= 0xFF
 
     def check_slots(self, load: Load) -> None:
-        """Compare the chunks read last, which are in the slots, with their patterns.
+        """Compare the chunks read last, still in the slots, with their patterns.
 
         Raises:
             InfinityError: A byte differs.
@@ -338,7 +338,7 @@ def address_of(array: Array) -> int:
 def mapped(nbytes: int) -> Array:
     """Return page-aligned memory with all pages present, huge pages where available.
 
-    Requests then consist of few segments, which doubles the rate on some drives: all contenders
+    Requests in huge pages have few segments, which doubles the rate on some drives. All contenders
     use such memory.
     """
     try:

@@ -1,4 +1,4 @@
-"""Interleaved rounds: contenders alternate, so a slow phase of the machine affects all of them."""
+"""Interleaved rounds: contenders alternate, so that slow phases of the machine affect all."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ Item = TypeVar("Item")
 Samples = dict[Mode, dict[str, list[Sample]]]
 DEFAULTS = {name: IoSettings(name) for name in ("io_uring", "threads")}
 _salts = itertools.count(1)
-# Assumed rate of a drive for its very first sample, in bytes per second.
+# Assumed rate of a drive for its first sample, in bytes per second.
 _FIRST_RATE = 10**9
 _PROBE_S = 0.25
-_NUM_PROBES = 2  # the first one also wakes the drive
+_NUM_PROBES = 2  # the first probe also wakes up the drive
 
 
 def rotated(items: Sequence[Item], by: int) -> list[Item]:
-    """Return the items, rotated left by `by`."""
+    """Return the items rotated left by `by`."""
     by %= max(1, len(items))
     return [*items[by:], *items[:by]]
 
@@ -52,11 +52,11 @@ def take_turns(
         contenders: Contenders by mode.
         loads: Load by mode.
         num_rounds: Number of rounds.
-        left_out: Receives the contenders that raise `UnavailableError`, by name, with the reason.
+        left_out: Output: reason by name of each contender that raised `UnavailableError`.
         on_sample: Called after each sample.
 
     Returns:
-        Samples by mode and contender, one per round; none of contenders that were left out.
+        Samples by mode and contender, one per round, without contenders left out.
 
     Raises:
         InfinityError: A request failed, or wrong bytes were read or written.
@@ -78,7 +78,7 @@ def take_turns(
 
 
 def median_rate(samples: Sequence[Sample]) -> float:
-    """Return the median of bytes per second."""
+    """Return the median rate in bytes per second."""
     return statistics.median(sample.rate for sample in samples)
 
 
@@ -103,7 +103,7 @@ def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[
 
 
 def rates_alone(testbed: Testbed, settings: IoSettings, target_s: float) -> list[dict[Mode, float]]:
-    """Measure briefly, at most `target_s` a sample, each drive alone in each mode."""
+    """Return the rate of each drive alone by mode, from samples of at most `target_s` seconds."""
     contender = EngineContender(testbed, settings)
     try:
         rates: list[dict[Mode, float]] = []
@@ -124,7 +124,7 @@ def rates_alone(testbed: Testbed, settings: IoSettings, target_s: float) -> list
 def loads_of(
     testbed: Testbed, rates: Sequence[Mapping[Mode, float]], target_s: float
 ) -> dict[Mode, Load]:
-    """Return a load of about `target_s` seconds per mode, for drives with these rates."""
+    """Return a load of about `target_s` seconds by mode, for drives with these rates."""
     return {mode: _load(testbed, mode, [r[mode] for r in rates], target_s) for mode in MODES}
 
 

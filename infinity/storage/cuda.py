@@ -44,26 +44,26 @@ _PIN_TRIES = 2
 class _CudaSquareSums:
     """Sums of squares being copied to pinned memory."""
 
-    numbers: Tensor
+    sums: Tensor
     event: CudaEvent
 
     def result(self) -> list[float]:
         if not self.event.done():
             self.event.wait()
-        return [float(total) for total in self.numbers.tolist()]
+        return [float(value) for value in self.sums.tolist()]
 
 
 def _order(stream: torch.cuda.Stream, after: Event) -> None:
     """Order later work on `stream` after `after`; the host blocks only for non-CUDA events."""
-    parts: Sequence[Event] = getattr(after, "events", (after,))
-    for part in parts:
-        if isinstance(part, CudaEvent):
-            stream.wait_event(part.raw)
+    events: Sequence[Event] = getattr(after, "events", (after,))
+    for event in events:
+        if isinstance(event, CudaEvent):
+            stream.wait_event(event.raw)
         else:
-            part.wait()
+            event.wait()
 
 
-def _not_pinned(nbytes: int, total: int, code: int) -> str:
+def _unpinned_warning(nbytes: int, total: int, code: int) -> str:
     return (
         f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}; "
         f"{format_size(total - nbytes)} of this range are): copies to and from the GPU go through "
@@ -82,8 +82,8 @@ class _CudaArena:
     def view(self, offset: int, nbytes: int) -> Tensor:
         if nbytes == 0:  # torch queries the driver for the address, which may be past the end
             return self.raw.new_empty(0)
-        part = _ArrayInterface(self.raw, offset, nbytes)
-        return torch.as_tensor(part, device=self.raw.device)
+        interface = _ArrayInterface(self.raw, offset, nbytes)
+        return torch.as_tensor(interface, device=self.raw.device)
 
 
 class _ArrayInterface:
@@ -102,9 +102,12 @@ class _ArrayInterface:
 
 def _node_of(device: torch.device) -> int | None:
     """Return the NUMA node of a GPU; None if unknown, or if there is only one node."""
-    facts: Any = torch.cuda.get_device_properties(device)  # the type stub lacks the PCI attributes
+    # Any, because the type stub lacks the PCI attributes.
+    properties: Any = torch.cuda.get_device_properties(device)
     try:
-        return node_of_pci(facts.pci_domain_id, facts.pci_bus_id, facts.pci_device_id)
+        return node_of_pci(
+            properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+        )
     except AttributeError:  # older versions of torch
         return None
 
@@ -127,19 +130,20 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         # torch reuses streams from a pool of 32 per priority. A priority other than the default
         # keeps these streams distinct from the user's.
-        self._in = self._stream(priority=-1)
-        self._out = self._stream(priority=-1)
+        self._h2d_stream = self._stream(priority=-1)
+        self._d2h_stream = self._stream(priority=-1)
         # Separate streams for streamed updates: on the copy streams above they would wait for
         # compute and for free slots.
-        self._bring = self._stream(priority=-1)
-        self._back = self._stream(priority=-1)
-        self._between = self._stream(priority=-1)
-        self._update = self._stream(priority=0)  # default priority: shares the GPU with compute
+        self._unordered_h2d_stream = self._stream(priority=-1)
+        self._unordered_d2h_stream = self._stream(priority=-1)
+        self._comm_stream = self._stream(priority=-1)
+        # Default priority: shares the GPU with compute.
+        self._update_stream = self._stream(priority=0)
         self._kernels: CudaKernels | None = None
-        self._no_kernels: str | None = None  # reason, once the kernels were tried
-        self._compute = torch.cuda.current_stream(self.torch_device)
-        self._follower = threading.local()
-        self._pinned: list[tuple[int, int]] = []  # sorted (start, end) addresses
+        self._kernel_error: str | None = None  # reason, once the kernels were tried
+        self._last_compute_stream = torch.cuda.current_stream(self.torch_device)
+        self._thread_role = threading.local()
+        self._pinned_ranges: list[tuple[int, int]] = []  # sorted (start, end) addresses
         self.warnings: list[str] = []
         self._clock: CudaClock | None = None  # while a trace is recorded
         self._node = _node_of(self.torch_device)
@@ -169,58 +173,58 @@ class CudaDevice(Device):
     def memory_bytes(self) -> int | None:
         """Return the free device memory, within the allocator's memory fraction."""
         free, total = torch.cuda.mem_get_info(self.torch_device)
-        share = torch.cuda.get_per_process_memory_fraction(self.torch_device)
-        taken = torch.cuda.memory_reserved(self.torch_device)
-        return max(min(free, int(share * total) - taken), 0)
+        fraction = torch.cuda.get_per_process_memory_fraction(self.torch_device)
+        reserved = torch.cuda.memory_reserved(self.torch_device)
+        return max(min(free, int(fraction * total) - reserved), 0)
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        return self._copy(self._in, target, source, after)
+        return self._copy(self._h2d_stream, target, source, after)
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy on the copy-out stream, after the compute issued so far."""
-        self._out.wait_stream(self._compute_stream())
-        return self._copy(self._out, target, source, after)
+        self._d2h_stream.wait_stream(self._compute_stream())
+        return self._copy(self._d2h_stream, target, source, after)
 
     def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy on a separate stream, not delayed by compute that `copy_d2h` waits for."""
-        return self._copy(self._back, target, source, after)
+        return self._copy(self._unordered_d2h_stream, target, source, after)
 
     def copy_h2d_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         """Copy on a separate stream, not delayed by slots that `copy_h2d` waits for."""
-        return self._copy(self._bring, target, source, after)
+        return self._copy(self._unordered_h2d_stream, target, source, after)
 
     def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
         """Run `start` on a separate stream that NCCL synchronizes with; the host does not block."""
-        _order(self._between, after)
-        with torch.cuda.stream(self._between):
+        _order(self._comm_stream, after)
+        with torch.cuda.stream(self._comm_stream):
             start().wait()
-        return CudaEvent(self._between)
+        return CudaEvent(self._comm_stream)
 
     def _copy(
         self, stream: torch.cuda.Stream, target: Tensor, source: Tensor, after: Event
     ) -> Event:
         _order(stream, after)
-        begin = self._begin(stream)
+        begin = self._begin_span(stream)
         with torch.cuda.stream(stream):
             host = target if target.device.type == "cpu" else source
-            for first, end in self._registered_parts(host.data_ptr(), host.numel()):
-                target[first:end].copy_(source[first:end], non_blocking=True)
-        return self._end(stream, begin)
+            for start, end in self._registered_ranges(host.data_ptr(), host.numel()):
+                target[start:end].copy_(source[start:end], non_blocking=True)
+        return self._end_span(stream, begin)
 
-    def _registered_parts(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    def _registered_ranges(self, address: int, nbytes: int) -> Iterator[tuple[int, int]]:
         """Split a host range at the edges of registrations, which no copy may cross."""
         cuts = {0, nbytes}
-        pinned = self._pinned  # snapshot: another thread may replace the list
-        for edges in pinned[max(bisect_left(pinned, (address,)) - 1, 0) :]:
+        ranges = self._pinned_ranges  # snapshot: another thread may replace the list
+        for edges in ranges[max(bisect_left(ranges, (address,)) - 1, 0) :]:
             if edges[0] >= address + nbytes:
                 break
             cuts.update(edge - address for edge in edges if 0 < edge - address < nbytes)
         return pairwise(sorted(cuts))
 
-    def _begin(self, stream: torch.cuda.Stream) -> CudaStamp | None:
+    def _begin_span(self, stream: torch.cuda.Stream) -> CudaStamp | None:
         return CudaStamp(self._clock, stream) if self._clock is not None else None
 
-    def _end(self, stream: torch.cuda.Stream, begin: CudaStamp | None) -> CudaEvent:
+    def _end_span(self, stream: torch.cuda.Stream, begin: CudaStamp | None) -> CudaEvent:
         clock = self._clock
         if begin is None or clock is None:
             return CudaEvent(stream)
@@ -239,49 +243,49 @@ class CudaDevice(Device):
 
     def why_no_kernels(self) -> str | None:
         """Return why there are no kernels; the first call loads and runs them, and may warn."""
-        if self._kernels is None and self._no_kernels is None:
+        if self._kernels is None and self._kernel_error is None:
             try:
                 self._kernels = CudaKernels(self.torch_device)
             except MachineError as error:
-                self._no_kernels = error.because or error.what
+                self._kernel_error = error.because or error.what
                 self.warnings.append(
                     f"the optimizer's kernels do not run on {self.torch_device}, so the CPU "
-                    f"updates: {self._no_kernels}"
+                    f"updates: {self._kernel_error}"
                 )
-        return self._no_kernels
+        return self._kernel_error
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         """Launch the update on the update stream, concurrently with copies and compute."""
         assert self._kernels is not None
-        _order(self._update, after)
-        begin = self._begin(self._update)
-        self._kernels.update_all(pieces, self._update)
-        return self._end(self._update, begin)
+        _order(self._update_stream, after)
+        begin = self._begin_span(self._update_stream)
+        self._kernels.update_all(pieces, self._update_stream)
+        return self._end_span(self._update_stream, begin)
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
         """Launch the kernel on the compute stream, then copy the sums to pinned memory."""
         assert self._kernels is not None
         stream = self._compute_stream()
         with torch.cuda.stream(stream):
-            sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
-            self._kernels.square_sums(tensors, sums, stream)
-            numbers = torch.empty(len(tensors), dtype=torch.float64, device="cpu", pin_memory=True)
-            numbers.copy_(sums, non_blocking=True)
-        return _CudaSquareSums(numbers, CudaEvent(stream))
+            device_sums = torch.empty(len(tensors), dtype=torch.float64, device=self.torch_device)
+            self._kernels.square_sums(tensors, device_sums, stream)
+            sums = torch.empty(len(tensors), dtype=torch.float64, device="cpu", pin_memory=True)
+            sums.copy_(device_sums, non_blocking=True)
+        return _CudaSquareSums(sums, CudaEvent(stream))
 
     def attach_worker_thread(self) -> None:
         """Set the current GPU of the thread, and use the compute stream of the computing thread."""
         torch.cuda.set_device(self.torch_device)
         stay_out_of_captures()
-        self._follower.yes = True
+        self._thread_role.is_worker = True
 
     def _compute_stream(self) -> torch.cuda.Stream:
         """Return the current stream of the computing thread, ordered after earlier compute.
 
         Worker threads get the stream last seen. See [Note: one chain of compute].
         """
-        if getattr(self._follower, "yes", False):
-            return self._compute
+        if getattr(self._thread_role, "is_worker", False):
+            return self._last_compute_stream
         current = torch.cuda.current_stream(self.torch_device)
         if torch.cuda.is_current_stream_capturing():
             raise ResidencyError(
@@ -290,9 +294,9 @@ class CudaDevice(Device):
                 "nothing",
                 remedy="capture nothing that calls the model; `compile: true` compiles its blocks",
             )
-        if current != self._compute:
-            current.wait_stream(self._compute)
-            self._compute = current
+        if current != self._last_compute_stream:
+            current.wait_stream(self._last_compute_stream)
+            self._last_compute_stream = current
         return current
 
     def time_events(self, wanted: bool) -> None:
@@ -328,17 +332,17 @@ class CudaDevice(Device):
         ]
         # The driver registers with one thread; the pages of the next slice are faulted in
         # concurrently.
-        with ThreadPoolExecutor(1, "infinity-pin") as ahead:
-            made = ahead.submit(prefault, *slices[0])
+        with ThreadPoolExecutor(1, "infinity-pin") as executor:
+            prefaulted = executor.submit(prefault, *slices[0])
             for (address, size), following in zip_longest(slices, slices[1:]):
-                made.result()
+                prefaulted.result()
                 if following is not None:
-                    made = ahead.submit(prefault, *following)
+                    prefaulted = executor.submit(prefault, *following)
                 if code := self._register(cudart, address, size):
-                    left = base + arena.nbytes - address
-                    self.warnings.append(_not_pinned(left, arena.nbytes, code))
+                    remaining = base + arena.nbytes - address
+                    self.warnings.append(_unpinned_warning(remaining, arena.nbytes, code))
                     return
-                self._pinned = sorted([*self._pinned, (address, address + size)])
+                self._pinned_ranges = sorted([*self._pinned_ranges, (address, address + size)])
 
     def _register(self, cudart: Any, address: int, size: int) -> int:
         """Register a slice, with one retry, and return the CUDA error code, 0 on success.
@@ -355,14 +359,14 @@ class CudaDevice(Device):
         self.unpin()
 
     def unpin(self) -> None:
-        if not self._pinned:
+        if not self._pinned_ranges:
             return
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         with torch.cuda.device(self.torch_device):
-            for start, _ in self._pinned:
+            for start, _ in self._pinned_ranges:
                 if int(cudart.cudaHostUnregister(start)):
                     self._clear_error()
-        self._pinned.clear()
+        self._pinned_ranges.clear()
 
     def return_freed_memory(self) -> None:
         """Empty torch's cache: it would split a freed block of an engine for smaller tensors."""

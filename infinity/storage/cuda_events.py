@@ -49,9 +49,9 @@ class CudaClock:
         """Return the time of `event` on `time.perf_counter_ns`; None if it has not happened."""
         if not event.done():
             return None
-        after_ms = float(self._anchor.raw.elapsed_time(event.raw))
-        time_ns = self._anchor_ns + round(after_ms * 1e6)
-        if after_ms > FAR_MS:
+        elapsed_ms = float(self._anchor.raw.elapsed_time(event.raw))
+        time_ns = self._anchor_ns + round(elapsed_ms * 1e6)
+        if elapsed_ms > FAR_MS:
             self._anchor, self._anchor_ns = event, time_ns
         return time_ns
 

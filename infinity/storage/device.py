@@ -64,11 +64,11 @@ class AllOf:
 
 def after_all(*events: Event) -> Event:
     """Return one event for several; events that have happened are dropped."""
-    single = [e for event in events for e in getattr(event, "events", (event,))]
-    open_events = [e for e in single if not e.done()]
-    if not open_events:
+    flat_events = [e for event in events for e in getattr(event, "events", (event,))]
+    pending = [e for e in flat_events if not e.done()]
+    if not pending:
         return HAPPENED
-    return open_events[0] if len(open_events) == 1 else AllOf(open_events)
+    return pending[0] if len(pending) == 1 else AllOf(pending)
 
 
 class SquareSums(Protocol):

@@ -30,10 +30,12 @@ def find_device(device: Device | torch.device | str | None) -> Device:
     """
     if isinstance(device, Device):
         return device
-    wanted = torch.device(device or accelerator_type() or "cpu")
-    if wanted.type == "cpu":
+    torch_device = torch.device(device or accelerator_type() or "cpu")
+    if torch_device.type == "cpu":
         return CpuDevice()
-    if wanted.type in ACCELERATORS:
-        return ACCELERATORS[wanted.type](wanted)
+    if torch_device.type in ACCELERATORS:
+        return ACCELERATORS[torch_device.type](torch_device)
     known = ", ".join(repr(kind) for kind in ("cpu", *ACCELERATORS))
-    raise ConfigError(f"device {str(wanted)!r} is not supported yet", remedy=f"use one of {known}")
+    raise ConfigError(
+        f"device {str(torch_device)!r} is not supported yet", remedy=f"use one of {known}"
+    )

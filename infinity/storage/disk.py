@@ -59,10 +59,10 @@ def sum_of_int64(flat: Tensor) -> int:
     """
     aligned = flat.numel() // 8 * 8
     values, tail = flat[:aligned].view(torch.int64), flat[aligned:].long()
-    odd = torch.arange(1, 2 * min(max(values.numel(), 8), _WORDS), 2, device=flat.device)
+    weights = torch.arange(1, 2 * min(max(values.numel(), 8), _WORDS), 2, device=flat.device)
     total = torch.zeros((), dtype=torch.int64, device=flat.device)
-    for part in (*torch.split(values, _WORDS), tail):
-        total = total * _FACTOR + (part * odd[: part.numel()]).sum()
+    for block in (*torch.split(values, _WORDS), tail):
+        total = total * _FACTOR + (block * weights[: block.numel()]).sum()
     return int(total)
 
 
@@ -116,28 +116,28 @@ def stored_checksums(read: Callable[[int, int], bytes], extent: Extent) -> bytes
 
 def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
     """Return the indices of pages (uint8) that do not match `stored` (see `Checksums.stored`)."""
-    count = pages.numel() // PAGE
-    wanted = torch.frombuffer(bytearray(stored), dtype=torch.int32)
-    found = torch.empty(count, dtype=torch.int32, device="cpu")
-    _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, found.data_ptr())
-    return [int(page) for page in (found != wanted).nonzero()]
+    num_pages = pages.numel() // PAGE
+    expected = torch.frombuffer(bytearray(stored), dtype=torch.int32)
+    actual = torch.empty(num_pages, dtype=torch.int32, device="cpu")
+    _aio.crc32c_blocks(pages.data_ptr(), pages.numel(), PAGE, actual.data_ptr())
+    return [int(page) for page in (actual != expected).nonzero()]
 
 
 def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] | None:
     """Return (byte offset in the buffer, found, expected checksum) of the first wrong page; None if
     all are right.
     """
-    found = torch.empty_like(expected)
-    _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, found.data_ptr())
-    if torch.equal(found, expected):
+    actual = torch.empty_like(expected)
+    _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, actual.data_ptr())
+    if torch.equal(actual, expected):
         return None
-    page = int((found != expected).nonzero()[0])
-    return page * PAGE, int(found[page]) & 0xFFFFFFFF, int(expected[page]) & 0xFFFFFFFF
+    page = int((actual != expected).nonzero()[0])
+    return page * PAGE, int(actual[page]) & 0xFFFFFFFF, int(expected[page]) & 0xFFFFFFFF
 
 
 STATE_NAME = "state.bin"
 # Share and maximum of the bytes left free on each of several paths, for file system metadata.
-_SPARE_SHARE = 64
+_SPARE_DIVISOR = 64
 _SPARE_BYTES = 64 << 20
 
 
@@ -162,26 +162,33 @@ class Extent:
         """Return None: no processor addresses a disk."""
 
 
-def _joined(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
+def _merge_adjacent(pieces: Pieces) -> list[tuple[Extent, Tensor]]:
     """Merge pieces that are adjacent both on disk and in memory.
 
     The kinds of a chunk form one record with the same layout in the buffer: a single transfer.
     """
-    found: list[tuple[Extent, Tensor]] = []
+    merged: list[tuple[Extent, Tensor]] = []
     for extent, buffer in pieces:
         assert isinstance(extent, Extent)
-        if found:
-            last, before = found[-1]
-            end = before.data_ptr() + before.numel()
-            follows = last.offset + last.nbytes == extent.offset and last.owner == extent.owner
-            storage = before.untyped_storage().data_ptr(), buffer.untyped_storage().data_ptr()
-            if follows and end == buffer.data_ptr() and storage[0] == storage[1]:
-                joined = Extent(last.offset, last.nbytes + extent.nbytes, last.owner)
-                both = before.as_strided((joined.nbytes,), (1,), before.storage_offset())
-                found[-1] = joined, both
+        if merged:
+            last_extent, last_buffer = merged[-1]
+            on_disk = (
+                last_extent.offset + last_extent.nbytes == extent.offset
+                and last_extent.owner == extent.owner
+            )
+            in_memory = (
+                last_buffer.data_ptr() + last_buffer.numel() == buffer.data_ptr()
+                and last_buffer.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr()
+            )
+            if on_disk and in_memory:
+                nbytes = last_extent.nbytes + extent.nbytes
+                merged[-1] = (
+                    Extent(last_extent.offset, nbytes, last_extent.owner),
+                    last_buffer.as_strided((nbytes,), (1,), last_buffer.storage_offset()),
+                )
                 continue
-        found.append((extent, buffer))
-    return found
+        merged.append((extent, buffer))
+    return merged
 
 
 class DiskTicket:
@@ -260,19 +267,19 @@ class Disk:
         self.used: tuple[int, ...] = ()
         self._verify = io.verify is True  # "auto" is resolved by the plan
         self.checksums: Checksums | None = None
-        self._room: tuple[int, ...] = ()
+        self._capacities: tuple[int, ...] = ()
         self._stripe_bytes = io.block_size if stored is None else stored.stripe_bytes
         self._stripes = Stripes(len(paths), self._stripe_bytes)
         self._files: list[_aio.File] = []
         self.scratches: list[Scratch] = []
-        self._aio: _aio.Engine | None = None
+        self._engine: _aio.Engine | None = None
         try:
             for directory in stored.directories if stored is not None else ():
                 self.scratches.append(Scratch.adopt(directory))
             for path in paths if stored is None else ():
                 primary = self.scratches[0].directory if self.scratches else None
                 self.scratches.append(Scratch.create(path, primary))
-            self._aio = _aio.Engine(
+            self._engine = _aio.Engine(
                 backend=io.backend,
                 block_size=io.block_size,
                 queue_depth=io.queue_depth,
@@ -295,8 +302,8 @@ class Disk:
     @property
     def backend(self) -> str:
         """Name of the I/O back end in use, with the reason."""
-        assert self._aio is not None
-        return f"{self._aio.backend} ({self._aio.backend_reason})"
+        assert self._engine is not None
+        return f"{self._engine.backend} ({self._engine.backend_reason})"
 
     # --- reserving ---------------------------------------------------------------------------
 
@@ -309,7 +316,7 @@ class Disk:
         return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[Extent]:
-        return [self.extent(*each) for each in zip(sizes, owners, strict=True)]
+        return [self.extent(size, owner) for size, owner in zip(sizes, owners, strict=True)]
 
     def allocate(self) -> None:
         """Assign the extents to drives, and create and reserve the files.
@@ -320,9 +327,9 @@ class Disk:
         if self._stored is not None:
             self.speeds = self._stored.speeds
         elif len(self.paths) > 1 and not self.speeds:
-            assert self._aio is not None
-            room = [scratch.free_bytes() for scratch in self.scratches]
-            self.speeds = tuple(measure_speeds(self._aio, self._files, room))
+            assert self._engine is not None
+            free_bytes = [scratch.free_bytes() for scratch in self.scratches]
+            self.speeds = tuple(measure_speeds(self._engine, self._files, free_bytes))
         self._distribute()
         for file, size in zip(self._files, self.used, strict=True):
             try:
@@ -349,45 +356,46 @@ class Disk:
         if self._stored is not None:
             stored = self._stored
             self._stripes.distribute_again(stored, [file.size for file in self._files])
-            self.used, self._room = stored.used, stored.room
+            self.used, self._capacities = stored.used, stored.room
             return
         if len(self.paths) == 1:
             self.used = tuple(self._stripes.distribute([1.0], [total]))
             self.scratches[0].check_space(total)
             return
-        free = [
+        free_bytes = [
             scratch.free_bytes() + file.size
             for scratch, file in zip(self.scratches, self._files, strict=True)
         ]
-        if sum(f // PAGE * PAGE for f in free) < total:
-            raise does_not_fit(total, dict(zip(self.paths, free, strict=True)))
-        spared = [f - min(f // _SPARE_SHARE, _SPARE_BYTES) for f in free]
-        room = spared if sum(f // PAGE * PAGE for f in spared) >= total else free
-        self._room = tuple(room)
-        self.used = tuple(self._stripes.distribute(self.speeds, room))
+        if sum(f // PAGE * PAGE for f in free_bytes) < total:
+            raise does_not_fit(total, dict(zip(self.paths, free_bytes, strict=True)))
+        reduced = [f - min(f // _SPARE_DIVISOR, _SPARE_BYTES) for f in free_bytes]
+        capacities = reduced if sum(f // PAGE * PAGE for f in reduced) >= total else free_bytes
+        self._capacities = tuple(capacities)
+        self.used = tuple(self._stripes.distribute(self.speeds, capacities))
 
     @property
     def striping(self) -> Striping:
         """Assignment of the logical space to files, after `allocate`; input `stored` of `Disk`."""
         directories = tuple(scratch.directory for scratch in self.scratches)
-        return Striping(directories, self._stripe_bytes, self.speeds, self._room, self.used)
+        return Striping(directories, self._stripe_bytes, self.speeds, self._capacities, self.used)
 
     # --- transfers ---------------------------------------------------------------------------
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> DiskTicket:
         """Start reading extents into uint8 buffers of equal size."""
-        joined, expected = _joined(pieces), list[Tensor]()
+        merged = _merge_adjacent(pieces)
+        expected: list[Tensor] = []
         if self.checksums is not None:
-            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in joined]
-        return self._submit(_aio.READ, joined, priority, expected)
+            expected = [self.checksums.expected(e.offset, e.nbytes) for e, _ in merged]
+        return self._submit(_aio.READ, merged, priority, expected)
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> DiskTicket:
         """Start writing uint8 buffers, which must not change until the end, to extents."""
-        joined = _joined(pieces)
+        merged = _merge_adjacent(pieces)
         if self.checksums is not None:
-            for extent, buffer in joined:
+            for extent, buffer in merged:
                 self.checksums.written(extent.offset, buffer)
-        return self._submit(_aio.WRITE, joined, priority, ())
+        return self._submit(_aio.WRITE, merged, priority, ())
 
     def learn(self, extent: Extent, buffer: Tensor) -> None:
         """Read an extent and store the checksums of its current bytes."""
@@ -414,16 +422,16 @@ class Disk:
         priority: Priority,
         expected: Sequence[Tensor],
     ) -> DiskTicket:
-        assert self._aio is not None
+        assert self._engine is not None
         segments = []
         for extent, buffer in pieces:
             assert buffer.numel() == extent.nbytes, (buffer.numel(), extent.nbytes)
             address = buffer.data_ptr()
-            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
-                file = self._files[piece.path_index]
-                segments.append((file, piece.offset, piece.nbytes, address))
-                address += piece.nbytes
-        raw = self._aio.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
+            for file_range in self._stripes.pieces(extent.offset, extent.nbytes):
+                file = self._files[file_range.path_index]
+                segments.append((file, file_range.offset, file_range.nbytes, address))
+                address += file_range.nbytes
+        raw = self._engine.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
         return DiskTicket(raw, self, pieces, expected)
 
     # --- errors ------------------------------------------------------------------------------
@@ -431,9 +439,9 @@ class Disk:
     def owner_at(self, pieces: Sequence[tuple[Extent, Tensor]], path: str, offset: int) -> str:
         """Return the owner of the bytes that a ticket moved at an offset of a file; "" if none."""
         for extent, _ in pieces:
-            for piece in self._stripes.pieces(extent.offset, extent.nbytes):
-                inside = piece.offset <= offset < piece.offset + piece.nbytes
-                if inside and self._files[piece.path_index].path == path:
+            for file_range in self._stripes.pieces(extent.offset, extent.nbytes):
+                contains = file_range.offset <= offset < file_range.offset + file_range.nbytes
+                if contains and self._files[file_range.path_index].path == path:
                     return extent.owner
         return ""
 
@@ -444,25 +452,25 @@ class Disk:
         for (extent, buffer), sums in zip(pieces, expected, strict=True):
             difference = first_difference(buffer, sums)
             if difference is not None:
-                start, found, wanted = difference
-                (piece,) = self._stripes.pieces(extent.offset + start, PAGE)
-                path = self._files[piece.path_index].path
-                return corruption(extent.owner, path, piece.offset, PAGE, found, wanted)
+                start, actual, wanted = difference
+                (file_range,) = self._stripes.pieces(extent.offset + start, PAGE)
+                path = self._files[file_range.path_index].path
+                return corruption(extent.owner, path, file_range.offset, PAGE, actual, wanted)
         return None
 
     # --- counters ----------------------------------------------------------------------------
 
     def counters(self) -> dict[str, int]:
         """The native engine's counters; see `_aio.Engine.counters`."""
-        return self._aio.counters() if self._aio is not None else {}
+        return self._engine.counters() if self._engine is not None else {}
 
     def times_s(self, op: str) -> dict[str, float]:
         """Return seconds that blocks of `op`, "read" or "write", spent in "queue" and "device"."""
-        assert self._aio is not None
-        counters = self._aio.device_counters().values()
+        assert self._engine is not None
+        counters = self._engine.device_counters().values()
         return {
-            where: sum(int(c[f"{op}_{where}_ns"]) for c in counters) / 1e9
-            for where in ("queue", "device")
+            stage: sum(int(c[f"{op}_{stage}_ns"]) for c in counters) / 1e9
+            for stage in ("queue", "device")
         }
 
     def drives(self) -> dict[str, dict[str, Any]]:
@@ -472,8 +480,8 @@ class Disk:
         (None for one path); the counters are those of the device, see
         `_aio.Engine.device_counters`.
         """
-        assert self._aio is not None
-        counters = self._aio.device_counters()
+        assert self._engine is not None
+        counters = self._engine.device_counters()
         speeds = self.speeds or (None,) * len(self.paths)
         return {
             str(path): {
@@ -496,9 +504,9 @@ class Disk:
         the error names the request, and its memory is never reused.
         """
         failure: Exception | None = None
-        if self._aio is not None:
+        if self._engine is not None:
             try:
-                self._aio.close()
+                self._engine.close()
             except _aio.AioError as error:
                 failure = transfer_error(error)
         for file in self._files:

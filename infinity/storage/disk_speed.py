@@ -24,8 +24,8 @@ PROBE_S = 0.4  # timed part, without preparation and the last requests
 SPAN = 32 << 20  # bytes of each file that are written and read
 BLOCK = 1 << 20
 DEPTH = 4  # requests in flight per drive
-_MANY = 1 << 60
-_SAME = 0.1  # speeds within this share of the fastest count as equal (noise)
+_UNLIMITED = 1 << 60
+_NOISE_SHARE = 0.1  # speeds within this share of the fastest count as equal (noise)
 
 
 class Ticket(Protocol):
@@ -36,31 +36,36 @@ class Ticket(Protocol):
 
 
 def measure_speeds(
-    engine: _aio.Engine, files: Sequence[_aio.File], room: Sequence[int]
+    engine: _aio.Engine, files: Sequence[_aio.File], free_bytes: Sequence[int]
 ) -> list[float]:
     """Return bytes per second of each file, half read and half written; overwrites the files.
 
-    `room` is the number of bytes by which each file may grow. A file that cannot grow by two blocks
-    has a speed of one byte per second. Raises `TransferError`.
+    `free_bytes` is the number of bytes by which each file may grow. A file that cannot grow by two
+    blocks has a speed of one byte per second. Raises `TransferError`.
     """
     source = host_buffer(BLOCK)
     source.copy_(torch.frombuffer(bytearray(os.urandom(BLOCK)), dtype=torch.uint8))
-    spans = [min(SPAN, free // 2) // BLOCK * BLOCK for free in room]
+    spans = [min(SPAN, free // 2) // BLOCK * BLOCK for free in free_bytes]
     try:
         with ThreadPoolExecutor(len(files), thread_name_prefix="infinity-probe") as pool:
             jobs = [
-                pool.submit(_measure, engine, file, span, source)
+                pool.submit(_file_speed, engine, file, span, source)
                 for file, span in zip(files, spans, strict=True)
             ]
             speeds = [job.result() for job in jobs]
     except _aio.AioError as error:
         raise transfer_error(error) from error
     fastest = max(speeds)
-    return [fastest if speed > (1 - _SAME) * fastest else speed for speed in speeds]
+    return [fastest if speed > (1 - _NOISE_SHARE) * fastest else speed for speed in speeds]
 
 
 def keep_moving(
-    start: Callable[[int], Ticket], seconds: float, *, depth: int, least: int = 1, most: int = _MANY
+    start: Callable[[int], Ticket],
+    seconds: float,
+    *,
+    depth: int,
+    least: int = 1,
+    most: int = _UNLIMITED,
 ) -> tuple[int, float]:
     """Start requests with `depth` in flight; return their number and the seconds they took.
 
@@ -68,18 +73,18 @@ def keep_moving(
     `most` requests are started.
     """
     in_flight: deque[Ticket] = deque()
-    count, begin = 0, time.perf_counter()
-    while count < most and (count < least or time.perf_counter() - begin < seconds):
+    count, begin_s = 0, time.perf_counter()
+    while count < most and (count < least or time.perf_counter() - begin_s < seconds):
         if len(in_flight) == depth:
             in_flight.popleft().wait()
         in_flight.append(start(count))
         count += 1
     for ticket in in_flight:
         ticket.wait()
-    return count, time.perf_counter() - begin
+    return count, time.perf_counter() - begin_s
 
 
-def _measure(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) -> float:
+def _file_speed(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor) -> float:
     if not span:
         return 1.0
     file.allocate(span)

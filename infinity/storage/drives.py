@@ -42,30 +42,30 @@ def drive_of(device: str, sysfs: Path = Path("/sys")) -> str:
 
 def one_per_file_system(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
     """Return the first path on each file system, and warnings about the others."""
-    kept: dict[str, Path] = {}
+    first_paths: dict[str, Path] = {}
     warnings = []
     for path in paths:
         device = device_of(path)
-        first = kept.setdefault(device or str(path), path)
+        first = first_paths.setdefault(device or str(path), path)
         if first is not path:
             warnings.append(
                 f"nvme_path {path} is on the same device ({device}) as {first} and is not used: "
                 "two directories on one device are no faster than one; give each drive once, or "
                 "set io.weights to use both all the same"
             )
-    return list(kept.values()), warnings
+    return list(first_paths.values()), warnings
 
 
 def shared_drives(paths: Sequence[Path], sysfs: Path = Path("/sys")) -> list[str]:
     """Return warnings about paths that share a drive, as partitions or directories."""
-    first: dict[str, Path] = {}
+    first_paths: dict[str, Path] = {}
     warnings = []
     for path in paths:
         drive = drive_of(device_of(path), sysfs)
-        other = first.setdefault(drive or str(path), path)
-        if other is not path:
+        first = first_paths.setdefault(drive or str(path), path)
+        if first is not path:
             warnings.append(
-                f"nvme_path {other} and {path} share one drive ({drive}): they add room, not speed"
+                f"nvme_path {first} and {path} share one drive ({drive}): they add room, not speed"
             )
     return warnings
 
@@ -147,8 +147,8 @@ def look_at(path: Path) -> Drive:
     works there, and `DoesNotFitError` if not even a block fits.
     """
     with Scratch.create(path) as scratch:
-        space = os.statvfs(path)
-        free_bytes = space.f_bavail * space.f_frsize
+        statistics = os.statvfs(path)
+        free_bytes = statistics.f_bavail * statistics.f_frsize
         try:
             backends = _aio.probe(str(scratch.directory))
             with closing(_aio.File(str(scratch.path("look.bin")), create=True)) as file:
@@ -159,22 +159,22 @@ def look_at(path: Path) -> Drive:
                 notes = file_system_warnings(path, file, free_bytes)
         except OSError as error:
             raise refused(f"{path} cannot be used", error, path) from error
-    if not any(answer["ok"] for answer in backends.values()):
-        because = "; ".join(f"{name}: {answer['reason']}" for name, answer in backends.items())
+    if not any(result["ok"] for result in backends.values()):
+        because = "; ".join(f"{name}: {result['reason']}" for name, result in backends.items())
         raise MachineError(f"{path}: no I/O back end works", because=because)
-    number = os.stat(path).st_dev
-    name, model = _block_device(number)
+    device_number = os.stat(path).st_dev
+    name, model = _block_device(device_number)
     return Drive(
         path=str(path),
         file_system=file_system,
-        device=f"{os.major(number)}:{os.minor(number)} {name}".strip(),
+        device=f"{os.major(device_number)}:{os.minor(device_number)} {name}".strip(),
         model=model,
         direct=direct,
         direct_reason=reason,
         memory_alignment=alignments[0],
         offset_alignment=alignments[1],
         free_bytes=free_bytes,
-        total_bytes=space.f_blocks * space.f_frsize,
+        total_bytes=statistics.f_blocks * statistics.f_frsize,
         backends=backends,
         notes=notes,
     )
@@ -190,11 +190,11 @@ def _block_device(number: int) -> tuple[str, str]:
     """Return the kernel name and the model of a block device; "" for a missing one."""
     path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     try:
-        real = path.resolve(strict=True)
+        folder = path.resolve(strict=True)
     except OSError:
         return "", ""
     # The folder of a partition is below that of its disk, and only the disk has a model.
-    for folder in (real, real.parent):
+    for candidate in (folder, folder.parent):
         with suppress(OSError):
-            return real.name, (folder / "device/model").read_text(encoding="utf-8").strip()
-    return real.name, ""
+            return folder.name, (candidate / "device/model").read_text(encoding="utf-8").strip()
+    return folder.name, ""

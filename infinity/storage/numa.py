@@ -19,15 +19,15 @@ _WORD = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
     """Prefer `node` for the pages of a page-aligned range; return False if that is not possible."""
-    number = _MBIND.get(platform.machine())
-    if number is None or not 0 <= node < _MASK_BITS:
+    call_number = _MBIND.get(platform.machine())
+    if call_number is None or not 0 <= node < _MASK_BITS:
         return False
     mask = (ctypes.c_ulong * (_MASK_BITS // _WORD))()
     mask[node // _WORD] = 1 << (node % _WORD)
     library = ctypes.CDLL(None, use_errno=True)
     library.syscall.restype = ctypes.c_long
-    values = (number, address, nbytes, _PREFERRED, mask, _MASK_BITS + 1, _MOVE)
-    arguments = [ctypes.c_ulong(w) if isinstance(w, int) else w for w in values]
+    values = (call_number, address, nbytes, _PREFERRED, mask, _MASK_BITS + 1, _MOVE)
+    arguments = [ctypes.c_ulong(value) if isinstance(value, int) else value for value in values]
     return bool(library.syscall(*arguments) == 0)
 
 

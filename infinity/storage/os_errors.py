@@ -15,13 +15,15 @@ from infinity.errors import DoesNotFitError, InfinityError, MachineError, Transf
 
 def does_not_fit(required_bytes: int, free_bytes: Mapping[Path, int]) -> DoesNotFitError:
     """Return the error for a state larger than the free bytes at all paths together."""
-    missing = format_size(required_bytes - sum(free_bytes.values()))
-    each = ", ".join(f"{format_size(free)} free at {path}" for path, free in free_bytes.items())
+    missing_text = format_size(required_bytes - sum(free_bytes.values()))
+    free_text = ", ".join(
+        f"{format_size(free)} free at {path}" for path, free in free_bytes.items()
+    )
     return DoesNotFitError(
-        f"disk: {format_size(required_bytes)} needed, {each}, {missing} missing",
+        f"disk: {format_size(required_bytes)} needed, {free_text}, {missing_text} missing",
         because="the state of this run is reserved there before training starts",
-        remedy=f"free {missing} there, choose another nvme_path or add one, or keep more in host "
-        "RAM",
+        remedy=f"free {missing_text} there, choose another nvme_path or add one, or keep more in "
+        "host RAM",
     )
 
 
@@ -49,9 +51,9 @@ def refusal(root: Path, error: OSError) -> InfinityError:
 
 def transfer_error(error: _aio.AioError, owner: str = "") -> TransferError:
     """Convert a native error; `owner` names the bytes ("unit 'h.3', chunk 2")."""
-    _, usual = advice(error)
+    _, remedy = advice(error)
     what = f"{owner}: {error}" if owner else str(error)
-    return transfer_refused(what, error, remedy=usual or "check nvme_path")
+    return transfer_refused(what, error, remedy=remedy or "check nvme_path")
 
 
 def corruption(

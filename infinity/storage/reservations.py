@@ -18,7 +18,7 @@ from infinity.types import Tier
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _Reservation:
     tier_bytes: Mapping[Tier, int]
     device: torch.device
     unified: bool
@@ -29,7 +29,7 @@ class Reservations:
     """Bytes per tier, by owner."""
 
     def __init__(self) -> None:
-        self._taken: weakref.WeakKeyDictionary[object, _Taken] = weakref.WeakKeyDictionary()
+        self._entries: weakref.WeakKeyDictionary[object, _Reservation] = weakref.WeakKeyDictionary()
 
     def take(
         self,
@@ -40,30 +40,33 @@ class Reservations:
         promised: bool = False,
     ) -> None:
         """Record the reservation of an engine; `promised` bytes are not allocated yet."""
-        where = device.torch_device
-        self._taken[owner] = _Taken(dict(tier_bytes), where, device.unified, promised)
+        torch_device = device.torch_device
+        self._entries[owner] = _Reservation(
+            dict(tier_bytes), torch_device, device.unified, promised
+        )
 
     def release(self, owner: object) -> None:
         """Remove the reservation of `owner`, if there is one."""
-        self._taken.pop(owner, None)
+        self._entries.pop(owner, None)
 
     def ram(self) -> int:
         """Return the bytes of RAM reserved by all engines of the process."""
         return sum(
-            one.tier_bytes.get(Tier.HOST, 0) + one.unified * one.tier_bytes.get(Tier.DEVICE, 0)
-            for one in self._taken.values()
+            entry.tier_bytes.get(Tier.HOST, 0)
+            + entry.unified * entry.tier_bytes.get(Tier.DEVICE, 0)
+            for entry in self._entries.values()
         )
 
     def total(self, tier: Tier) -> int:
         """Return the bytes of a tier reserved by all engines, over all devices."""
-        return sum(one.tier_bytes.get(tier, 0) for one in self._taken.values())
+        return sum(entry.tier_bytes.get(tier, 0) for entry in self._entries.values())
 
     def on_device(self, device: Device, *, only_real: bool = False) -> int:
         """Return the bytes of `device` reserved by engines; `only_real` excludes promised ones."""
         return sum(
-            one.tier_bytes.get(Tier.DEVICE, 0)
-            for one in self._taken.values()
-            if one.device == device.torch_device and not (only_real and one.promised)
+            entry.tier_bytes.get(Tier.DEVICE, 0)
+            for entry in self._entries.values()
+            if entry.device == device.torch_device and not (only_real and entry.promised)
         )
 
 

@@ -117,7 +117,8 @@ class Scratch:
         remove_dead_runs(root)
         facts: dict[str, Any] = {} if primary is None else {"primary": str(primary)}
         suffix = f"{os.getpid()}-{secrets.token_hex(8)}"
-        new, final = root / f".infinity-new-{suffix}", root / f"infinity-run-{suffix}"
+        new = root / f".infinity-new-{suffix}"
+        final = root / f"infinity-run-{suffix}"
         lock = None
         try:
             new.mkdir(mode=0o700)
@@ -260,15 +261,15 @@ def remove_dead_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
 
 def ranks_below(nvme_path: Path) -> dict[int, Path]:
     """Return the existing directories of ranks, of any run, by rank."""
-    found = {}
+    directories = {}
     with suppress(OSError):
         for path in sorted(nvme_path.iterdir()):
             if (match := _RANK_NAME.fullmatch(path.name)) and path.is_dir():
-                found[int(match[1])] = path
-    return found
+                directories[int(match[1])] = path
+    return directories
 
 
-def _listing(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
+def _list_root(nvme_path: str | os.PathLike[str]) -> tuple[Path, list[str]]:
     root = checked_root(nvme_path)
     try:
         return root, sorted(os.listdir(root))
@@ -282,23 +283,23 @@ def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]
     The record is {} if run.json is missing or damaged. Links to directories and directories of
     other users are included; see `not_ours`. Raises `MachineError`.
     """
-    root, names = _listing(nvme_path)
-    found: dict[Path, dict[str, Any]] = {}
+    root, names = _list_root(nvme_path)
+    records: dict[Path, dict[str, Any]] = {}
     for name in names:
         if _RUN_NAME.fullmatch(name):
             with suppress(OSError):
-                kind = stat.S_IFMT((root / name).lstat().st_mode)
-                if kind in (stat.S_IFDIR, stat.S_IFLNK):
-                    found[root / name] = _read_record(root / name)
-    return dict(sorted(found.items(), key=lambda item: str(item[1].get("created"))))
+                file_type = stat.S_IFMT((root / name).lstat().st_mode)
+                if file_type in (stat.S_IFDIR, stat.S_IFLNK):
+                    records[root / name] = _read_record(root / name)
+    return dict(sorted(records.items(), key=lambda item: str(item[1].get("created"))))
 
 
 def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]:
     """Return `run_records` of the user's durable directories."""
-    found = run_records(nvme_path)
+    records = run_records(nvme_path)
     return {
         path: record
-        for path, record in found.items()
+        for path, record in records.items()
         if record.get("durable") is True and not not_ours(path)
     }
 
@@ -306,12 +307,12 @@ def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, A
 def not_ours(directory: Path) -> str:
     """Return why a run directory is not used or removed automatically; "" for one of this user."""
     with suppress(OSError):
-        facts = directory.lstat()
-        if stat.S_ISLNK(facts.st_mode):
+        status = directory.lstat()
+        if stat.S_ISLNK(status.st_mode):
             return f"it is a link to {os.readlink(directory)}"
-        if facts.st_uid != os.geteuid():
+        if status.st_uid != os.geteuid():
             return (
-                f"it belongs to user id {facts.st_uid}, and this process is of {os.geteuid()} (an "
+                f"it belongs to user id {status.st_uid}, and this process is of {os.geteuid()} (an "
                 "nvme_path for each user keeps their runs apart)"
             )
     return ""
@@ -362,17 +363,19 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
     that cannot be deleted are left for the next run. Raises `MachineError` if `nvme_path` is not a
     readable directory.
     """
-    root, names = _listing(nvme_path)
+    root, names = _list_root(nvme_path)
     removed = []
     for name in names:
-        is_run, is_new = _RUN_NAME.fullmatch(name), _NEW_NAME.fullmatch(name)
-        if (is_run or is_new) and _remove_if_dead(root, name, is_new=bool(is_new)):
+        is_new = _NEW_NAME.fullmatch(name) is not None
+        is_run = _RUN_NAME.fullmatch(name) is not None
+        if (is_run or is_new) and _remove_if_dead(root, name, is_new=is_new):
             removed.append(root / name)
     for path, record in durable_records(root).items():  # removed with their first directory
         if never_began(path, record):
             first = Path(str(record["primary"]))
             _remove_if_dead(first.parent, first.name, is_new=False)
-            removed += [] if path.exists() else [path]
+            if not path.exists():
+                removed.append(path)
     return removed
 
 
@@ -380,10 +383,10 @@ def _remove_if_dead(root: Path, name: str, *, is_new: bool) -> bool:
     with suppress(OSError):
         directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
         try:
-            facts = os.fstat(directory_fd)
-            if facts.st_uid != os.geteuid():
+            status = os.fstat(directory_fd)
+            if status.st_uid != os.geteuid():
                 return False
-            if is_new and time.time() - facts.st_mtime < _NEW_GRACE_S:
+            if is_new and time.time() - status.st_mtime < _NEW_GRACE_S:
                 return False
             if _read_record(root / name).get("durable") is True:
                 return False  # not even locked: a continuing run may be acquiring the lock
@@ -409,7 +412,8 @@ def _remove_locked(root: Path, name: str, directory_fd: int, *, is_new: bool) ->
 
 def _may_be_removed(directory: Path, directory_fd: int, *, is_new: bool) -> bool:
     """Return True if a locked directory may be deleted; first deletes the members it lists."""
-    if RECORD_NAME not in (names := os.listdir(directory_fd)):
+    names = os.listdir(directory_fd)
+    if RECORD_NAME not in names:
         return all(name == LOCK_NAME or TEMPORARY_NAME.fullmatch(name) for name in names)
     record = _read_record(directory)
     if is_new and not record:
@@ -434,9 +438,10 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
         except BlockingIOError:
             return False
         with lock:
-            there = _read_record(path)
-            dead = there.get("durable") is False or there.get("run") == record.get("run")
-            if dead and not not_ours(path) and not has_commits(path, there):
+            member_record = _read_record(path)
+            is_same_run = member_record.get("run") == record.get("run")
+            is_dead = member_record.get("durable") is False or is_same_run
+            if is_dead and not not_ours(path) and not has_commits(path, member_record):
                 _delete(path.parent, path.name)
     return True
 
@@ -453,8 +458,8 @@ def _delete(root: Path, name: str) -> None:
     with suppress(FileNotFoundError):
         directory_fd = os.open(root / name, _DIRECTORY_FLAGS)
         try:
-            with os.scandir(directory_fd) as found:
-                entries = list(found)
+            with os.scandir(directory_fd) as scan:
+                entries = list(scan)
             entries.sort(key=lambda entry: (entry.name == LOCK_NAME, entry.name == RECORD_NAME))
             for entry in entries:
                 if entry.is_dir(follow_symlinks=False):

@@ -33,16 +33,16 @@ class BufferPool:
         self._free: deque[tuple[Tensor, Event | None]] = deque()  # in the order of `give_back`
         if not count:
             return
-        step = round_up(nbytes, PAGE)
+        stride = round_up(nbytes, PAGE)
         arena: DeviceArena
         if on_device:
             assert device is not None
-            arena = device.reserve(count * step)
+            arena = device.reserve(count * stride)
         else:
-            arena = HostArena(count * step)
-            if device is not None and step:
+            arena = HostArena(count * stride)
+            if device is not None and stride:
                 device.pin(arena)
-        self._free.extend((arena.view(n * step, nbytes), None) for n in range(count))
+        self._free.extend((arena.view(n * stride, nbytes), None) for n in range(count))
 
     def take(
         self,
@@ -58,14 +58,18 @@ class BufferPool:
             assert make_one_free is not None, "every buffer is taken"
             make_one_free()
         # Prefer the newest free buffer, which may still be in cache; else wait for the oldest.
-        newest = reversed(range(len(self._free)))
-        index = next((n for n in newest if (e := self._free[n][1]) is None or e.done()), 0)
+        newest_first = reversed(range(len(self._free)))
+        index = next((n for n in newest_first if self._is_done(n)), 0)
         buffer, event = self._free[index]
         if event is not None:
             with nullcontext() if event.done() else waiting():
                 event.wait()  # returns immediately if done; raises if it failed
         del self._free[index]
         return buffer
+
+    def _is_done(self, index: int) -> bool:
+        event = self._free[index][1]
+        return event is None or event.done()
 
     def give_back(self, buffer: Tensor, *events: Event) -> None:
         """Return a buffer, not a slice of it, to the pool; it is free after all `events`."""

@@ -104,12 +104,12 @@ class HostStore:
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
         for source, buffer in pieces:
-            buffer.copy_(_bytes(source))
+            buffer.copy_(_data_of(source))
         return HAPPENED
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         for target, buffer in pieces:
-            _bytes(target).copy_(buffer)
+            _data_of(target).copy_(buffer)
         return HAPPENED
 
 
@@ -124,28 +124,28 @@ class DeviceStore:
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[MemoryRange]:
         """Reserve all ranges in one allocation. Raises `DoesNotFitError`."""
         arena = self._device.reserve(sum(round_up(nbytes, PAGE) for nbytes in sizes))
-        found, offset = [], 0
+        ranges, offset = [], 0
         for nbytes in sizes:
-            found.append(MemoryRange(Tier.DEVICE, arena.view(offset, nbytes)))
+            ranges.append(MemoryRange(Tier.DEVICE, arena.view(offset, nbytes)))
             offset += round_up(nbytes, PAGE)
-        return found
+        return ranges
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
         return together(
-            [self._device.copy_d2h(buffer, _bytes(source)) for source, buffer in pieces]
+            [self._device.copy_d2h(buffer, _data_of(source)) for source, buffer in pieces]
         )
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         """Copy from host to device, not delayed by copies that wait for a slot."""
         return together(
-            [self._device.copy_h2d_unordered(_bytes(target), buffer) for target, buffer in pieces]
+            [self._device.copy_h2d_unordered(_data_of(target), buffer) for target, buffer in pieces]
         )
 
 
-def _bytes(location: Range) -> Tensor:
-    found = location.reached(by_device=True)
-    assert found is not None
-    return found
+def _data_of(source: Range) -> Tensor:
+    data = source.reached(by_device=True)
+    assert data is not None
+    return data
 
 
 def together(events: Sequence[Event]) -> Event:

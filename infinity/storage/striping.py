@@ -51,7 +51,7 @@ class Stripes:
         self.total = 0
         self._num_paths = num_paths
         self._stripe_bytes = stripe_bytes
-        self._promised: list[tuple[int, tuple[int, ...]]] = []  # bytes and cuts of each extent
+        self._extents: list[tuple[int, tuple[int, ...]]] = []  # bytes and cuts of each extent
         # One entry per range that is contiguous in the logical space and in its file. Arrays,
         # because a terabyte has a million stripes.
         self._starts = array("q")
@@ -64,7 +64,7 @@ class Stripes:
         start = self.total
         self.total += round_up(nbytes, PAGE)
         if self._num_paths > 1:
-            self._promised.append((self.total - start, tuple(cuts)))
+            self._extents.append((self.total - start, tuple(cuts)))
         return start
 
     def distribute(self, weights: Sequence[float], room: Sequence[int]) -> list[int]:
@@ -81,15 +81,15 @@ class Stripes:
         assert sum(room) >= self.total, (room, self.total)
         dealer = _Dealer(fair_shares(self.total, weights, room), room)
         logical = 0
-        for nbytes, cuts in self._promised:
+        for nbytes, cuts in self._extents:
             edges = sorted({0, nbytes, *(c // PAGE * PAGE for c in cuts)})
-            for part, (start, end) in enumerate(pairwise(edges)):
+            for section, (start, end) in enumerate(pairwise(edges)):
                 for at in range(start, end, self._stripe_bytes):
                     size = min(self._stripe_bytes, end - at)
-                    for piece in dealer.deal(part, size):
+                    for piece in dealer.deal(section, size):
                         self._append(logical, piece.path_index, piece.offset)
                         logical += piece.nbytes
-        self._promised.clear()
+        self._extents.clear()
         return dealer.used
 
     def distribute_again(self, stored: Striping, sizes: Sequence[int]) -> None:
@@ -119,8 +119,8 @@ class Stripes:
         """Yield the file ranges of `nbytes` from the logical offset `start`, in logical order."""
         index, end = bisect_right(self._starts, start) - 1, start + nbytes
         while start < end:
-            last = self._starts[index + 1] if index + 1 < len(self._starts) else end
-            size = min(last, end) - start
+            next_start = self._starts[index + 1] if index + 1 < len(self._starts) else end
+            size = min(next_start, end) - start
             offset = self._offsets[index] + (start - self._starts[index])
             yield FileRange(self._paths[index], offset, size)
             start += size
@@ -130,15 +130,15 @@ class Stripes:
 def fair_shares(total: int, weights: Sequence[float], room: Sequence[int]) -> list[float]:
     """Return bytes per path so that all finish together; a path too small for that is filled."""
     shares = [0.0] * len(weights)
-    left, open_paths = float(total), set(range(len(weights)))
-    while open_paths and left > 0:
-        rate = left / sum(weights[p] for p in open_paths)
+    remaining, open_paths = float(total), set(range(len(weights)))
+    while open_paths and remaining > 0:
+        rate = remaining / sum(weights[p] for p in open_paths)
         full = {p for p in open_paths if weights[p] * rate >= room[p]}
         for path in full or open_paths:
             shares[path] = float(room[path]) if full else weights[path] * rate
         if not full:
             break
-        left -= sum(room[p] for p in full)
+        remaining -= sum(room[p] for p in full)
         open_paths -= full
     return shares
 
@@ -150,21 +150,25 @@ class _Dealer:
         self.used = [0] * len(room)
         self._shares = shares
         self._room = room
-        self._by_part: dict[int, list[int]] = {}
+        self._used_by_section: dict[int, list[int]] = {}
 
-    def deal(self, part: int, nbytes: int) -> Iterator[FileRange]:
-        """Yield the file ranges of a stripe of section `part`: one, unless it fits on no path."""
-        mine = self._by_part.setdefault(part, [0] * len(self.used))
+    def deal(self, section: int, nbytes: int) -> Iterator[FileRange]:
+        """Yield the file ranges of a stripe of `section`: one, unless it fits on no path."""
+        section_used = self._used_by_section.setdefault(section, [0] * len(self.used))
         while nbytes:
-            left = [room - used for room, used in zip(self._room, self.used, strict=True)]
-            fits = [p for p in range(len(left)) if left[p] >= nbytes and self._shares[p] > 0]
+            free_bytes = [room - used for room, used in zip(self._room, self.used, strict=True)]
+            fits = [
+                p for p in range(len(free_bytes)) if free_bytes[p] >= nbytes and self._shares[p] > 0
+            ]
             if fits:
-                path = min(fits, key=lambda p: (mine[p] + self.used[p] + nbytes) / self._shares[p])
+                path = min(
+                    fits, key=lambda p: (section_used[p] + self.used[p] + nbytes) / self._shares[p]
+                )
                 size = nbytes
             else:
-                path = max(range(len(left)), key=lambda p: left[p])
-                size = min(nbytes, left[path])
+                path = max(range(len(free_bytes)), key=lambda p: free_bytes[p])
+                size = min(nbytes, free_bytes[path])
             yield FileRange(path, self.used[path], size)
             self.used[path] += size
-            mine[path] += size
+            section_used[path] += size
             nbytes -= size

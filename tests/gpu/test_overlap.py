@@ -172,7 +172,13 @@ def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
 def test_no_stream_of_a_users_is_one_that_copies() -> None:
     """torch hands out 32 of a priority, over and over."""
     with closing(find_device("cuda")) as device:
-        ours = [device._in, device._out, device._bring, device._back, device._between]
+        ours = [
+            device._h2d_stream,
+            device._d2h_stream,
+            device._unordered_h2d_stream,
+            device._unordered_d2h_stream,
+            device._comm_stream,
+        ]
         found = {torch.cuda.Stream().cuda_stream for _ in range(70)}
         assert len(found) == 32
         assert found.isdisjoint(stream.cuda_stream for stream in ours)

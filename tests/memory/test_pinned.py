@@ -137,7 +137,7 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     assert resident_bytes(arena) == 0  # pinning touches nothing itself
     # A copy over a whole arena is cut where slices meet, and nowhere else.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
-    assert list(device._registered_parts(base, nbytes)) == list(zip(starts, ends, strict=True))
+    assert list(device._registered_ranges(base, nbytes)) == list(zip(starts, ends, strict=True))
 
 
 def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_a_slice_that_was_refused_once_is_pinned(monkeypatch: pytest.MonkeyPatch
     device.pin(arena)
     assert len(calls) == 6
     assert device.warnings == []
-    assert device._pinned == [(n, n + PAGE) for n in sorted(set(calls))]
+    assert device._pinned_ranges == [(n, n + PAGE) for n in sorted(set(calls))]
 
 
 def test_memory_is_registered_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,13 +230,13 @@ def test_a_copy_does_not_cross_from_one_registration_into_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = bare_cuda_device(monkeypatch)
-    device._pinned = [(1000, 2000), (2000, 3000), (5000, 6000)]
-    assert list(device._registered_parts(1200, 300)) == [(0, 300)]
-    assert list(device._registered_parts(1200, 800)) == [(0, 800)]
-    assert list(device._registered_parts(1200, 801)) == [(0, 800), (800, 801)]
-    assert list(device._registered_parts(1500, 1500)) == [(0, 500), (500, 1500)]
-    assert list(device._registered_parts(7000, 10)) == [(0, 10)]
-    assert list(device._registered_parts(4990, 20)) == [(0, 10), (10, 20)]
+    device._pinned_ranges = [(1000, 2000), (2000, 3000), (5000, 6000)]
+    assert list(device._registered_ranges(1200, 300)) == [(0, 300)]
+    assert list(device._registered_ranges(1200, 800)) == [(0, 800)]
+    assert list(device._registered_ranges(1200, 801)) == [(0, 800), (800, 801)]
+    assert list(device._registered_ranges(1500, 1500)) == [(0, 500), (500, 1500)]
+    assert list(device._registered_ranges(7000, 10)) == [(0, 10)]
+    assert list(device._registered_ranges(4990, 20)) == [(0, 10), (10, 20)]
 
 
 def test_moments_that_begin_with_zeros_are_not_written_to_ram(

@@ -103,7 +103,7 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current[0])
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     device: Any = bare_cuda_device(monkeypatch)
-    device._compute = one
+    device._last_compute_stream = one
     device.sync_compute_stream()
     assert waits == []
     current[0] = other

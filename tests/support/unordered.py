@@ -26,11 +26,11 @@ BESIDE = "what the optimizer pass waits for of the CPU's thread"
 LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
     "nothing": {},
     "the edges of registrations": {
-        (CudaDevice, "_registered_parts"): lambda self, address, nbytes: [(0, nbytes)]
+        (CudaDevice, "_registered_ranges"): lambda self, address, nbytes: [(0, nbytes)]
     },
     "what copies out wait for": {
         (CudaDevice, "copy_d2h"): lambda self, target, source, after=HAPPENED: _copy(
-            self, self._out, target, source, after
+            self, self._d2h_stream, target, source, after
         )
     },
     "what all copies wait for": {

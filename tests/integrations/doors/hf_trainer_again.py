@@ -68,7 +68,7 @@ def main(config: str, folder: Path) -> dict[str, Any]:
             found[path].append(smaller(path, folder))
             AcceleratorState._reset_state(True)
     gc.collect()
-    assert not PROCESS._taken
+    assert not PROCESS._entries
     if "offload_param" in zero:
         assert not list(Path(zero["offload_param"]["nvme_path"]).iterdir())
     for theirs, ours in zip(*found.values(), strict=True):

@@ -171,7 +171,7 @@ def test_measure_disk_busy_counts_the_products_that_were_lost(
     monkeypatch.setattr(disk_rates, "repeating", repeating)
     monkeypatch.setattr(disk_rates, "calls_per_s", lambda *_: 100.0)
     monkeypatch.setattr(disk_rates.time, "perf_counter", iter([10.0, 12.0]).__next__)
-    found = disk_rates._beside_products(Moved(), Tier(), 1.0)  # type: ignore[arg-type]
+    found = disk_rates._rates_under_load(Moved(), Tier(), 1.0)  # type: ignore[arg-type]
     monkeypatch.undo()
     assert found == {"disk_read": 1.0, DISK_PER_CPU_S: pytest.approx(5e9 / lost_s)}
 
@@ -205,7 +205,7 @@ def test_nothing_is_left_after_an_interruption(
     def interrupt(*arguments: object) -> float:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("infinity.storage.disk_rates._Tier._run", interrupt)
+    monkeypatch.setattr("infinity.storage.disk_rates._TierBenchmark._rate", interrupt)
     with pytest.raises(KeyboardInterrupt):
         disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []

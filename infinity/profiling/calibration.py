@@ -82,7 +82,7 @@ _NUM_PARTS = 6  # larger matrices are tried while a call takes less than this fr
 _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
 _TOKEN_WIDTHS = 40  # maximum memory of a token, in values per unit of width
-_MEMORY_PART = 8  # divisor of the free device memory
+_MEMORY_DIVISOR = 8  # divisor of the free device memory
 _NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
 
 _FORMAT = 1  # of cache entries; increment when the meaning of a rate changes
@@ -97,9 +97,9 @@ _NAMES = {
 }
 _NAMES |= {*LINKS, names.BETWEEN_NODES, BETWEEN_HOSTS}
 _Numbers = dict[str, float]
-_Kept = tuple[_Numbers, str]  # rates and the day of the measurement
+_CachedRates = tuple[_Numbers, str]  # rates and the day of the measurement
 # Description of the hardware, required names of rates, and a function that measures them.
-_Part = tuple[dict[str, Any], set[str], Callable[[float], _Numbers]]
+_Measurement = tuple[dict[str, Any], set[str], Callable[[float], _Numbers]]
 
 
 @dataclass(frozen=True)
@@ -116,8 +116,8 @@ class KnownRates:
     @property
     def origin(self) -> str:
         """Human-readable origin of the rates."""
-        guessed = self.nominal if self.measured else self.rates.numbers()
-        return names.rates_origin(self.rates, tuple(guessed), self.measured)
+        nominal = self.nominal if self.measured else self.rates.numbers()
+        return names.rates_origin(self.rates, tuple(nominal), self.measured)
 
 
 def cached_rates(
@@ -138,17 +138,17 @@ def cached_rates(
     Rates measured while other programs used the processors are not cached, with a warning. Raises
     errors of the disk tier and the device.
     """
-    found, loads = [], set[str]()
-    for of, needed, measure in _parts(paths, device, io, num_threads, root):
-        kept = None if refresh else _read(of, needed)
-        if kept is None:
+    entries, loads = [], set[str]()
+    for description, needed, measure in _measurements(paths, device, io, num_threads, root):
+        entry = None if refresh else _read_cache(description, needed)
+        if entry is None:
             before = ProcessorTimes.now()
-            kept = measure(seconds), datetime.now(UTC).date().isoformat()
+            entry = measure(seconds), datetime.now(UTC).date().isoformat()
             if load := load_between(before, ProcessorTimes.now()):
                 loads.add(load)
             else:
-                _write(of, *kept)
-        found.append(kept)
+                _write_cache(description, *entry)
+        entries.append(entry)
     if loads:
         warnings.warn(
             f"{max(loads)} while rates were measured: they may be too low, are not kept, and are "
@@ -156,7 +156,7 @@ def cached_rates(
             InfinityWarning,
             stacklevel=2,
         )
-    return _known(found, paths, device)
+    return _combined(entries, paths, device)
 
 
 def kept_rates(
@@ -173,17 +173,17 @@ def kept_rates(
     Missing rates are nominal and listed in `nominal`. More than one rank (`gpus` on each of
     `nodes`) also has links. Raises `MachineError` for a missing path.
     """
-    parts = _parts(paths, device, io, num_threads, Path("/"))
-    found = [_read(of, needed) for of, needed, _ in parts]
+    measurements = _measurements(paths, device, io, num_threads, Path("/"))
+    entries = [_read_cache(description, needed) for description, needed, _ in measurements]
     links = kept_links(device, gpus, nodes)
-    known = _known([k for k in (*found, links) if k is not None], paths, device)
-    rates, guessed = names.with_links(
+    known = _combined([k for k in (*entries, links) if k is not None], paths, device)
+    rates, nominal = names.with_links(
         known.rates, gpus, nodes, unified=device.unified, across=links is not None
     )
-    return KnownRates(rates, known.measured, (*known.nominal, *guessed))
+    return KnownRates(rates, known.measured, (*known.nominal, *nominal))
 
 
-def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
+def kept_links(device: Device, gpus: int, nodes: int) -> _CachedRates | None:
     """Return cached rates between ranks, and their day; None if there are none.
 
     If this number of nodes was not measured, combines the rates between nodes with those between
@@ -191,13 +191,13 @@ def kept_links(device: Device, gpus: int, nodes: int) -> _Kept | None:
     """
     if gpus * nodes == 1:
         return None
-    found = _read(_links(device, gpus, nodes), LINKS)
-    if found is None and nodes > 1:
-        found = _read(_links(device), {names.BETWEEN_NODES})
-        inside = kept_links(device, gpus, 1)
-        if found is not None and inside is not None:
-            found = found[0] | inside[0], min(found[1], inside[1])
-    return found
+    entry = _read_cache(_link_key(device, gpus, nodes), LINKS)
+    if entry is None and nodes > 1:
+        entry = _read_cache(_link_key(device), {names.BETWEEN_NODES})
+        within_node = kept_links(device, gpus, 1)
+        if entry is not None and within_node is not None:
+            entry = entry[0] | within_node[0], min(entry[1], within_node[1])
+    return entry
 
 
 def cached_links(
@@ -212,46 +212,48 @@ def cached_links(
     of a lost rank.
     """
     gpus, nodes = ranks.local_count, ranks.num_nodes
-    kept = None if refresh else _read(_links(device, gpus, nodes), LINKS)
-    days = ranks.all_gather_object(kept)
-    if all(days):
-        found = min(days, key=lambda one: one[1])  # the same on all ranks
-        return found[0], found[1]
+    cached = None if refresh else _read_cache(_link_key(device, gpus, nodes), LINKS)
+    entries = ranks.all_gather_object(cached)
+    if all(entries):
+        oldest = min(entries, key=lambda entry: entry[1])  # the same on all ranks
+        return oldest[0], oldest[1]
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
-    kinds = [(_links(device, gpus, nodes), numbers)]
+    new_entries = [(_link_key(device, gpus, nodes), numbers)]
     if {*ranks.all_gather_object(gpus)} == {gpus} and nodes > 1:  # equal number of ranks per node
-        by_node = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
-        peers = [*zip(*by_node, strict=True)]
-        across = _measure_sets(ranks, peers, device, seconds)
-        hosts = across if device.unified else _measure_sets(ranks, peers, CpuDevice(), seconds)
-        between = {names.BETWEEN_NODES: gpus * across["all_to_all"]}
-        between[BETWEEN_HOSTS] = hosts["all_gather"]
-        numbers |= between
-        kinds.append((_links(device), between))
+        node_sets = [[*range(first, first + gpus)] for first in range(0, ranks.count, gpus)]
+        peer_sets = [*zip(*node_sets, strict=True)]
+        between_peers = _slowest_of_sets(ranks, peer_sets, device, seconds)
+        host_rates = between_peers
+        if not device.unified:
+            host_rates = _slowest_of_sets(ranks, peer_sets, CpuDevice(), seconds)
+        node_rates = {names.BETWEEN_NODES: gpus * between_peers["all_to_all"]}
+        node_rates[BETWEEN_HOSTS] = host_rates["all_gather"]
+        numbers |= node_rates
+        new_entries.append((_link_key(device), node_rates))
         if gpus > 1:
-            inside = _measure_sets(ranks, by_node, device, seconds)
-            kinds.append((_links(device, gpus, 1), inside))
+            within_node = _slowest_of_sets(ranks, node_sets, device, seconds)
+            new_entries.append((_link_key(device, gpus, 1), within_node))
     if ranks.local_rank == 0:
-        for of, rates in kinds:
-            _write(of, rates, day)
+        for key, rates in new_entries:
+            _write_cache(key, rates, day)
     ranks.synchronize("keeps rates")  # the files exist when any rank returns
     return numbers, day
 
 
-def _links(device: Device, *ranks: int) -> dict[str, Any]:
+def _link_key(device: Device, *ranks: int) -> dict[str, Any]:
     """Return the cache key of links for (ranks per node, nodes), or between nodes if empty."""
     computer = {"format": _FORMAT, "processor": cpu_model(), "device": device_name(device)}
     return computer | {"ranks": [*ranks]}
 
 
-def _measure_sets(
+def _slowest_of_sets(
     ranks: DistContext, sets: Sequence[Sequence[int]], device: Device, seconds: float
 ) -> dict[str, float]:
     """Measure links within all `sets` concurrently; return the rates of the slowest rank."""
     with contextlib.closing(ranks.new_subgroup(sets)) as subgroup:
-        found = measure_links(subgroup, device, seconds)
-    slowest = ranks.gather(torch.tensor([*found.values()], dtype=torch.float64)).amin(0)
-    return dict(zip(found, slowest.tolist(), strict=True))
+        rates = measure_links(subgroup, device, seconds)
+    slowest = ranks.gather(torch.tensor([*rates.values()], dtype=torch.float64)).amin(0)
+    return dict(zip(rates, slowest.tolist(), strict=True))
 
 
 def measure_links(
@@ -263,41 +265,41 @@ def measure_links(
     """
     nbytes = _LINK_BYTES // ranks.count * ranks.count
     arena = device.reserve(2 * nbytes)
-    one, other = arena.view(0, nbytes), arena.view(nbytes, nbytes)
-    work: dict[str, Callable[[], Work]] = {
-        "all_gather": lambda: ranks.all_gather(one, overlap=True),
-        "all_to_all": lambda: ranks.all_to_all(other, one),
+    source, target = arena.view(0, nbytes), arena.view(nbytes, nbytes)
+    collectives: dict[str, Callable[[], Work]] = {
+        "all_gather": lambda: ranks.all_gather(source, overlap=True),
+        "all_to_all": lambda: ranks.all_to_all(target, source),
     }
     numbers, received = {}, nbytes - nbytes // ranks.count
-    for name, collective in work.items():
+    for name, collective in collectives.items():
 
-        def once(collective: Callable[[], Work] = collective) -> None:
+        def call(collective: Callable[[], Work] = collective) -> None:
             collective().wait()
             device.compute_event().wait()
 
-        once()
+        call()
         # All ranks must make the same number of calls: the smallest of all.
-        wanted = [int(seconds / len(work) / timed(once)), LEAST_CALLS]
-        count = min(int(n) for n in ranks.gather(torch.tensor([max(wanted)])))
-        times = torch.tensor([timed(once) for _ in range(count)], dtype=torch.float64)
+        counts = [int(seconds / len(collectives) / timed(call)), LEAST_CALLS]
+        count = min(int(n) for n in ranks.gather(torch.tensor([max(counts)])))
+        times = torch.tensor([timed(call) for _ in range(count)], dtype=torch.float64)
         numbers[name] = received / float(ranks.gather(times).amax(0).median())
     return numbers
 
 
-def _known(found: Sequence[_Kept], paths: Sequence[Path], device: Device) -> KnownRates:
-    numbers = {name: rate for rates, _ in found for name, rate in rates.items()}
+def _combined(entries: Sequence[_CachedRates], paths: Sequence[Path], device: Device) -> KnownRates:
+    numbers = {name: rate for rates, _ in entries for name, rate in rates.items()}
     # If compute was measured but no device update, the device has no update kernels.
-    has_none = names.COMPUTE[0] in numbers and names.DEVICE_UPDATE not in numbers
-    without = (names.DEVICE_UPDATE,) if has_none else ()
-    rates, guessed = names.completed(numbers, unified=device.unified, without=without)
+    lacks_kernels = names.COMPUTE[0] in numbers and names.DEVICE_UPDATE not in numbers
+    without = (names.DEVICE_UPDATE,) if lacks_kernels else ()
+    rates, nominal = names.completed(numbers, unified=device.unified, without=without)
     if not paths:  # the plan uses no disk rates
-        guessed = tuple(name for name in guessed if name not in names.DISK)
-    return KnownRates(rates, min((day for _, day in found), default=None), guessed)
+        nominal = tuple(name for name in nominal if name not in names.DISK)
+    return KnownRates(rates, min((day for _, day in entries), default=None), nominal)
 
 
-def _parts(
+def _measurements(
     paths: Sequence[Path], device: Device, io: IoConfig | None, num_threads: int, root: Path
-) -> list[_Part]:
+) -> list[_Measurement]:
     """Return the measured parts of the machine: processors, and disks if there are paths."""
     machine, settings = read_machine(root=root), io or IoConfig()
     computer = {
@@ -314,7 +316,9 @@ def _parts(
         "torch_threads": torch.get_num_threads(),
     }
     needed = {*names.UPDATE, *names.COMPUTE, *(() if device.unified else names.COPIES)}
-    parts: list[_Part] = [(processors, needed, lambda s: measure_processors(device, threads, s))]
+    measurements: list[_Measurement] = [
+        (processors, needed, lambda s: measure_processors(device, threads, s))
+    ]
     if paths:
         per_cpu = (names.DISK_PER_CPU_S,) if device.unified else ()
         disks = computer | {
@@ -326,8 +330,8 @@ def _parts(
         def measure(seconds: float) -> _Numbers:
             return measure_disk(paths, settings, _DISK_SHARE * seconds, busy=device.unified)
 
-        parts.append((disks, {*names.DISK, *per_cpu}, measure))
-    return parts
+        measurements.append((disks, {*names.DISK, *per_cpu}, measure))
+    return measurements
 
 
 def device_name(device: Device) -> str:
@@ -344,27 +348,28 @@ def default_folder() -> Path:
     return Path(caches) / "infinity" / "rates"
 
 
-def _file_of(of: dict[str, Any]) -> Path:
-    key = hashlib.sha256(json.dumps(of, sort_keys=True).encode())
+def _cache_path(description: dict[str, Any]) -> Path:
+    key = hashlib.sha256(json.dumps(description, sort_keys=True).encode())
     return default_folder() / f"{key.hexdigest()[:32]}.json"
 
 
-def _read(of: dict[str, Any], needed: Collection[str]) -> _Kept | None:
-    """Return the cache entry of `of`; None if it is missing, damaged or lacks a needed name."""
+def _read_cache(description: dict[str, Any], needed: Collection[str]) -> _CachedRates | None:
+    """Return a cache entry; None if it is missing, damaged or lacks a needed rate."""
     try:
-        entry = json.loads(_file_of(of).read_text(encoding="utf-8"))
-        if entry["of"] != of:
+        entry = json.loads(_cache_path(description).read_text(encoding="utf-8"))
+        if entry["of"] != description:
             return None
         numbers = {str(name): float(rate) for name, rate in entry["rates"].items()}
         measured = date.fromisoformat(entry["measured"]).isoformat()
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
-    good = all(math.isfinite(rate) and rate > 0 for rate in numbers.values())
-    return (numbers, measured) if good and set(needed) <= set(numbers) <= _NAMES else None
+    is_valid = all(math.isfinite(rate) and rate > 0 for rate in numbers.values())
+    return (numbers, measured) if is_valid and set(needed) <= set(numbers) <= _NAMES else None
 
 
-def _write(of: dict[str, Any], numbers: _Numbers, measured: str) -> None:
-    path, entry = _file_of(of), {"of": of, "measured": measured, "rates": numbers}
+def _write_cache(description: dict[str, Any], numbers: _Numbers, measured: str) -> None:
+    path = _cache_path(description)
+    entry = {"of": description, "measured": measured, "rates": numbers}
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with atomic_write(path, 0o600) as file:
@@ -376,10 +381,10 @@ def measure_processors(
 ) -> dict[str, float]:
     """Return all rates but those of the disk, by the names of `Rates.numbers`."""
     share_s = _UPDATE_SHARE * seconds / len(names.UPDATE_FORMATS)
-    both = [] if device.unified else _copies(device)[-1]
-    with repeating(lambda: _copy_rate(both, 0.0)) if both else contextlib.nullcontext():
+    copies = [] if device.unified else _copy_functions(device)[-1]
+    with repeating(lambda: _copy_rate(copies, 0.0)) if copies else contextlib.nullcontext():
         numbers = _host_updates(num_threads, share_s)
-    if both:
+    if copies:
         numbers |= measure_copies(device, _COPY_SHARE * seconds)
         numbers |= _device_update(device, share_s)
     for precision in names.PRECISIONS:
@@ -387,8 +392,8 @@ def measure_processors(
         numbers[f"compute.{precision}"] = _flop_per_s(device, COMPUTE_DTYPES[precision], share_s)
     with torch.inference_mode(False), torch.enable_grad():
         for precision in names.PRECISIONS:
-            found = _block_rates(device, COMPUTE_DTYPES[precision], _BETWEEN_SHARE * seconds)
-            numbers[f"between.{precision}"], numbers[f"attention.{precision}"] = found
+            rates = _block_rates(device, COMPUTE_DTYPES[precision], _BETWEEN_SHARE * seconds)
+            numbers[f"between.{precision}"], numbers[f"attention.{precision}"] = rates
         numbers["logits"] = _logits_per_s(device, _BETWEEN_SHARE * seconds)
     device.return_freed_memory()  # budgets are derived from free memory
     return numbers
@@ -419,9 +424,9 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
 def _num_chunks() -> int:
     """Return a number of chunks of at least twice the cache size, even with 8-bit moments."""
     machine = read_machine()
-    wanted = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
-    most = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
-    return max(1, min(most, _MOST_CHUNKS, max(wanted, _LEAST_CHUNKS)))
+    needed = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
+    fitting = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
+    return max(1, min(fitting, _MOST_CHUNKS, max(needed, _LEAST_CHUNKS)))
 
 
 def pieces_bytes(num_chunks: int) -> int:
@@ -457,11 +462,13 @@ def pieces_in(
         tensor.view(-1, NUM_NOISE).copy_(noise)  # unwritten pages would all be the zero page
     pieces = []
     for first in range(0, count, size):
-        part = slice(first, min(first + size, count))
-        kept = [moment.part(part.start, part.stop) for moment in moments]
+        span = slice(first, min(first + size, count))
+        parts = [moment.part(span.start, span.stop) for moment in moments]
         rule_params = AdamW(lr=1e-4)
         pieces.append(
-            Piece(weight[part], residual[part], kept, gradient[part], rule_params, 100, first=first)
+            Piece(
+                weight[span], residual[span], parts, gradient[span], rule_params, 100, first=first
+            )
         )
     return pieces
 
@@ -485,25 +492,27 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
 
 def measure_copies(device: Device, seconds: float) -> dict[str, float]:
     """Return bytes per second of `names.COPIES` for a device that is not unified."""
-    each = zip(names.COPIES, _copies(device), strict=True)
+    each = zip(names.COPIES, _copy_functions(device), strict=True)
     return {name: _copy_rate(copies, seconds / len(names.COPIES)) for name, copies in each}
 
 
-def _copies(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
+def _copy_functions(device: Device) -> tuple[list[Callable[[Event], Event]], ...]:
     """Return functions that start a copy: to the device, from the device, and both."""
     # Pinned by torch: `Device.pin` would keep it pinned until the device is closed.
     pinned = is_accelerator(device.torch_device)
     arena = device.reserve(2 * _COPY_BYTES)
-    there = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
-    host = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in there]
+    device_views = [arena.view(i * _COPY_BYTES, _COPY_BYTES) for i in range(2)]
+    host_buffers = [
+        torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=pinned) for _ in device_views
+    ]
 
-    def bring(after: Event) -> Event:
-        return device.copy_h2d(there[0], host[0], after)
+    def copy_in(after: Event) -> Event:
+        return device.copy_h2d(device_views[0], host_buffers[0], after)
 
-    def take(after: Event) -> Event:
-        return device.copy_d2h(host[1], there[1], after)
+    def copy_out(after: Event) -> Event:
+        return device.copy_d2h(host_buffers[1], device_views[1], after)
 
-    return [bring], [take], [bring, take]
+    return [copy_in], [copy_out], [copy_in, copy_out]
 
 
 def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> float:
@@ -511,9 +520,9 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
     events: list[Event] = [HAPPENED] * len(copies)
 
     def next_copy(turn: int) -> Event:
-        kind = turn % len(copies)
-        events[kind] = copies[kind](events[kind])
-        return events[kind]
+        direction = turn % len(copies)
+        events[direction] = copies[direction](events[direction])
+        return events[direction]
 
     keep_moving(next_copy, 0.0, depth=1, least=len(copies))
     depth = 2 * len(copies)
@@ -524,35 +533,36 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
 def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     """Return FLOP per second of the three products of a linear layer that take `seconds`."""
     noise = make_noise(dtype).to(device.torch_device)
-    part_s, rate = seconds / _NUM_PARTS, 0.0
+    call_s, rate = seconds / _NUM_PARTS, 0.0
     for size in _MATRIX_SIZES:
         work = _linear_layer(device, noise, size)
         once_s = _warm(work)
-        before, rate = rate, size**3 / once_s
+        smaller_rate, rate = rate, size**3 / once_s
         # If another program occupies a processor, a small product takes at least one of its time
         # slices: a larger product then takes no longer, and gives a better estimate.
-        if once_s > seconds or (once_s > part_s and rate < 2 * before):
+        if once_s > seconds or (once_s > call_s and rate < 2 * smaller_rate):
             break
     if once_s > seconds:
         return _FLOP * rate
-    times = max(1, int(part_s / once_s))  # amortizes waiting for the device
+    num_calls = max(1, int(call_s / once_s))  # amortizes waiting for the device
     if device.host_clock:
-        return calls_per_s(lambda: work(times), seconds) * times * _FLOP * size**3
+        return calls_per_s(lambda: work(num_calls), seconds) * num_calls * _FLOP * size**3
     # A GPU lowers its clock after sustained load, as in training.
-    calls_per_s(lambda: work(times), _WARM_S)
-    return calls_per_s(lambda: work(times), seconds, statistics.median) * times * _FLOP * size**3
+    calls_per_s(lambda: work(num_calls), _WARM_S)
+    per_s = calls_per_s(lambda: work(num_calls), seconds, statistics.median)
+    return per_s * num_calls * _FLOP * size**3
 
 
 def _linear_layer(device: Device, noise: Tensor, size: int) -> Callable[..., None]:
     """Return the products of forward and backward: speeds of their kernels may differ."""
-    given = _matrix(noise, size, size)
-    weight, out = given.clone(), torch.empty_like(given)
+    inputs = _matrix(noise, size, size)
+    weight, out = inputs.clone(), torch.empty_like(inputs)
 
-    def work(times: int = 1) -> None:
-        for _ in range(times):
-            torch.mm(given, weight.t(), out=out)
-            torch.mm(given, weight, out=out)
-            torch.mm(given.t(), weight, out=out)
+    def work(num_calls: int = 1) -> None:
+        for _ in range(num_calls):
+            torch.mm(inputs, weight.t(), out=out)
+            torch.mm(inputs, weight, out=out)
+            torch.mm(inputs.t(), weight, out=out)
         device.compute_event().wait()
 
     return work
@@ -564,13 +574,17 @@ def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[fl
     Bytes are counted as in `plan.cost`, with a context so short that attention costs only its
     overhead; FLOP of attention are those of a longer context, in the time beyond the short one.
     """
-    width, most = _WIDTH[device.unified], _MOST_TOKENS[device.unified]
+    width, max_tokens = _WIDTH[device.unified], _MOST_TOKENS[device.unified]
     if (free_bytes := device.memory_bytes()) is not None:
-        most = min(most, free_bytes // _MEMORY_PART // (_TOKEN_WIDTHS * width * dtype.itemsize))
-    work, tokens = _doubled(lambda n: _block(device, dtype, n), 2 * _SHORT, most, seconds)
+        max_tokens = min(
+            max_tokens, free_bytes // _MEMORY_DIVISOR // (_TOKEN_WIDTHS * width * dtype.itemsize)
+        )
+    work, tokens = _double_until_slow(
+        lambda n: _block(device, dtype, n), 2 * _SHORT, max_tokens, seconds
+    )
     values = tokens * 16 * width  # inputs and outputs of its products: 16 h per token
-    passed = values * (names.PASSES_FORWARD + names.PASSES_BACKWARD) * dtype.itemsize
-    between = passed * calls_per_s(work, seconds, statistics.median)
+    moved_bytes = values * (names.PASSES_FORWARD + names.PASSES_BACKWARD) * dtype.itemsize
+    between = moved_bytes * calls_per_s(work, seconds, statistics.median)
     longest, times = min(_LONG, tokens), []
     for context in (_SHORT, longest):
         work = _attention(device, dtype, tokens, context)
@@ -607,13 +621,13 @@ def _attend(qkv: Tensor, context: int) -> Tensor:
     tokens, width = len(qkv), qkv.shape[1] // 3
     heads = qkv.view(-1, context, 3, width // _HEAD, _HEAD)
     query, key, value = heads.permute(2, 0, 3, 1, 4).unbind()
-    found = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-    return found.transpose(1, 2).reshape(tokens, width)
+    out = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return out.transpose(1, 2).reshape(tokens, width)
 
 
-def _backward(device: Device, made: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
-    for found in torch.autograd.grad(made, leaves, [one.detach() for one in made]):
-        found.sum(0)  # the gradients of biases
+def _backward(device: Device, outputs: Sequence[Tensor], leaves: Sequence[Tensor]) -> None:
+    for gradient in torch.autograd.grad(outputs, leaves, [output.detach() for output in outputs]):
+        gradient.sum(0)  # the gradients of biases
     device.compute_event().wait()
 
 
@@ -621,7 +635,7 @@ def _logits_per_s(device: Device, seconds: float) -> float:
     """Return logits per second of fp32 cross entropy of bf16 logits, forward and backward."""
     noise = make_noise(torch.bfloat16).to(device.torch_device)
 
-    def of(rows: int) -> Callable[[], None]:
+    def make_work(rows: int) -> Callable[[], None]:
         logits = _leaf(noise, rows, _NUM_LOGITS)
         targets = torch.zeros(rows, dtype=torch.long, device=device.torch_device)
 
@@ -631,15 +645,15 @@ def _logits_per_s(device: Device, seconds: float) -> float:
 
         return work
 
-    work, rows = _doubled(of, _LEAST_ROWS, _MOST_ROWS[device.unified], seconds)
+    work, rows = _double_until_slow(make_work, _LEAST_ROWS, _MOST_ROWS[device.unified], seconds)
     return rows * _NUM_LOGITS * calls_per_s(work, seconds, statistics.median)
 
 
-def _doubled(
-    of: Callable[[int], Callable[[], None]], size: int, most: int, seconds: float
+def _double_until_slow(
+    make_work: Callable[[int], Callable[[], None]], size: int, most: int, seconds: float
 ) -> tuple[Callable[[], None], int]:
     """Double `size` while a call takes less than `seconds`; return the work and its size."""
-    while _warm(work := of(size)) < seconds and 2 * size <= most:
+    while _warm(work := make_work(size)) < seconds and 2 * size <= most:
         size *= 2
     return work, size
 

@@ -71,15 +71,15 @@ class MemoryWatch:
         self._accelerator = device.torch_device if is_accelerator(device.torch_device) else None
         self._module = module_of(device.torch_device.type)
         self._budget = budget
-        self._others = (plan.ranks // plan.nodes - 1) * plan.shared_bytes
+        self._other_ranks_bytes = (plan.ranks // plan.nodes - 1) * plan.shared_bytes
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._reserved_before = PROCESS.ram()
         self._next_s = 0.0
         self._next_room_s = 0.0
         self._next_trim_s = 0.0
         self._peak = 0
-        self._mark = self._high_water()
-        self._highest = 0  # peak of all completed steps
+        self._last_high_water = self._high_water()
+        self._max_peak = 0  # peak of all completed steps
         self._steps = 0
         self._tokens = 0
         self._warned = False
@@ -128,45 +128,48 @@ class MemoryWatch:
             near = self._nearest(held, now_s)
             if near is None:
                 return
-        what, passed = near
-        if passed:
-            raise self._error(unit, phase, held, what)
+        limit, is_exceeded = near
+        if is_exceeded:
+            raise self._error(unit, phase, held, limit)
         if not self._warned:
             self._warned = True
-            text = str(self._error(unit, phase, held, what))
+            text = str(self._error(unit, phase, held, limit))
             warnings.warn(text, InfinityWarning, stacklevel=2)
 
     def _nearest(self, held: int, now_s: float) -> tuple[str, bool] | None:
         """Return a text about a limit that is near, and True if it is exceeded; None if none is."""
         budget = self._budget
         if budget is not None and held > NEAR_SHARE * budget:
-            more = self._more()
-            if held > NEAR_SHARE * (budget + more):
-                return f"budget.host is {format_size(budget)}", held > budget + more
+            added = self._later_reservations()
+            if held > NEAR_SHARE * (budget + added):
+                return f"budget.host is {format_size(budget)}", held > budget + added
         if now_s < self._next_room_s:
             return None
         self._next_room_s = now_s + ROOM_S
-        limit, room = memory_room()
+        limit, left_bytes = memory_room()
         for _ in range(LOOKS_AGAIN):  # page cache write-back and growing RAM are delayed
-            if room >= SPARE_SHARE * limit:
+            if left_bytes >= SPARE_SHARE * limit:
                 break
             time.sleep(LOOK_AGAIN_S)
-            limit, room = memory_room()
-        if room > 2 * SPARE_SHARE * limit:
+            limit, left_bytes = memory_room()
+        if left_bytes > 2 * SPARE_SHARE * limit:
             return None
-        where = f"of the {format_size(limit)} this process may have {format_size(room)} are left"
-        return where, room < SPARE_SHARE * limit
+        text = (
+            f"of the {format_size(limit)} this process may have {format_size(left_bytes)} are left"
+        )
+        return text, left_bytes < SPARE_SHARE * limit
 
-    def _error(self, unit: int, phase: str, held: int, what: str) -> DoesNotFitError:
+    def _error(self, unit: int, phase: str, held: int, limit: str) -> DoesNotFitError:
         planned = self._plan.tier_bytes
-        ours = planned[Tier.HOST] + (planned[Tier.DEVICE] if self._plan.unified else 0)
-        because = f"{format_size(ours)} were planned; activations and gradients come on top"
-        guess = self._estimated()
-        if guess is not None and self._plan.unified:
-            because += f", estimated at {format_size(guess.total)} for {self._tokens:,} tokens"
+        planned_bytes = planned[Tier.HOST] + (planned[Tier.DEVICE] if self._plan.unified else 0)
+        planned_text = format_size(planned_bytes)
+        because = f"{planned_text} were planned; activations and gradients come on top"
+        estimate = self._estimated()
+        if estimate is not None and self._plan.unified:
+            because += f", estimated at {format_size(estimate.total)} for {self._tokens:,} tokens"
         return DoesNotFitError(
             f"in the {phase} of unit {self._plan.units[unit].name!r} the process holds "
-            f"{format_size(held)} of RAM (host tier): {what}",
+            f"{format_size(held)} of RAM (host tier): {limit}",
             because=because + ", and so does whatever else the program keeps in RAM",
             remedy="smaller micro-batches (and more gradient_accumulation_steps), "
             "torch.utils.checkpoint around blocks, moments or gradients on disk "
@@ -175,7 +178,9 @@ class MemoryWatch:
 
     def turn(self) -> None:
         """Return freed heap at a backward or after a step if peaks are near the budget."""
-        if self._budget is not None and self._highest > TRIM_SHARE * (self._budget + self._more()):
+        if self._budget is None:
+            return
+        if self._max_peak > TRIM_SHARE * (self._budget + self._later_reservations()):
             return_freed_memory()
 
     # --- at the end of a step --------------------------------------------------------------------
@@ -188,26 +193,26 @@ class MemoryWatch:
         estimate of activations for these tokens by `plan.activations`.
         """
         peak = self._peak
-        mark = self._high_water()
-        if mark > self._mark:  # the peak was between two samples
-            peak = max(peak, mark)
+        high_water = self._high_water()
+        if high_water > self._last_high_water:  # the peak was between two samples
+            peak = max(peak, high_water)
         report = {"peak": peak}
         if self._steps < MEASURED_STEPS and self._statm >= 0:
             if self._accelerator is None:
                 return_freed_memory()
             held = self._on_device() if self._accelerator else self._resident()
-            guess = self._estimated()
+            estimate = self._estimated()
             report |= {"rests": held, "activations": max(peak - held, 0), "tokens": self._tokens}
-            if guess is not None:
-                report["estimated"] = guess.total
-        self._highest = max(self._highest, peak)
+            if estimate is not None:
+                report["estimated"] = estimate.total
+        self._max_peak = max(self._max_peak, peak)
         self.turn()
         self._steps += 1
         self._peak = 0
-        self._mark = mark
+        self._last_high_water = high_water
         return report
 
-    def _more(self) -> int:
+    def _later_reservations(self) -> int:
         """Return the bytes of RAM reserved by engines created after this one."""
         return max(PROCESS.ram() - self._reserved_before, 0)
 
@@ -226,13 +231,13 @@ class MemoryWatch:
     def _resident(self) -> int:
         """Return resident bytes of this process, without shared RAM of other ranks."""
         held = int(os.pread(self._statm, 128, 0).split()[1]) * _PAGE_BYTES
-        return held - self._of_others()
+        return held - self._other_ranks_resident()
 
-    def _of_others(self) -> int:
+    def _other_ranks_resident(self) -> int:
         """Return shared bytes of other ranks that the kernel counts for this process."""
-        if not self._others:
+        if not self._other_ranks_bytes:
             return 0
-        return min(max(shared_rss_bytes() - self._plan.shared_bytes, 0), self._others)
+        return min(max(shared_rss_bytes() - self._plan.shared_bytes, 0), self._other_ranks_bytes)
 
     def _on_device(self) -> int:
         return int(self._module.memory_allocated(self._accelerator))
@@ -240,4 +245,4 @@ class MemoryWatch:
     def _high_water(self) -> int:
         if self._accelerator is not None:
             return int(self._module.max_memory_allocated(self._accelerator))
-        return high_water_bytes() - self._of_others()
+        return high_water_bytes() - self._other_ranks_resident()

@@ -148,9 +148,9 @@ def to_line(record: Mapping[str, Any]) -> str:
 
 def _plain(value: object) -> object:
     if isinstance(value, Mapping):
-        return {str(key): _plain(part) for key, part in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(part) for part in value]
+        return [_plain(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value

@@ -91,7 +91,7 @@ class Meter:
             moved={direction: n - self._moved[direction] for direction, n in moved.items()},
             mispredictions=mispredictions - self._mispredictions,
             disk_s={
-                direction: {where: s - self._disk_s[direction][where] for where, s in times.items()}
+                direction: {stage: s - self._disk_s[direction][stage] for stage, s in times.items()}
                 for direction, times in disk_s.items()
             },
             memory=self._watch.step(),

@@ -38,21 +38,21 @@ class StepTracer:
         self._transfers = transfers
         self._listener = listener
         self._first, self._last = first, last
-        self._steps = 0  # completed
+        self._num_steps = 0  # completed
         self._step_ns = self._batch_ns = 0  # end of the last step and micro-batch
-        self._call: When | None = None  # begin of an engine call in which no unit has computed yet
-        self._open: list[tuple[int, When]] = []  # entered forwards: unit, begin
+        self._call_begin: When | None = None  # of an engine call before its first unit
+        self._open_forwards: list[tuple[int, When]] = []  # entered forwards: unit, begin
         self._backward: tuple[int, When] | None = None
         self._paused: int | None = None  # unit whose backward may wait for bytes
         self._before_units: tuple[When, When] | None = None  # start of backward
-        self._heard: When = 0  # time of the last event
+        self._last_event: When = 0  # of a unit
 
     def start(self) -> None:
         """Start recording if the first step is traced."""
         if self._first == 1:
-            self._follow(wanted=True)
+            self._record(wanted=True)
 
-    def _follow(self, *, wanted: bool) -> None:
+    def _record(self, *, wanted: bool) -> None:
         self._step_ns = self._batch_ns = time.perf_counter_ns()
         self.forget()
         self._transfers.follow(self.trace if wanted else None)
@@ -62,36 +62,36 @@ class StepTracer:
 
     def call(self) -> None:
         """Record the begin of a forward or backward of the engine."""
-        self._call = self._stamp()
+        self._call_begin = self._stamp()
 
     def enter(self, unit: int) -> None:
         """Record the begin of the unit's forward, with resident weights."""
         if self._backward is not None or self._paused is not None:
             self.backward(unit)
-        self._call = None
-        self._open.append((unit, self._stamp()))
+        self._call_begin = None
+        self._open_forwards.append((unit, self._stamp()))
 
     def leave(self) -> None:
         """Record the end of the innermost forward."""
-        if self._open:  # empty if the forward began before the trace
-            unit, begin = self._open.pop()
-            self._heard = self._stamp()
-            self.trace.add("compute", "forward", unit, begin, self._heard)
+        if self._open_forwards:  # empty if the forward began before the trace
+            unit, begin = self._open_forwards.pop()
+            self._last_event = self._stamp()
+            self.trace.add("compute", "forward", unit, begin, self._last_event)
 
     def backward(self, unit: int, *, arrived: bool = False) -> None:
         """Record that backward requests the unit's weights, or that a gradient `arrived`."""
-        if self._open:
+        if self._open_forwards:
             return
-        before, self._heard = self._heard, self._stamp()
+        previous, self._last_event = self._last_event, self._stamp()
         if self._backward is not None and self._backward[0] == unit:
             return
         # Time before a gradient belongs to its unit; time before a request of weights does not.
-        turn = before if arrived and self._backward is not None else self._heard
-        begin = turn if self._call is None else self._call
+        boundary = previous if arrived and self._backward is not None else self._last_event
+        begin = boundary if self._call_begin is None else self._call_begin
         if self._before_units is not None:
             self.trace.add("compute", "backward", unit, *self._before_units)
-        self._call = self._paused = self._before_units = None
-        self._end_backward(turn)
+        self._call_begin = self._paused = self._before_units = None
+        self._end_backward(boundary)
         self._backward = unit, begin
 
     def pause(self) -> None:
@@ -100,13 +100,13 @@ class StepTracer:
         `resume` or `backward` follows. On a GPU the wait is part of the order of compute, so a
         slice across it would count the wait as compute.
         """
-        if self._open:
+        if self._open_forwards:
             return
         if self._backward is not None:
             self._paused = self._backward[0]
             self._end_backward(self._stamp())
-        elif self._call is not None:
-            self._before_units, self._call = (self._call, self._stamp()), None
+        elif self._call_begin is not None:
+            self._before_units, self._call_begin = (self._call_begin, self._stamp()), None
 
     def recompute(self) -> None:
         """Pause before a forward requests its weights, if it is a recomputation in backward."""
@@ -118,7 +118,7 @@ class StepTracer:
         if self._paused is not None:
             self._backward, self._paused = (self._paused, self._stamp()), None
         elif self._before_units is not None:
-            self._call, self._before_units = self._before_units[0], None
+            self._call_begin, self._before_units = self._before_units[0], None
 
     def _end_backward(self, end: When) -> None:
         if self._backward is not None:
@@ -127,12 +127,12 @@ class StepTracer:
 
     def unwind(self, num_open: int) -> None:
         """End a call, possibly by an exception: only `num_open` forwards remain entered."""
-        del self._open[num_open:]
+        del self._open_forwards[num_open:]
 
     def forget(self) -> None:
         """Discard all open slices, after an exception."""
-        self._open.clear()
-        self._backward = self._call = self._paused = self._before_units = None
+        self._open_forwards.clear()
+        self._backward = self._call_begin = self._paused = self._before_units = None
 
     def _stamp(self) -> When:
         return self._transfers.device.stamp()
@@ -143,22 +143,22 @@ class StepTracer:
         """Record the end of the backward of a micro-batch."""
         if self._listener.timeline is None:
             return
-        self._end_backward(self._heard)  # a backward called by the user is noticed late
-        self._call = None
+        self._end_backward(self._last_event)  # a backward called by the user is noticed late
+        self._call_begin = None
         now = time.perf_counter_ns()
         self.trace.add("micro_batch", f"micro-batch {index}", NO_UNIT, self._batch_ns, now)
         self._batch_ns = now
 
     def step(self, report: StepReport) -> bool:
         """Record a committed step; return False if the trace is closed."""
-        self._steps += 1
-        if self._first <= self._steps <= self._last:
+        self._num_steps += 1
+        if self._first <= self._num_steps <= self._last:
             self._add_step(report)
-        if self._steps + 1 == self._first:
-            self._follow(wanted=True)
-        elif self._steps == self._last:
-            self._follow(wanted=False)
-        elif self._steps > self._last:
+        if self._num_steps + 1 == self._first:
+            self._record(wanted=True)
+        elif self._num_steps == self._last:
+            self._record(wanted=False)
+        elif self._num_steps > self._last:
             self.trace.close()
             return False
         return True

@@ -14,7 +14,7 @@ from typing import Any
 from infinity.errors import InfinityError, MachineError
 from infinity.profiling.trace_recorder import FROM_SUBMISSION
 
-_BETWEEN = re.compile(r"[\s,]*")
+_SEPARATOR = re.compile(r"[\s,]*")
 
 
 class TraceError(InfinityError):
@@ -69,12 +69,12 @@ def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
 
     Raises `MachineError` if the file cannot be read, and `TraceError` if it is not a trace.
     """
-    where = Path(path)
+    file = Path(path)
     try:
-        text = where.read_text(encoding="utf-8", errors="replace")
+        text = file.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         raise MachineError(
-            f"the trace {where} cannot be read",
+            f"the trace {file} cannot be read",
             because=error.strerror,
             remedy="give the file that trace: of a configuration named",
         ) from error
@@ -89,25 +89,25 @@ def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
             elif name == "trace ends":
                 dropped, complete = int(_number(args, "dropped", 0)), True
             elif event.get("ph") == "X":
-                found = _slice(event)
-                tracks.setdefault(found.track, []).append(found)
+                event_slice = _slice(event)
+                tracks.setdefault(event_slice.track, []).append(event_slice)
                 dropped = max(dropped, int(_number(args, "dropped", 0)))
         except ValueError as error:
             raise TraceError(
-                f"event {number} of {where} is none of infinity's",
+                f"event {number} of {file} is none of infinity's",
                 because=str(error),
                 remedy="give the file as `trace:` wrote it",
             ) from error
     if facts is None:
         raise TraceError(
-            f"{where} is no trace of infinity",
+            f"{file} is no trace of infinity",
             because="it has no event that marks the beginning of the trace",
             remedy="train with trace: path.json in the config, and give that path",
         )
     ordered = {
         track: tuple(sorted(s, key=lambda x: (x.begin, -x.end))) for track, s in tracks.items()
     }
-    return TraceTimeline(str(where), facts, ordered, dropped, complete)
+    return TraceTimeline(str(file), facts, ordered, dropped, complete)
 
 
 def parse_events(text: str) -> Iterator[dict[str, Any]]:
@@ -122,7 +122,7 @@ def parse_events(text: str) -> Iterator[dict[str, Any]]:
         return
     position = start + 1
     while True:
-        position = _BETWEEN.match(text, position).end()  # type: ignore[union-attr]
+        position = _SEPARATOR.match(text, position).end()  # type: ignore[union-attr]
         try:
             event, position = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
@@ -151,16 +151,16 @@ def _number(values: Mapping[str, Any], name: str, default: int | None = None) ->
 def _slice(event: Mapping[str, Any]) -> Slice:
     """Convert an event; raises `ValueError` for invalid numbers."""
     args = _arguments(event)
-    shown = _number(event, "ts")
-    end = shown + _number(event, "dur")
+    drawn = _number(event, "ts")
+    end = drawn + _number(event, "dur")
     queued = _number(args, "queued_us", 0)
     track = str(event.get("cat", ""))
     # Disk requests are drawn from their submission, other events from their beginning.
     from_submission = track in FROM_SUBMISSION
-    submitted = shown if from_submission else shown - queued
-    begin = shown + queued if from_submission else shown
+    submitted = drawn if from_submission else drawn - queued
+    begin = drawn + queued if from_submission else drawn
     if not all(map(math.isfinite, (submitted, begin, end))):
-        raise ValueError(f"its 'ts' is {shown}, too far from now")
+        raise ValueError(f"its 'ts' is {drawn}, too far from now")
     return Slice(
         track=track,
         what=str(args.get("what", event.get("name", ""))),

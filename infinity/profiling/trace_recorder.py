@@ -74,7 +74,7 @@ class Watched(Protocol):
 When: TypeAlias = int | Stamp
 # track, name, unit, submitted, begin, end, bytes, further arguments
 _Event: TypeAlias = tuple[str, str, int, int | None, When, When, int, Mapping[str, Any] | None]
-_Known: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str, Any] | None]
+_TimedEvent: TypeAlias = tuple[str, str, int, int | None, int, int, int, Mapping[str, Any] | None]
 
 
 class Trace:
@@ -103,7 +103,7 @@ class Trace:
         self._capacity = capacity
         self._follow = follow
         self._queue: deque[_Event] = deque()
-        self._later: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
+        self._pending: dict[str, deque[_Event]] = {track: deque() for track in TRACKS}
         self._watched: weakref.WeakSet[Watched] = weakref.WeakSet()
         self._rows: dict[str, list[int]] = {track: [] for track in TRACKS}
         self._lock = threading.RLock()  # garbage collection of a ticket may record
@@ -116,7 +116,7 @@ class Trace:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with atomic_write(self.path) as file:  # a writer of an older file is not affected
                 self._file = os.dup(file.fileno())
-                self._put_out(self._head(facts or {}), 0)
+                self._write_events(self._header(facts or {}), 0)
         except OSError as error:
             if self._file >= 0:
                 os.close(self._file)
@@ -182,17 +182,17 @@ class Trace:
             self._flush()
         self._flush()
         with self._lock:
-            self.num_dropped += sum(map(len, self._later.values()))
+            self.num_dropped += sum(map(len, self._pending.values()))
         end = {"dropped": self.num_dropped}
-        self._put_out([self._mark("trace ends", time.perf_counter_ns(), end)], 0)
+        self._write_events([self._instant("trace ends", time.perf_counter_ns(), end)], 0)
         os.close(self._file)
 
     def _flush(self) -> None:
-        events: list[_Known] = []
+        events: list[_TimedEvent] = []
         for _ in range(len(self._queue)):
             event = self._queue.popleft()
-            self._later[event[0]].append(event)
-        for waiting in self._later.values():  # events of a track end in order
+            self._pending[event[0]].append(event)
+        for waiting in self._pending.values():  # events of a track end in order
             while waiting and self._resolve(waiting[0], events):
                 waiting.popleft()
             while len(waiting) > self._capacity:
@@ -201,24 +201,26 @@ class Trace:
                     self.num_dropped += 1
         if events:
             events.sort(key=lambda e: (e[4], -e[5]))
-            self._put_out([line for event in events for line in self._lines(event)], len(events))
+            self._write_events(
+                [line for event in events for line in self._lines(event)], len(events)
+            )
 
-    def _resolve(self, event: _Event, events: list[_Known]) -> bool:
+    def _resolve(self, event: _Event, events: list[_TimedEvent]) -> bool:
         """Append the event with its times to `events`; return False if they are not known yet."""
         track, name, unit, submitted, begin, end, nbytes, args = event
         try:
-            first, last = (t if isinstance(t, int) else t.time_ns() for t in (begin, end))
+            begin_ns, end_ns = (t if isinstance(t, int) else t.time_ns() for t in (begin, end))
         except Exception as error:  # of a closed device: the thread must continue
             self.failure = self.failure or error
             with self._lock:
                 self.num_dropped += 1
             return True
-        if first is None or last is None:
+        if begin_ns is None or end_ns is None:
             return False
-        events.append((track, name, unit, submitted, first, last, nbytes, args))
+        events.append((track, name, unit, submitted, begin_ns, end_ns, nbytes, args))
         return True
 
-    def _put_out(self, lines: Iterable[str], num_events: int) -> None:
+    def _write_events(self, lines: Iterable[str], num_events: int) -> None:
         text = ",\n".join(lines)
         data = (("[\n" if not self._end else ",\n") + text + "\n]\n").encode()
         try:
@@ -229,24 +231,24 @@ class Trace:
             with self._lock:
                 self.num_dropped += num_events
 
-    def _lines(self, event: _Known) -> Iterable[str]:
+    def _lines(self, event: _TimedEvent) -> Iterable[str]:
         track, name, unit, submitted, begin, end, nbytes, args = event
-        shown: dict[str, Any] = {"unit": self.names[unit]} if unit >= 0 else {}
-        text = f"{name} {self.names[unit]}" if unit >= 0 else name
+        arguments: dict[str, Any] = {"unit": self.names[unit]} if unit >= 0 else {}
+        label = f"{name} {self.names[unit]}" if unit >= 0 else name
         if nbytes:
-            shown["bytes"] = nbytes
+            arguments["bytes"] = nbytes
         start = begin
         if submitted is not None:
-            shown["queued_us"] = round((begin - submitted) / 1e3, 3)
+            arguments["queued_us"] = round((begin - submitted) / 1e3, 3)
             start = submitted if track in FROM_SUBMISSION else begin
-        shown |= {"what": name, **(args or {})}
+        arguments |= {"what": name, **(args or {})}
         row, is_new = self._row(track, start, end)
         if is_new:
             yield from self._track(track, row)
         yield (
-            f'{{"ph":"X","cat":"{track}","name":{json.dumps(text)},"pid":1,'
+            f'{{"ph":"X","cat":"{track}","name":{json.dumps(label)},"pid":1,'
             f'"tid":{_tid(track, row)},"ts":{(start - self.start_ns) / 1e3:.3f},'
-            f'"dur":{max(end - start, 0) / 1e3:.3f},"args":{_json(shown)}}}'
+            f'"dur":{max(end - start, 0) / 1e3:.3f},"args":{_json(arguments)}}}'
         )
 
     def _row(self, track: str, start: int, end: int) -> tuple[int, bool]:
@@ -266,28 +268,28 @@ class Trace:
         rows[row] = max(end, rows[row])
         return row, False
 
-    def _head(self, facts: Mapping[str, Any]) -> list[str]:
+    def _header(self, facts: Mapping[str, Any]) -> list[str]:
         process = {"ph": "M", "pid": 1, "name": "process_name", "args": {"name": "infinity"}}
         lines = [_json(process)]
         for track in TRACKS:
             lines += self._track(track, 0)
-        began = {"format": 1, "unix_s": round(time.time(), 3), "pid": os.getpid(), **facts}
-        return [*lines, self._mark("trace begins", self.start_ns, began)]
+        metadata = {"format": 1, "unix_s": round(time.time(), 3), "pid": os.getpid(), **facts}
+        return [*lines, self._instant("trace begins", self.start_ns, metadata)]
 
     def _track(self, track: str, row: int) -> list[str]:
         """Return the metadata of a row: name and position."""
         tid = _tid(track, row)
         name = TRACKS[track] + (f" ({row + 1})" if row else "")
-        base = {"ph": "M", "pid": 1, "tid": tid}
+        fields = {"ph": "M", "pid": 1, "tid": tid}
         return [
-            _json(base | {"name": "thread_name", "args": {"name": name}}),
-            _json(base | {"name": "thread_sort_index", "args": {"sort_index": tid}}),
+            _json(fields | {"name": "thread_name", "args": {"name": name}}),
+            _json(fields | {"name": "thread_sort_index", "args": {"sort_index": tid}}),
         ]
 
-    def _mark(self, name: str, at_ns: int, args: Mapping[str, Any]) -> str:
-        where = {"ph": "i", "s": "g", "pid": 1, "tid": 0}
+    def _instant(self, name: str, at_ns: int, args: Mapping[str, Any]) -> str:
+        fields = {"ph": "i", "s": "g", "pid": 1, "tid": 0}
         ts = (at_ns - self.start_ns) / 1e3
-        return _json(where | {"name": name, "ts": ts, "args": args})
+        return _json(fields | {"name": name, "ts": ts, "args": args})
 
 
 class Laps:

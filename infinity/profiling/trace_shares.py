@@ -38,35 +38,35 @@ CLEARLY = 4.0  # ratio of compute to its waits above which compute binds
 # --- sets of times -------------------------------------------------------------------------------
 
 
-def _times(keep: Callable[[bool, bool], bool], one: Iterable[Interval], other: Times) -> Times:
+def _combine(keep: Callable[[bool, bool], bool], one: Iterable[Interval], other: Times) -> Times:
     """Return the times at which `keep(in one, in other)`; intervals of `one` may overlap."""
     edges = [edge for b, e in one if b < e for edge in ((b, 0, 1), (e, 0, -1))]
     edges += [edge for b, e in other for edge in ((b, 1, 1), (e, 1, -1))]
     result: Times = []
     inside, since = [0, 0], 0.0
-    for time, which, change in sorted(edges):
+    for time, operand, change in sorted(edges):
         if time > since and keep(inside[0] > 0, inside[1] > 0):
             joins = result and result[-1][1] == since
             begin = result.pop()[0] if joins else since
             result.append((begin, time))
-        inside[which] += change
+        inside[operand] += change
         since = time
     return result
 
 
 def union(intervals: Iterable[Interval]) -> Times:
     """Return the times in at least one interval."""
-    return _times(lambda one, _: one, intervals, [])
+    return _combine(lambda one, _: one, intervals, [])
 
 
 def overlap(one: Times, other: Times) -> Times:
     """Return the times in both."""
-    return _times(lambda a, b: a and b, one, other)
+    return _combine(lambda a, b: a and b, one, other)
 
 
 def without(one: Times, other: Times) -> Times:
     """Return the times in `one` but not in `other`."""
-    return _times(lambda a, b: a and not b, one, other)
+    return _combine(lambda a, b: a and not b, one, other)
 
 
 def clip(times: Times, window: Interval) -> Times:
@@ -74,8 +74,8 @@ def clip(times: Times, window: Interval) -> Times:
     begin, end = window
     first = max(bisect_right(times, begin, key=lambda i: i[0]) - 1, 0)
     last = bisect_left(times, end, key=lambda i: i[0])
-    cut = ((max(b, begin), min(e, end)) for b, e in times[first:last])
-    return [interval for interval in cut if interval[0] < interval[1]]
+    clipped = ((max(b, begin), min(e, end)) for b, e in times[first:last])
+    return [interval for interval in clipped if interval[0] < interval[1]]
 
 
 def length(times: Times) -> float:
@@ -158,8 +158,8 @@ class Shares:
             self._busy["compute"] = without(self._busy["compute"], stalls)
             self._waits = stalls
             return
-        going_on = union([*stalls, *(i for cause in CAUSES for i in self._busy[cause])])
-        self._waits = without(going_on, self._busy["compute"])
+        active = union([*stalls, *(i for cause in CAUSES for i in self._busy[cause])])
+        self._waits = without(active, self._busy["compute"])
 
     def _step(self, name: str, window: Interval) -> StepShares:
         inside = {track: clip(times, window) for track, times in self._busy.items()}
@@ -177,7 +177,7 @@ class Shares:
 
     def largest_stalls(self, count: int = 10) -> list[Stall]:
         """Return the longest waits of the training thread, longest first."""
-        steps, found = self.timeline.of("step"), []
+        steps, stalls = self.timeline.of("step"), []
         longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
             window = stall.begin, stall.end
@@ -187,8 +187,8 @@ class Shares:
             )
             step = next((s.what for s in steps if s.begin <= stall.begin < s.end), "after the last")
             busiest = track, during.get(track, 0.0)
-            found.append(Stall(step, stall.what, stall.unit, stall.begin, stall.seconds, *busiest))
-        return found
+            stalls.append(Stall(step, stall.what, stall.unit, stall.begin, stall.seconds, *busiest))
+        return stalls
 
 
 def _spans(slices: Iterable[Slice]) -> list[Interval]:
@@ -300,7 +300,7 @@ def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
         return
     shown = steps + ([data["whole"]] if len(steps) > 1 else [])
     tracks = [track for track in SHOWN if any(step["busy_share"][track] for step in steps)]
-    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_short(x):>12}" for x in tracks)
+    yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_spaced(x):>12}" for x in tracks)
     for step in shown:
         percents = "".join(f"{percent(step['busy_share'][track]):>12}" for track in tracks)
         yield f"{step['name']:14}  {step['seconds']:8.3f}{percents}"
@@ -310,11 +310,11 @@ def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
         share = percent(stall["resource_seconds"] / stall["seconds"])
         yield (
             f"  {stall['seconds'] * 1e3:9.2f} ms  {stall['cause']:10} {stall['unit']:20} in "
-            f"{stall['step']}; at the same time {_short(stall['track'])} was busy {share}"
+            f"{stall['step']}; at the same time {_spaced(stall['track'])} was busy {share}"
         )
     yield ""
     yield from (step["verdict"] for step in shown)
 
 
-def _short(track: str) -> str:
+def _spaced(track: str) -> str:
     return track.replace("_", " ")

@@ -155,7 +155,7 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert after - before < 200_000
     assert peak - before < 2_000_000
-    assert len(trace._later["to_device"]) <= 2000
+    assert len(trace._pending["to_device"]) <= 2000
     trace.close()
     # Everything is in the file, or counted.
     timeline = read_timeline(trace.path)

@@ -88,26 +88,30 @@ def compare(
     rates = rates_alone(testbed, settings, SAMPLE_S)
     trials, loads = loads_of(testbed, rates, TRIAL_S), loads_of(testbed, rates, SAMPLE_S)
     with ExitStack() as stack:
-        plain = [
+        plain_threads = [
             stack.enter_context(closing(PlainThreads(testbed, block, count)))
             for block, count in PLAIN
         ]
-        ours = stack.enter_context(closing(EngineContender(testbed, settings)))
-        everyone = dict.fromkeys(MODES, plain)
-        first = take_turns(everyone, trials, 1, left_out={}, on_sample=on_sample)
-        tried = {mode: _fastest_first(found) for mode, found in first.items()}
-        best = {m: next(c for c in plain if c.name == next(iter(tried[m]))) for m in MODES}
+        engine = stack.enter_context(closing(EngineContender(testbed, settings)))
+        candidates = dict.fromkeys(MODES, plain_threads)
+        trial_samples = take_turns(candidates, trials, 1, left_out={}, on_sample=on_sample)
+        trial_rates = {mode: _fastest_first(samples) for mode, samples in trial_samples.items()}
+        fastest = {
+            m: next(c for c in plain_threads if c.name == next(iter(trial_rates[m]))) for m in MODES
+        }
         before = ProcessorTimes.now()
-        pairs: dict[Mode, list[Contender]] = {mode: [ours, best[mode]] for mode in MODES}
+        pairs: dict[Mode, list[Contender]] = {mode: [engine, fastest[mode]] for mode in MODES}
         paired = take_turns(pairs, loads, num_rounds, left_out={}, on_sample=on_sample)
         load = load_between(before, ProcessorTimes.now())
     modes = {
-        mode: Pairs(tuple(found[ours.name]), tuple(found[best[mode].name]), tried[mode])
-        for mode, found in paired.items()
+        mode: Pairs(
+            tuple(samples[engine.name]), tuple(samples[fastest[mode].name]), trial_rates[mode]
+        )
+        for mode, samples in paired.items()
     }
     return Comparison(settings, modes, load)
 
 
 def _fastest_first(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
-    rates = {name: median_rate(found) for name, found in samples.items()}
+    rates = {name: median_rate(each) for name, each in samples.items()}
     return dict(sorted(rates.items(), key=lambda item: -item[1]))

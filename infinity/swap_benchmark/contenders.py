@@ -108,10 +108,10 @@ class IoSettings:
     @property
     def name(self) -> str:
         """Back end, block size and parallelism."""
-        many = f"x {self.queue_depth}"
+        parallelism = f"x {self.queue_depth}"
         if self.backend == "threads":
-            many = f"x {self.num_threads} threads"
-        return f"{self.backend} {format_size(self.block_size)} {many}"
+            parallelism = f"x {self.num_threads} threads"
+        return f"{self.backend} {format_size(self.block_size)} {parallelism}"
 
 
 class EngineContender:
@@ -136,33 +136,34 @@ class EngineContender:
 
     def run(self, load: Load) -> Sample:
         """Move the load and check its bytes; raises the errors of `checked`."""
-        return checked(self._testbed, lambda: self._drive_all(load), load)
+        return checked(self._testbed, lambda: self._move_all(load), load)
 
-    def _drive_all(self, load: Load) -> None:
+    def _move_all(self, load: Load) -> None:
         if load.num_files == 1:
-            self._drive(load, 0)
+            self._move_file(load, 0)
             return
         with ThreadPoolExecutor(load.num_files) as pool:
-            for task in [pool.submit(self._drive, load, i) for i in range(load.num_files)]:
+            for task in [pool.submit(self._move_file, load, i) for i in range(load.num_files)]:
                 task.result()
 
-    def _drive(self, load: Load, file_index: int) -> None:
+    def _move_file(self, load: Load, file_index: int) -> None:
         """Keep `NUM_SLOTS` chunks per direction in flight until all are done."""
         limit = NUM_SLOTS * (2 if load.mode == "mixed" else 1)
         in_flight: deque[_aio.Ticket] = deque()
         file, num_reads = self._files[file_index], 0
-        for piece in load.pieces(file_index):
+        for chunk in load.pieces(file_index):
             if len(in_flight) == limit:
                 in_flight.popleft().wait()
             # Priorities of an optimizer pass: read-ahead precedes write-back.
-            if piece.is_write:
-                buffer = self._testbed.pattern(piece.index, load.salt)
-                how = _aio.WRITE, _aio.BACKGROUND
+            if chunk.is_write:
+                buffer = self._testbed.pattern(chunk.index, load.salt)
+                op, priority = _aio.WRITE, _aio.BACKGROUND
             else:
-                buffer, num_reads = self._testbed.slot(file_index, num_reads), num_reads + 1
-                how = _aio.READ, _aio.NORMAL
-            segment = (file, piece.offset, load.chunk_bytes, address_of(buffer))
-            in_flight.append(self._engine.submit(how[0], [segment], priority=how[1]))
+                buffer = self._testbed.slot(file_index, num_reads)
+                num_reads += 1
+                op, priority = _aio.READ, _aio.NORMAL
+            segment = (file, chunk.offset, load.chunk_bytes, address_of(buffer))
+            in_flight.append(self._engine.submit(op, [segment], priority=priority))
         for ticket in in_flight:
             ticket.wait()
 
@@ -212,35 +213,38 @@ class PlainThreads:
         last: list[tuple[int, Array, _Block]] = []
 
         def work() -> None:
-            turns = zip(itertools.cycle(range(load.num_files)), self._buffers)
-            tasks = [self._pool.submit(self._go, load, i, queues[i], b) for i, b in turns]
-            last.extend(found for task in tasks if (found := task.result()) is not None)
+            assignments = zip(itertools.cycle(range(load.num_files)), self._buffers)
+            tasks = [
+                self._pool.submit(self._move_blocks, load, i, queues[i], b) for i, b in assignments
+            ]
+            results = [task.result() for task in tasks]
+            last.extend(result for result in results if result is not None)
 
         try:
             sample = timed(work, load)
         except OSError as error:
             path = self._testbed.file_paths[0]
             raise refused(f"{path} cannot be used", error) from error
-        for file_index, buffer, (piece, start, nbytes) in last:
-            truth = self._testbed.pattern(piece.index)[start : start + nbytes]
-            if not np.array_equal(buffer[:nbytes], truth):
-                raise self._testbed.wrong_bytes("read", file_index, piece.offset + start)
+        for file_index, buffer, (chunk, start, nbytes) in last:
+            expected = self._testbed.pattern(chunk.index)[start : start + nbytes]
+            if not np.array_equal(buffer[:nbytes], expected):
+                raise self._testbed.wrong_bytes("read", file_index, chunk.offset + start)
         self._testbed.check_written(load)
         return sample
 
-    def _go(
+    def _move_blocks(
         self, load: Load, file_index: int, queue: Iterator[_Block], buffers: Array
     ) -> tuple[int, Array, _Block] | None:
         """Move blocks until the queue is empty; return the last one read."""
-        fd, last, turns = self._fds[file_index], None, itertools.cycle(buffers)
+        fd, last, targets = self._fds[file_index], None, itertools.cycle(buffers)
         for block in queue:  # threads share the list iterator: `next` is atomic
-            piece, start, nbytes = block
-            if piece.is_write:
-                data = self._testbed.pattern(piece.index, load.salt)[start : start + nbytes]
-                moved = os.pwritev(fd, [data.data], piece.offset + start)
+            chunk, start, nbytes = block
+            if chunk.is_write:
+                data = self._testbed.pattern(chunk.index, load.salt)[start : start + nbytes]
+                moved = os.pwritev(fd, [data.data], chunk.offset + start)
             else:
-                buffer = next(turns)
-                moved = os.preadv(fd, [buffer[:nbytes].data], piece.offset + start)
+                buffer = next(targets)
+                moved = os.preadv(fd, [buffer[:nbytes].data], chunk.offset + start)
                 last = file_index, buffer, block
             if moved != nbytes:
                 raise OSError(f"{moved} of {nbytes} bytes were moved")

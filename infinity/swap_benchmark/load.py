@@ -89,13 +89,13 @@ class Load:
 
     def blocks(self, file_index: int, block_bytes: int) -> Iterator[tuple[ChunkRequest, int, int]]:
         """Yield (chunk, offset in it, bytes) of one file; mixed loads alternate blocks."""
-        pieces = list(self.pieces(file_index))
+        chunks = list(self.pieces(file_index))
         group = 2 if self.mode == "mixed" else 1
-        for first in range(0, len(pieces), group):
+        for first in range(0, len(chunks), group):
             for start in range(0, self.chunk_bytes, block_bytes):
                 nbytes = min(block_bytes, self.chunk_bytes - start)
-                for piece in pieces[first : first + group]:
-                    yield piece, start, nbytes
+                for chunk in chunks[first : first + group]:
+                    yield chunk, start, nbytes
 
 
 def _chunks(span: Span | None, is_write: bool, chunk_bytes: int) -> Iterator[ChunkRequest]:
@@ -129,12 +129,12 @@ def make_load(
             reads.append(None)
             writes.append(None)
             continue
-        wanted = rate * target_s / (2 if mode == "mixed" else 1)
-        num_chunks = max(1, -(-int(wanted) // chunk_bytes))
-        in_region = region_bytes // chunk_bytes
+        nbytes_wanted = rate * target_s / (2 if mode == "mixed" else 1)
+        num_chunks = max(1, -(-int(nbytes_wanted) // chunk_bytes))
+        region_chunks = region_bytes // chunk_bytes
         # Complete passes, so that contenders with other block sizes move the same bytes.
-        num_passes = max(1, round(num_chunks / in_region))
-        nbytes = min(num_chunks, in_region) * chunk_bytes
+        num_passes = max(1, round(num_chunks / region_chunks))
+        nbytes = min(num_chunks, region_chunks) * chunk_bytes
         reads.append(Span(0, nbytes, num_passes) if mode != "write" else None)
         writes.append(Span(region_bytes, nbytes, num_passes) if mode != "read" else None)
     return Load(mode, chunk_bytes, tuple(reads), tuple(writes))
@@ -273,10 +273,10 @@ class Testbed:
             InfinityError: A byte differs.
         """
         for file_index in range(load.num_files):
-            reads = [piece for piece in load.pieces(file_index) if not piece.is_write]
+            reads = [chunk for chunk in load.pieces(file_index) if not chunk.is_write]
             for number in range(max(0, len(reads) - NUM_SLOTS), len(reads)):
-                truth = self.pattern(reads[number].index)
-                if not np.array_equal(self.slot(file_index, number), truth):
+                expected = self.pattern(reads[number].index)
+                if not np.array_equal(self.slot(file_index, number), expected):
                     raise self.wrong_bytes("read", file_index, reads[number].offset)
 
     def check_written(self, load: Load) -> None:

@@ -61,10 +61,12 @@ def take_turns(
     Raises:
         InfinityError: A request failed, or wrong bytes were read or written.
     """
-    samples: Samples = {mode: {c.name: [] for c in each} for mode, each in contenders.items()}
+    samples: Samples = {
+        mode: {c.name: [] for c in mode_contenders} for mode, mode_contenders in contenders.items()
+    }
     for number in range(num_rounds):
-        for mode, each in contenders.items():
-            present = [c for c in each if c.name in samples[mode]]
+        for mode, mode_contenders in contenders.items():
+            present = [c for c in mode_contenders if c.name in samples[mode]]
             for contender in rotated(present, number):
                 try:
                     sample = contender.run(salted(loads[mode]))
@@ -109,13 +111,13 @@ def rates_alone(testbed: Testbed, settings: IoSettings, target_s: float) -> list
         rates: list[dict[Mode, float]] = []
         for index in range(testbed.num_files):
             alone = [_FIRST_RATE * (number == index) for number in range(testbed.num_files)]
-            of_drive: dict[Mode, float] = {}
+            drive_rates: dict[Mode, float] = {}
             for mode in MODES:
                 load = _load(testbed, mode, alone, min(_PROBE_S, target_s))
                 for _ in range(_NUM_PROBES):
                     sample = contender.run(salted(load))
-                of_drive[mode] = sample.rate
-            rates.append(of_drive)
+                drive_rates[mode] = sample.rate
+            rates.append(drive_rates)
         return rates
     finally:
         contender.close()

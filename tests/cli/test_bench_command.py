@@ -179,7 +179,7 @@ def lose(*arguments: Any) -> None:
 
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize(
-    ("contender", "method"), [(EngineContender, "_drive_all"), (PlainThreads, "_go")]
+    ("contender", "method"), [(EngineContender, "_move_all"), (PlainThreads, "_move_blocks")]
 )
 def test_bench_refuses_wrong_bytes(
     drive: Path, monkeypatch: pytest.MonkeyPatch, contender: type, method: str

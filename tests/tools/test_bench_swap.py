@@ -359,7 +359,7 @@ def test_a_read_that_did_not_happen_is_noticed(bed: Testbed) -> None:
     contender = EngineContender(bed, IoSettings("threads", MIB))
     load = loads_for(bed, "read")
     contender.run(load)
-    contender._drive_all = lambda load: None  # type: ignore[method-assign]
+    contender._move_all = lambda load: None  # type: ignore[method-assign]
     with pytest.raises(InfinityError, match="a read delivered other bytes"):
         contender.run(load)
     contender.close()

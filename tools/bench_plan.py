@@ -47,7 +47,7 @@ from infinity.plan.cost import StepCost, StepWork, step_cost
 from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.plan.rates import COMPUTE, Rates
-from infinity.profiling.calibration import measure_processors
+from infinity.profiling.processor_rates import measure_processors
 from infinity.storage.devices import find_device
 from infinity.storage.disk_rates import measure_disk
 

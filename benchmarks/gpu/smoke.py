@@ -86,7 +86,7 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     import torch
 
     from infinity.optim.cpu import CpuKernels
-    from infinity.profiling.calibration import pieces_bytes, pieces_in
+    from infinity.profiling.processor_rates import pieces_bytes, pieces_in
     from infinity.storage.host_arena import HostArena
     from infinity.types import MomentFormat
 
@@ -117,7 +117,7 @@ def _written(piece: Piece) -> list[Tensor]:
 
 def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """GB/s of copies one way, the other, and both at once."""
-    from infinity.profiling.calibration import measure_copies
+    from infinity.profiling.processor_rates import measure_copies
 
     found = measure_copies(make(), 1.5)
     for name, rate in found.items():

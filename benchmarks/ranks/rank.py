@@ -19,7 +19,7 @@ from step.contender import DeepSpeed as Peer
 from step.contender import main as serve
 from torch import Tensor, nn
 
-from infinity.profiling.calibration import measure_links
+from infinity.profiling.link_rates import measure_links
 from infinity.storage.devices import find_device
 
 STAGES = (0, 1, 2, 3)

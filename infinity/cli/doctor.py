@@ -102,7 +102,7 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
     if num_launched() == 1:
         return None
     from infinity._initialize import device_for
-    from infinity.profiling.calibration import cached_links
+    from infinity.profiling.link_rates import cached_links
     from infinity.storage.devices import find_device
 
     with closing(find_ranks()) as ranks:
@@ -123,7 +123,8 @@ def describe(
     machine cannot be measured.
     """
     # Imported locally so that a machine without a working torch can still be examined.
-    from infinity.profiling.calibration import cached_rates, device_name
+    from infinity.profiling.calibration import cached_rates
+    from infinity.profiling.rate_cache import device_name
     from infinity.storage.devices import find_device
 
     with closing(find_device(None)) as device:

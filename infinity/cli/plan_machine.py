@@ -76,7 +76,8 @@ def machine_of(options: SearchOptions, config: Config) -> PlanMachine:
         if unmeasured and device.unified:
             machine = PlanMachine.here(assumed, None, name=_COMMON_MACHINE)
         else:
-            from infinity.profiling.calibration import cached_rates, kept_links, kept_rates
+            from infinity.profiling.calibration import cached_rates, kept_rates
+            from infinity.profiling.link_rates import kept_links
 
             known = cached_rates(paths, device, io=config.io, refresh=options.refresh)
             gpus, nodes = options.gpus or 1, options.nodes or 1

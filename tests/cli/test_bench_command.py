@@ -18,7 +18,7 @@ from infinity.cli import doctor
 from infinity.cli.bench import step_seconds, verdict
 from infinity.cli.main import app
 from infinity.plan.load import ProcessorTimes
-from infinity.profiling import calibration
+from infinity.profiling import calibration, processor_rates
 from infinity.storage.device import CpuDevice
 from infinity.storage.drives import Drive, look_at
 from infinity.swap_benchmark import comparison
@@ -47,10 +47,10 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
     monkeypatch.setattr(calibration, "SECONDS", 0.1)
     for name in ("_LEAST_CHUNKS", "_MOST_CHUNKS"):
-        monkeypatch.setattr(calibration, name, 1)
-    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
-    monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
-    monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
+        monkeypatch.setattr(processor_rates, name, 1)
+    monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64,))
+    monkeypatch.setattr(processor_rates, "_WIDTH", {True: 64, False: 64})
+    monkeypatch.setattr(processor_rates, "_NUM_LOGITS", 512)
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from infinity.cli import doctor as doctor_module
 from infinity.cli.doctor import text_of
 from infinity.cli.main import app
 from infinity.plan.plan_machine import read_machine_file
-from infinity.profiling import calibration
+from infinity.profiling import calibration, processor_rates
 
 
 def doctor(*arguments: str) -> tuple[int, str]:
@@ -248,11 +248,11 @@ def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache of its own, and little to measure."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
-    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
-    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
-    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64,))
-    monkeypatch.setattr(calibration, "_WIDTH", {True: 64, False: 64})
-    monkeypatch.setattr(calibration, "_NUM_LOGITS", 512)
+    monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(processor_rates, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64,))
+    monkeypatch.setattr(processor_rates, "_WIDTH", {True: 64, False: 64})
+    monkeypatch.setattr(processor_rates, "_NUM_LOGITS", 512)
     monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda: None)  # tests run beside
 
 

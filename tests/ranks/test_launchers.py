@@ -20,7 +20,7 @@ from support.trainer import make_config, train_exactly
 
 from infinity.cli.main import main
 from infinity.plan.plan import LINKS
-from infinity.profiling.calibration import kept_links
+from infinity.profiling.link_rates import kept_links
 from infinity.storage.device import CpuDevice
 
 pytestmark = [

@@ -16,8 +16,9 @@ from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
 from infinity.plan.plan import LINKS
 from infinity.plan.rates import Rates, nominal, with_links
-from infinity.profiling import calibration
-from infinity.profiling.calibration import KnownRates, cached_links, kept_links, kept_rates
+from infinity.profiling import link_rates
+from infinity.profiling.calibration import KnownRates, kept_rates
+from infinity.profiling.link_rates import cached_links, kept_links
 from infinity.storage.device import CpuDevice
 from infinity.training import run_plan
 from infinity.training.run_plan import rates_of_rank
@@ -29,7 +30,7 @@ def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(calibration, "_LINK_BYTES", 3 << 20)
+    monkeypatch.setattr(link_rates, "_LINK_BYTES", 3 << 20)
     device = CpuDevice()
     assert kept_links(device, 3, 1) is None
 
@@ -64,16 +65,16 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """For plans of other numbers of nodes. Every call takes a second."""
-    monkeypatch.setattr(calibration, "_LINK_BYTES", 3 << 20)
-    device, measured = CpuDevice(), calibration.measure_links
+    monkeypatch.setattr(link_rates, "_LINK_BYTES", 3 << 20)
+    device, measured = CpuDevice(), link_rates.measure_links
 
     def measure(ranks: DistContext, device: CpuDevice, seconds: float) -> dict[str, float]:
         sizes.append(ranks.count)
         return measured(ranks, device, seconds)
 
     sizes: list[int] = []
-    monkeypatch.setattr(calibration, "timed", lambda once: (once(), 1.0)[1])
-    monkeypatch.setattr(calibration, "measure_links", measure)
+    monkeypatch.setattr(link_rates, "timed", lambda once: (once(), 1.0)[1])
+    monkeypatch.setattr(link_rates, "measure_links", measure)
 
     def work(ranks: DistContext) -> Any:
         ranks.local_rank, ranks.local_count = ranks.rank % 2, 2
@@ -103,14 +104,14 @@ def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatc
     """Of one rank every call takes a second, of the other half of one."""
 
     def work(ranks: DistContext) -> dict[str, float]:
-        return calibration.measure_links(ranks, CpuDevice(), seconds=4.0)
+        return link_rates.measure_links(ranks, CpuDevice(), seconds=4.0)
 
     def timed(once: Any) -> float:
         once()
         return 1.0
 
-    monkeypatch.setattr(calibration, "timed", timed)
-    monkeypatch.setattr(calibration, "_LINK_BYTES", 1 << 20)
+    monkeypatch.setattr(link_rates, "timed", timed)
+    monkeypatch.setattr(link_rates, "_LINK_BYTES", 1 << 20)
     half = float(1 << 19)
     assert on_ranks(2, work) == [dict.fromkeys(LINKS, half)] * 2
 

@@ -48,8 +48,8 @@ UNPINNED = {
     ("infinity.offload.state", "read_shard"),
     ("infinity.offload.state", "write_shard"),
     ("infinity.offload.gradients", "_read"),
-    ("infinity.profiling.calibration", "copy_in"),
-    ("infinity.profiling.calibration", "copy_out"),
+    ("infinity.profiling.processor_rates", "copy_in"),
+    ("infinity.profiling.processor_rates", "copy_out"),
 }
 PASSED_ON_BY = {
     "infinity.storage.device",

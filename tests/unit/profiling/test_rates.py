@@ -32,7 +32,7 @@ from infinity.plan.rates import (
     UPDATE,
     Rates,
 )
-from infinity.profiling import calibration
+from infinity.profiling import calibration, processor_rates, rate_cache
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.storage import disk_rates
 from infinity.storage.device import CpuDevice, Device
@@ -45,9 +45,9 @@ BRIEF_S = 0.2
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     """Less to measure: what comes out need not be right here."""
     monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
-    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 1)
-    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 1)
-    monkeypatch.setattr(calibration, "_MATRIX_SIZES", (64, 128))
+    monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 1)
+    monkeypatch.setattr(processor_rates, "_MOST_CHUNKS", 1)
+    monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64, 128))
 
 
 def check(found: Rates, names: Sequence[str]) -> None:
@@ -80,7 +80,7 @@ def test_a_machine_with_a_device(
 ) -> None:
     """Updates of the host are measured while copies go on."""
     device, copied = FakeAccelerator(kernels=kernels), threading.Event()
-    copy_rate, host_updates = calibration._copy_rate, calibration._host_updates
+    copy_rate, host_updates = processor_rates._copy_rate, processor_rates._host_updates
 
     def copies(*arguments: Any) -> float:
         rate = copy_rate(*arguments)
@@ -92,8 +92,8 @@ def test_a_machine_with_a_device(
         assert copied.wait(HANG_S)
         return host_updates(*arguments)
 
-    monkeypatch.setattr(calibration, "_copy_rate", copies)
-    monkeypatch.setattr(calibration, "_host_updates", updates)
+    monkeypatch.setattr(processor_rates, "_copy_rate", copies)
+    monkeypatch.setattr(processor_rates, "_host_updates", updates)
     try:
         io = IoConfig(backend="threads")
         found = cached([drive], device=device, io=io, num_threads=2, seconds=BRIEF_S).rates
@@ -228,11 +228,11 @@ def test_the_working_set_does_not_fit_into_the_caches(monkeypatch: pytest.Monkey
             "cache_bytes": cache_bytes,
             "host_available_bytes": available_bytes,
         }
-        monkeypatch.setattr(calibration, "read_machine", lambda: Machine(**facts))
-        return calibration._num_chunks()
+        monkeypatch.setattr(processor_rates, "read_machine", lambda: Machine(**facts))
+        return processor_rates._num_chunks()
 
-    monkeypatch.setattr(calibration, "_LEAST_CHUNKS", 8)
-    monkeypatch.setattr(calibration, "_MOST_CHUNKS", 64)
+    monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 8)
+    monkeypatch.setattr(processor_rates, "_MOST_CHUNKS", 64)
     assert chunks(0, 32 * GIB) == 8
     assert chunks(96 << 20, 32 * GIB) == 24
     assert chunks(8 * GIB, 32 * GIB) == 64
@@ -457,7 +457,7 @@ def test_a_path_that_is_not_there(tmp_path: Path, folder: Path, measurements: Me
 def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
-    assert calibration.default_folder() == Path("/home/someone/.cache/infinity/rates")
+    assert rate_cache.default_folder() == Path("/home/someone/.cache/infinity/rates")
 
 
 def test_measured_for_real_and_kept(

@@ -67,8 +67,9 @@ def _unpinned_warning(nbytes: int, total: int, code: int) -> str:
     return (
         f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}; "
         f"{format_size(total - nbytes)} of this range are): copies to and from the GPU go through "
-        "a buffer of the driver's, slower, and make the host wait; the likely cause is a limit of "
-        "the container or too little free memory: try --ulimit memlock=-1, or a lower budget.host"
+        "a staging buffer of the driver, are slower and block the host; the likely cause is a "
+        "limit of the container or too little free memory: try --ulimit memlock=-1, or a lower "
+        "budget.host"
     )
 
 
@@ -122,7 +123,7 @@ class CudaDevice(Device):
     def __init__(self, torch_device: torch.device) -> None:
         if not torch.cuda.is_available():
             raise ConfigError(
-                "device 'cuda' was asked for, but torch sees no CUDA device",
+                "device 'cuda' was requested, but torch finds no CUDA device",
                 remedy="use device='cpu', or install a CUDA build of torch",
             )
         index = torch_device.index
@@ -164,7 +165,7 @@ class CudaDevice(Device):
         except torch.cuda.OutOfMemoryError as error:
             free = self.memory_bytes() or 0
             raise DoesNotFitError(
-                f"the device refused {format_size(size)}; {format_size(free)} are free",
+                f"the device could not allocate {format_size(size)}; {format_size(free)} are free",
                 remedy="lower budget.device, or close what else uses the GPU",
             ) from error
         torch.cuda.current_stream(self.torch_device).synchronize()
@@ -290,9 +291,9 @@ class CudaDevice(Device):
         if torch.cuda.is_current_stream_capturing():
             raise ResidencyError(
                 "the engine, or its model, was used while a CUDA graph is being captured",
-                because="a replay would read addresses where other weights are by then, and copy "
-                "nothing",
-                remedy="capture nothing that calls the model; `compile: true` compiles its blocks",
+                because="a replay would read slots that hold other weights by then, and start no "
+                "copies",
+                remedy="do not capture calls of the model; `compile: true` compiles its blocks",
             )
         if current != self._last_compute_stream:
             current.wait_stream(self._last_compute_stream)

@@ -215,7 +215,7 @@ class Device(ABC):
         Raises:
             MachineError: There are no kernels; see `why_no_kernels`.
         """
-        raise MachineError("an update was asked of the device", because=self.why_no_kernels())
+        raise MachineError("an update was requested on the device", because=self.why_no_kernels())
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
         """Start summing the squares of device tensors, after all compute issued so far.
@@ -229,7 +229,9 @@ class Device(ABC):
         Raises:
             MachineError: There are no kernels; see `why_no_kernels`.
         """
-        raise MachineError("square sums were asked of the device", because=self.why_no_kernels())
+        raise MachineError(
+            "sums of squares were requested on the device", because=self.why_no_kernels()
+        )
 
     def attach_worker_thread(self) -> None:  # noqa: B027
         """Mark the calling thread as one that only copies and updates. Its operations are ordered

@@ -51,7 +51,7 @@ def one_per_file_system(paths: Sequence[Path]) -> tuple[list[Path], list[str]]:
             warnings.append(
                 f"nvme_path {path} is on the same device ({device}) as {first} and is not used: "
                 "two directories on one device are no faster than one; give each drive once, or "
-                "set io.weights to use both all the same"
+                "set io.weights to use both anyway"
             )
     return list(first_paths.values()), warnings
 
@@ -65,7 +65,8 @@ def shared_drives(paths: Sequence[Path], sysfs: Path = Path("/sys")) -> list[str
         first = first_paths.setdefault(drive or str(path), path)
         if first is not path:
             warnings.append(
-                f"nvme_path {first} and {path} share one drive ({drive}): they add room, not speed"
+                f"nvme_path {first} and {path} share one drive ({drive}): they add capacity, not "
+                "speed"
             )
     return warnings
 
@@ -76,7 +77,7 @@ def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
     warnings = []
     if name in _IN_RAM:
         warnings.append(
-            f"nvme_path {path} is {name}, which is RAM: the {size} kept there count as memory, "
+            f"nvme_path {path} is {name}, which is RAM: the {size} stored there count as memory, "
             "also against a container's limit, and nothing is offloaded; choose an nvme_path on a "
             "drive"
         )
@@ -90,7 +91,7 @@ def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
         warnings.append(
             f"nvme_path {path} is NFS: all {size} of state cross the network every step, and a "
             "lost connection stops the training (see io.timeout_s); the lock of a killed run "
-            f"may live on at the server; {_REMEDY}"
+            f"may persist on the server; {_REMEDY}"
         )
     if name == "btrfs" and not _overwrites_in_place(file.fd):
         warnings.append(

@@ -38,7 +38,7 @@ def checked_root(nvme_path: str | os.PathLike[str]) -> Path:
     if is_directory:
         return root
     if exists:
-        because = "it is a file, or a link that leads nowhere"
+        because = "it is a file or a broken link"
         remedy = "give nvme_path a directory on a fast drive"
         raise MachineError(f"nvme_path {root} is not a directory", because=because, remedy=remedy)
     raise MachineError(f"nvme_path {root} does not exist", remedy=f"mkdir -p {root}")

@@ -66,7 +66,7 @@ def read_record(directory: Path) -> dict[str, Any]:
     record = read_sealed(directory / RECORD_NAME, RECORD_FORMAT, RECORD_VERSION)
     owner = made(_OwnerRecord, record)
     if any("\0" in path for path in (*owner.members, owner.primary)):
-        raise ValueError("it names a directory that cannot be")
+        raise ValueError("it names an invalid path")
     return record
 
 
@@ -312,8 +312,8 @@ def not_ours(directory: Path) -> str:
             return f"it is a link to {os.readlink(directory)}"
         if status.st_uid != os.geteuid():
             return (
-                f"it belongs to user id {status.st_uid}, and this process is of {os.geteuid()} (an "
-                "nvme_path for each user keeps their runs apart)"
+                f"it belongs to user id {status.st_uid}, and this process runs as {os.geteuid()} "
+                "(use a separate nvme_path for each user)"
             )
     return ""
 

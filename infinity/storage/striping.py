@@ -103,7 +103,8 @@ class Stripes:
             raise CheckpointError(
                 f"the durable run in {stored.directories[0]} needs {used} bytes of its state "
                 f"files; they were {list(stored.used)} and are {list(sizes)}",
-                because="a file was cut short, or another version of infinity placed them",
+                because="a file was truncated, or another version of infinity striped them "
+                "differently",
             )
 
     def _append(self, start: int, path: int, offset: int) -> None:

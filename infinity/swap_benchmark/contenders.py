@@ -129,7 +129,7 @@ class EngineContender:
                 num_threads=settings.num_threads,
             )
         except OSError as error:
-            what = f"{settings.backend} cannot start here"
+            what = f"{settings.backend} cannot start on this machine"
             raise UnavailableError(what, because=str(error)) from error
         self.name = settings.name
         self._files = [_aio.File(str(path)) for path in testbed.file_paths]

@@ -149,8 +149,8 @@ def region_bytes_of(file_bytes: int, chunk_bytes: int) -> int:
     region_bytes = file_bytes // 2 // chunk_bytes * chunk_bytes
     if region_bytes < chunk_bytes:
         raise ConfigError(
-            f"{format_size(file_bytes)} per path hold no chunk of {format_size(chunk_bytes)} to "
-            "read and one to write",
+            f"{format_size(file_bytes)} per path are too small for a chunk of "
+            f"{format_size(chunk_bytes)} to read and one to write",
             remedy=f"--gib {2 * chunk_bytes / 2**30:g} or more",
         )
     return region_bytes
@@ -228,7 +228,7 @@ class Testbed:
                     f"{format_size(needed)} of test files are needed, {format_size(free)} are free"
                     f" at {path}, {format_size(needed - free)} are missing",
                     because="test files are written once before they are measured",
-                    remedy="a smaller --gib, a path with more free space, or free some there",
+                    remedy="a smaller --gib, a path with more free space, or free space there",
                 )
 
     def _write_once(self, file_path: Path, progress: Callable[[int], None]) -> None:
@@ -307,7 +307,7 @@ class Testbed:
         """Return the error for a `read` or `write` that moved wrong bytes."""
         location = f"{self.file_paths[file_index]}, offset {offset}"
         return InfinityError(
-            f"a {op} delivered other bytes than it should: {location}",
+            f"a {op} transferred wrong bytes: {location}",
             because="bytes were lost or changed on their way to the drive or back",
             remedy="do not train on this drive; check `dmesg` and its health (`smartctl -a`)",
         )

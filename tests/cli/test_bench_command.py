@@ -187,7 +187,7 @@ def test_bench_refuses_wrong_bytes(
     monkeypatch.setattr(contender, method, lose)
     code, out, error = run("bench", str(drive), *SMALL)
     assert (code, out) == (1, "")
-    assert "delivered other bytes than it should" in error
+    assert "transferred wrong bytes" in error
     assert "do not train on this drive" in error
     assert list(drive.iterdir()) == []
 

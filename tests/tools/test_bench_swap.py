@@ -349,7 +349,7 @@ def test_wrong_bytes_are_no_measurement(
         with path.open("r+b") as file:
             file.write(os.urandom(4 * MIB))
     try:
-        with pytest.raises(InfinityError, match="other bytes"):
+        with pytest.raises(InfinityError, match="wrong bytes"):
             contender.run(load)
     finally:
         contender.close()
@@ -360,7 +360,7 @@ def test_a_read_that_did_not_happen_is_noticed(bed: Testbed) -> None:
     load = loads_for(bed, "read")
     contender.run(load)
     contender._move_all = lambda load: None  # type: ignore[method-assign]
-    with pytest.raises(InfinityError, match="a read delivered other bytes"):
+    with pytest.raises(InfinityError, match="a read transferred wrong bytes"):
         contender.run(load)
     contender.close()
 
@@ -370,7 +370,7 @@ def test_a_write_that_did_not_happen_is_noticed(bed: Testbed) -> None:
     contender = EngineContender(bed, IoSettings("threads", MIB))
     contender.run(load)
     bed.check_written(load)
-    with pytest.raises(InfinityError, match="a write delivered other bytes"):
+    with pytest.raises(InfinityError, match="a write transferred wrong bytes"):
         bed.check_written(Load(**{**vars(load), "salt": 2}))
     contender.close()
 
@@ -640,7 +640,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
         (["--path", "{dir}", "--gib", "x"], 2, "--gib"),
         (["--path", "{dir}", "--compare", "dd"], 2, "does not know dd"),
         (["--path", "{dir}", "--chunk", "5 apples"], 2, "apples"),
-        (["--path", "{dir}", "--gib", "0.001"], 2, "hold no chunk"),
+        (["--path", "{dir}", "--gib", "0.001"], 2, "are too small for a chunk"),
         (["--path", "{dir}", "--path", "{dir}"], 2, "twice"),
         (["--path", "{absent}", "--faults", "1"], 4, "does not exist"),
     ],

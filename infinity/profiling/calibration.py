@@ -89,8 +89,8 @@ def cached_rates(
         entries.append(entry)
     if loads:
         warnings.warn(
-            f"{max(loads)} while rates were measured: they may be too low, are not kept, and are "
-            "measured again the next time",
+            f"{max(loads)} while rates were measured: they may be too low, are not cached, and are "
+            "measured again next time",
             InfinityWarning,
             stacklevel=2,
         )

@@ -84,7 +84,7 @@ def cached_links(
     if ranks.local_rank == 0:
         for key, rates in new_entries:
             write_cache(key, rates, day)
-    ranks.synchronize("keeps rates")  # the files exist when any rank returns
+    ranks.synchronize("caches rates")  # the files exist when any rank returns
     return numbers, day
 
 

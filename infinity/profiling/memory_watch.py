@@ -155,7 +155,7 @@ class MemoryWatch:
         if left_bytes > 2 * SPARE_SHARE * limit:
             return None
         text = (
-            f"of the {format_size(limit)} this process may have {format_size(left_bytes)} are left"
+            f"{format_size(left_bytes)} are left of {format_size(limit)} available to this process"
         )
         return text, left_bytes < SPARE_SHARE * limit
 
@@ -170,7 +170,7 @@ class MemoryWatch:
         return DoesNotFitError(
             f"in the {phase} of unit {self._plan.units[unit].name!r} the process holds "
             f"{format_size(held)} of RAM (host tier): {limit}",
-            because=because + ", and so does whatever else the program keeps in RAM",
+            because=because + ", and so does other data of the program",
             remedy="smaller micro-batches (and more gradient_accumulation_steps), "
             "torch.utils.checkpoint around blocks, moments or gradients on disk "
             "(placement.gradients=disk), or a larger budget.host",

@@ -76,7 +76,7 @@ def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
         raise MachineError(
             f"the trace {file} cannot be read",
             because=error.strerror,
-            remedy="give the file that trace: of a configuration named",
+            remedy="pass the file that `trace:` of the configuration names",
         ) from error
     tracks: dict[str, list[Slice]] = {}
     facts: Mapping[str, Any] | None = None
@@ -94,13 +94,13 @@ def read_timeline(path: str | os.PathLike[str]) -> TraceTimeline:
                 dropped = max(dropped, int(_number(args, "dropped", 0)))
         except ValueError as error:
             raise TraceError(
-                f"event {number} of {file} is none of infinity's",
+                f"event {number} of {file} is not an event of infinity",
                 because=str(error),
-                remedy="give the file as `trace:` wrote it",
+                remedy="pass the unmodified file that `trace:` wrote",
             ) from error
     if facts is None:
         raise TraceError(
-            f"{file} is no trace of infinity",
+            f"{file} is not a trace of infinity",
             because="it has no event that marks the beginning of the trace",
             remedy="train with trace: path.json in the config, and give that path",
         )
@@ -160,7 +160,7 @@ def _slice(event: Mapping[str, Any]) -> Slice:
     submitted = drawn if from_submission else drawn - queued
     begin = drawn + queued if from_submission else drawn
     if not all(map(math.isfinite, (submitted, begin, end))):
-        raise ValueError(f"its 'ts' is {drawn}, too far from now")
+        raise ValueError(f"its 'ts' is {drawn}, out of range")
     return Slice(
         track=track,
         what=str(args.get("what", event.get("name", ""))),

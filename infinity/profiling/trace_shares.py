@@ -226,13 +226,12 @@ def verdict(step: StepShares) -> str:
     if track == "other":
         return (
             f"{step.name}: the training loop's own code binds: {seconds(step.other)} of {total} "
-            f"lie outside the engine (compute {compute})"
+            f"are outside the engine (compute {compute})"
         )
     if track == "unknown":
         cause = max(step.causes, key=lambda c: step.causes[c], default="data")
         return (
-            f"{step.name}: compute {waits}, most of it for {cause!r}, while little that is "
-            "traced goes on"
+            f"{step.name}: compute {waits}, most of it for {cause!r}, during little traced activity"
         )
     busy = f"busy {percent(step.share(track))}"
     if track == "disk":
@@ -264,7 +263,7 @@ def report_data(shares: Shares, num_stalls: int = 10) -> dict[str, Any]:
     """
     timeline, total, notes = shares.timeline, shares.total, []
     if not timeline.complete:
-        notes.append("the trace was not closed: the run was killed, or goes on")
+        notes.append("the trace was not closed: the run was killed, or is still running")
     if timeline.num_dropped:
         notes.append(f"{timeline.num_dropped:,} events were dropped: shares are lower bounds")
     return {

@@ -233,7 +233,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "600.00 ms  update     unit" in said
     for arguments, expected, part in (
         ([str(tmp_path / "none.json")], 4, "cannot be read"),
-        ([other], 2, "is no trace of infinity"),
+        ([other], 2, "is not a trace of infinity"),
     ):
         code, said, error = run(*arguments)
         assert (code, said) == (expected, "")
@@ -247,7 +247,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "no step was completed" in said
     data = json.loads(run(str(torn), "--json")[1])
     assert (data["steps"], data["whole"]) == ([], None)
-    assert data["notes"] == ["the trace was not closed: the run was killed, or goes on"]
+    assert data["notes"] == ["the trace was not closed: the run was killed, or is still running"]
 
 
 def test_the_command_as_data(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""Integrations over the core: DeepSpeed's API, Hugging Face's Trainer, Lightning.
+"""Integrations: DeepSpeed's API, Hugging Face's Trainer, Lightning.
 
-`infinity.deepspeed`, `infinity.huggingface` and `infinity.lightning` are the same modules.
+`infinity.deepspeed`, `infinity.huggingface` and `infinity.lightning` are aliases of its modules.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ def _target(name: str) -> str:
 
 
 class _Alias(MetaPathFinder, Loader):
-    """Imports `infinity.NAME` as `infinity.integrations.NAME`: one module under two names.
+    """Import hook that makes `infinity.NAME` an alias of the module `infinity.integrations.NAME`.
 
-    `deepspeed.NAME` is a third one, where `import deepspeed` has found `infinity.deepspeed`.
+    `deepspeed.NAME` is an alias too if `import deepspeed` has imported `infinity.deepspeed`.
     """
 
     def find_spec(
@@ -44,16 +44,16 @@ class _Alias(MetaPathFinder, Loader):
         return ModuleSpec(name, self, origin=found.origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
-        """Put the module of the other name in the place of the new one."""
+        """Replace the new module in `sys.modules` by the aliased one."""
         sys.modules[module.__name__] = import_module(_target(module.__name__))
 
     def get_code(self, name: str) -> CodeType | None:
-        """Return its code, for `python -m`."""
+        """Return the code object of the aliased module, for `python -m`."""
         spec = find_spec(_target(name))
-        # An editable install wraps the loader in one that is no `InspectLoader`.
+        # The loader of an editable install may be no `InspectLoader`.
         get_code = getattr(spec and spec.loader, "get_code", None)
         code: CodeType | None = get_code and get_code(_target(name))
         return code
 
 
-sys.meta_path.insert(0, _Alias())  # first: the packages' own paths would import copies
+sys.meta_path.insert(0, _Alias())  # first: the default finders would import a second copy

@@ -1,9 +1,9 @@
-"""DeepSpeed's public names, over our engine: `import infinity.deepspeed as deepspeed`.
+"""DeepSpeed's API over infinity's engine: `import infinity.deepspeed as deepspeed`.
 
-Every module and name of DeepSpeed's is found by attribute and by import, as `from
-infinity.deepspeed.ops.adam import DeepSpeedCPUAdam`; `names.py` says which of them are ours. What
-stands behind a name is imported when it is first used. With `infinity.as_deepspeed()`, or under
-`infinity run`, they are found as `deepspeed` too.
+Every module and name of DeepSpeed is available by attribute and by import, as in `from
+infinity.deepspeed.ops.adam import DeepSpeedCPUAdam`; `names.py` lists those that are implemented.
+Implementations are imported on first use. With `infinity.as_deepspeed()`, or under `infinity run`,
+`import deepspeed` imports this package.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`initialize` with the arguments and configurations of DeepSpeed, over the core's."""
+"""`initialize` with DeepSpeed's arguments and configurations."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeepSpeedArguments:
-    """Arguments of `initialize` by name: the core's, and those of DeepSpeed alone.
+    """Arguments of `initialize` by name: infinity's and DeepSpeed's.
 
     Attributes:
-        args: Result of a parser; its `deepspeed_config` may name the configuration.
-        config_params: DeepSpeed's other name of `config`.
+        args: Result of a parser; `args.deepspeed_config` may be the path of the configuration.
+        config_params: Alias of `config` in DeepSpeed.
         distributed_port: Ignored.
         dist_init_required: Ignored.
         mpu: Not supported; None.
@@ -77,11 +77,11 @@ class DeepSpeedArguments:
 
     @classmethod
     def of(cls, positional: Sequence[Any], named: Mapping[str, Any]) -> DeepSpeedArguments:
-        """Sort the arguments of a call.
+        """Assign the arguments of a call to names.
 
-        If the first positional argument is a module, the order is ours (model, config), else
-        DeepSpeed's. Raises `ConfigError` for too many, for one passed twice, for no model, and for
-        those that only several processes can mean.
+        If the first positional argument is a module, the order is (model, config), else
+        DeepSpeed's. Raises `ConfigError` for too many arguments, an argument passed twice, a
+        missing model, and arguments that are not supported.
         """
         order = _OURS if positional and isinstance(positional[0], nn.Module) else _DEEPSPEED
         if len(positional) > len(order):
@@ -122,11 +122,11 @@ class DeepSpeedArguments:
 
 @wraps(initialize_engine)
 def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """Call the core's `initialize`; arguments and configuration may be DeepSpeed's.
+    """Call infinity's `initialize`; arguments and configuration may be DeepSpeed's.
 
     Args:
         *positional: ``model, config``, or DeepSpeed's ``args, model, optimizer, ...``.
-        **named: Arguments of the core's `initialize`, or fields of `DeepSpeedArguments`.
+        **named: Fields of `DeepSpeedArguments`.
 
     Returns:
         ``(engine, optimizer, dataloader, scheduler)``.
@@ -164,15 +164,15 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
             with ranks.collective_section("initialize()"):
                 watch(engine)
             undo.pop_all()
-        if hasattr(given.args, "local_rank"):  # -1 where no launcher passed it
+        if hasattr(given.args, "local_rank"):  # -1 if no launcher passed it
             given.args.local_rank = ranks.local_rank
     return made
 
 
 def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """`initialize`, with DeepSpeed's calls on the engine whatever the configuration is.
+    """Call `initialize` and return a `DeepSpeedEngine` for a configuration of either format.
 
-    torch's default group is made first where a launcher started this process.
+    Initializes torch's default process group first if a launcher started this process.
     """
     init_distributed()
     return initialize(*args, **{"engine_class": DeepSpeedEngine, **kwargs})

@@ -1,7 +1,7 @@
-"""A DeepSpeed configuration, translated: every key is done, accepted with a note, or refused.
+"""Translation of DeepSpeed configurations: each key is done, accepted with a note, or refused.
 
 >>> translation = translate_deepspeed("ds_config.json")
->>> translation.config                      # ours
+>>> translation.config                      # infinity.Config
 >>> for row in translation.rows: ...        # key, given, verdict, note
 """
 
@@ -32,18 +32,18 @@ from infinity.integrations.deepspeed.source import find_source
 from infinity.optim.rules import RULES, twin_of
 from infinity.plan.planner import CHUNK_ELEMENTS
 
-OURS = "infinity"  # a section of a DeepSpeed configuration that holds keys of ours
+OURS = "infinity"  # section of a DeepSpeed configuration with infinity's keys
 
 
 @dataclass(frozen=True, slots=True)
 class Translation:
-    """A DeepSpeed configuration in the terms of this library.
+    """A translated DeepSpeed configuration.
 
     Attributes:
-        config: The configuration.
-        rows: Treatment of each key that was given, in its order.
+        config: The configuration of this library.
+        rows: Treatment of each given key, in the order of the configuration.
         batch_size: Samples of a micro-batch.
-        drop_last: Whether a loader leaves out a smaller last batch.
+        drop_last: Whether a loader drops a last batch that is smaller.
         trains: Whether an optimizer is configured or passed.
     """
 
@@ -58,7 +58,7 @@ class Translation:
         return [row.as_dict() for row in self.rows]
 
     def describe(self) -> str:
-        """Return the rows as text: a heading, and a line each."""
+        """Return the rows as text: a heading, and one line per row."""
         return rows_as_text(self.table())
 
     def summary(self) -> str:
@@ -80,19 +80,22 @@ def translate_deepspeed(
 ) -> Translation:
     """Translate a DeepSpeed configuration.
 
-    Its section ``"infinity"`` may hold keys of this library, which win; DeepSpeed ignores it.
+    Its section ``"infinity"`` may have keys of this library, which take precedence; DeepSpeed
+    ignores the section.
 
     Args:
         source: A mapping, the path of a file, JSON text, or base64 of it.
-        overrides: Texts ``"section.key=value"`` in this library's names, which win over all.
+        overrides: Strings ``"section.key=value"`` with this library's keys, which take precedence
+            over everything else.
         fill: Values for keys that are ``"auto"``, by DeepSpeed's dotted names.
-        lenient: Accept a configuration without an optimizer and other values for training.
-        client_optimizer: `initialize` got an optimizer, which wins over the section.
-        client_scheduler: `initialize` got a scheduler, which wins over the section.
+        lenient: Accept a configuration that lacks values needed for training only, such as an
+            optimizer.
+        client_optimizer: `initialize` got an optimizer, which replaces the section.
+        client_scheduler: `initialize` got a scheduler, which replaces the section.
         ranks: Number of processes that train.
 
     Returns:
-        The configuration, and a row for each key with its verdict.
+        The configuration, and the treatment of each key.
 
     Raises:
         ConfigError: Keys are unknown (the nearest name is given), given twice, contradictory, of
@@ -112,9 +115,9 @@ def translate_deepspeed(
 
 
 def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> Translation | None:
-    """As `translate_deepspeed`, or None if `source` is not DeepSpeed's.
+    """Translate a configuration like `translate_deepspeed`; return None if it is not DeepSpeed's.
 
-    With `may_infer=True` the optimizer may be missing: then `trains` is false.
+    With `may_infer=True` the optimizer may be missing: then `trains` is False.
     """
     found, draft = find_source(source), _Draft(**how)
     if found is None:
@@ -125,13 +128,13 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
     if not isinstance(ours, Mapping):
         draft.problem(OURS, f"should be a section with infinity's keys, got {ours!r}")
         ours = {}
-    # Without an optimizer nothing is scheduled: transformers leaves a section of 0 steps for that.
+    # Without an optimizer, transformers leaves a scheduler section of 0 steps: do not read it.
     unread = (OURS, "scheduler") if draft.may_infer and "optimizer" not in found.raw else (OURS,)
     for name, value in found.raw.items():
         if name not in unread:
             draft.read("", "", name, value)
     for name, value in list(draft.given.items()):
-        if name in KEYS:  # else an argument of an optimizer or a schedule that only torch knows
+        if name in KEYS:  # else an argument of a torch optimizer or schedule
             _take(draft, KEYS[name], value)
     for rule in (_batch, _precision, _optimizer, _scheduler, _placement):
         rule(draft)
@@ -144,7 +147,7 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> 
 
 
 def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
-    """Return our configuration; errors name the keys as they were given."""
+    """Return the validated configuration, or None; problems name the keys as they were given."""
     try:
         return load_config(_merged(draft.config, ours), overrides)
     except ConfigError as error:
@@ -157,7 +160,7 @@ def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -
         part = name if colon else ""
         while part and part not in draft.set_by:
             part = part.rpartition(".")[0]
-        key = draft.set_by.get(part)  # that set our name or a part of it
+        key = draft.set_by.get(part)  # that set this name or a section of it
         if key in draft.rows:
             key = draft.rows[key].key  # as it was written
         renamed = key is not None and key != name
@@ -166,7 +169,7 @@ def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -
 
 
 def _has(section: Any, name: str) -> bool:
-    """Whether a section has a dotted name."""
+    """Return whether a section has a dotted name."""
     for key in name.split("."):
         if not isinstance(section, Mapping) or key not in section:
             return False
@@ -189,11 +192,11 @@ def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 @dataclass(slots=True)
 class _Draft:
-    """A translation in progress: values by key, settings made of them, and problems.
+    """A translation in progress: values by DeepSpeed's keys, the resulting settings, and problems.
 
-    `fill` has values for keys that are "auto". `lenient` is for questions that need no learning
-    rate and no step counts, such as a plan; `may_infer` says that an engine need not train: without
-    an optimizer `trains` becomes false.
+    `fill` has values for keys that are "auto". `lenient` allows a missing learning rate and missing
+    step counts, which a plan does not need. `may_infer` allows a missing optimizer: then `trains`
+    becomes False.
     """
 
     fill: Mapping[str, Any] = field(default_factory=dict)
@@ -203,18 +206,18 @@ class _Draft:
     may_infer: bool = False
     ranks: int = 1
     given: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)  # key -> the name it was given by
+    written: dict[str, str] = field(default_factory=dict)  # key -> its name in the source
     autos: set[str] = field(default_factory=set)
-    wrong: set[str] = field(default_factory=set)  # given, but not as a value that can be read
+    wrong: set[str] = field(default_factory=set)  # given with an invalid value
     config: dict[str, Any] = field(default_factory=dict)
-    set_by: dict[str, str] = field(default_factory=dict)  # our name -> the key that set it
+    set_by: dict[str, str] = field(default_factory=dict)  # infinity's name -> the key that set it
     rows: dict[str, Row] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     batch_size: int = 1
     trains: bool = True
 
     def set(self, name: str, value: Any, key: str) -> None:
-        """Give our `name` (dotted) a value, because of their `key`."""
+        """Set the infinity setting `name` (dotted), as DeepSpeed's `key` requires."""
         target = self.config
         *parents, last = name.split(".")
         for parent in parents:
@@ -223,35 +226,35 @@ class _Draft:
         self.set_by[name] = key
 
     def note(self, key: str, text: str, verdict: KeyStatus | None = None) -> None:
-        """Say what became of a key; makes a row for a key that was not given."""
+        """Set the note of a key's row; create a row for a key that was not given."""
         row = self.rows.get(key) or Row(key, None, KeyStatus.ACCEPTED, "")
         self.rows[key] = replace(row, note=text, verdict=verdict or row.verdict)
 
     def problem(self, key: str, text: str) -> None:
-        """Something is wrong with a key."""
+        """Record an error in a key."""
         self.problems.append(f"{key}: {text}")
 
     def below(self, section: str) -> dict[str, Any]:
-        """The given values of a section, by their names in it."""
+        """Return the given values of a section, by their names in it."""
         start = f"{section}."
         return {n.removeprefix(start): v for n, v in self.given.items() if n.startswith(start)}
 
     def leave_to_client(self, section: str, argument: str) -> None:
-        """Note that an argument of `initialize` wins over a section."""
+        """Note that an argument of `initialize` replaces a section."""
         for key in [name for name in self.rows if name.startswith(f"{section}.")]:
             self.note(
                 key, f"not used: initialize({argument}=...) wins, as there", KeyStatus.ACCEPTED
             )
 
     def read(self, section: str, written: str, name: object, value: Any) -> None:
-        """Take one name in a section, which was perhaps `written` by an old name."""
+        """Read one name of a section; `written` is the section's name in the configuration."""
         where = f"{written}.{name}" if written else str(name)
         if not isinstance(name, str):
             self.problem(where, f'the key is not text; write "{name}"')
             return
         full = f"{section}.{name}" if section else name
         full = OLD_NAMES.get(full, full)
-        if not section and "." in name and full in KEYS:  # as TRL writes some of a reference model
+        if not section and "." in name and full in KEYS:  # as TRL writes for a reference model
             note = "not looked at, as there: it stands outside its section"
             self.rows[f'"{name}"'] = Row(f'"{name}"', value, KeyStatus.ACCEPTED, note)
             return
@@ -262,7 +265,7 @@ class _Draft:
             self._read_key(key, where, value)
         elif full in SECTIONS:
             if full == "zero_optimization" and isinstance(value, bool):
-                value = {"stage": int(value)}  # how it was written at first
+                value = {"stage": int(value)}  # format of early DeepSpeed releases
             if isinstance(value, Mapping):
                 for inner, part in value.items():
                     self.read(full, where, inner, part)
@@ -304,7 +307,7 @@ class _Draft:
 
 
 def _when_auto(key: Key) -> str:
-    """Return the value of an "auto" that no caller filled in."""
+    """Describe the value of an "auto" that `fill` lacks."""
     if key.verdict is KeyStatus.ACCEPTED:
         return key.note
     if key.verdict is KeyStatus.REFUSED:
@@ -322,7 +325,7 @@ def _unknown(section: str, name: str) -> str:
         )
     prefix = f"{section}." if section else ""
     known = names_in(section)
-    # It may also have the right name in the wrong place.
+    # The name may be right, but in the wrong section.
     right = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
     hint = f"did you mean {right[0]!r}?" if right else did_you_mean(name, known, prefix).strip()
     if hint:
@@ -330,11 +333,11 @@ def _unknown(section: str, name: str) -> str:
     return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
 
 
-# --- what a key makes of ours --------------------------------------------------------------------
+# --- translation of single keys ------------------------------------------------------------------
 
 _ZERO = "zero_optimization"
-_SCALE = "loss_scale."  # our section that fp16 fills, if it is enabled
-_MAX_LIVE = 10**9  # DeepSpeed's default: who writes it, or more, has no wish
+_SCALE = "loss_scale."  # infinity's section that fp16 sets, if it is enabled
+_MAX_LIVE = 10**9  # DeepSpeed's default; this value or more is no bound
 _STAGES = (
     "nothing leaves the GPU but what offload_* names, or what does not fit; ranks share all state",
     "the number of a stage changes nothing: ranks share all state, as in stage 3",
@@ -371,7 +374,7 @@ def _sub_group(draft: _Draft, key: str, value: int) -> str | None:
 
 
 def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
-    """0 elements ahead is no prefetch; any other number is the plan's prefetch in units."""
+    """Disable prefetching for 0 elements; any other number leaves the prefetch to the plan."""
     if value:
         return None
     draft.set("prefetch_units", 0, key)
@@ -428,8 +431,8 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
     return f"CSV files, and a line of JSON for each step, in {folder}"
 
 
-# What translates a value where the table names no key of ours; it may return a note for this value,
-# and raises `ValueError` for one that makes no sense.
+# Translation of values for keys without `Key.ours`. A function may return a note for this value; it
+# raises `ValueError` if the value is invalid.
 _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "bf16.check_grad_overflow": lambda draft, key, value: (
         None if value else "kept on: a step whose gradients are not finite is skipped"
@@ -448,18 +451,18 @@ _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "csv_monitor.enabled": _csv,
 }
 
-# --- what follows from several keys together -----------------------------------------------------
+# --- translation of combined keys ----------------------------------------------------------------
 
 _BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def _batch(draft: _Draft) -> None:
-    """train_batch_size = micro-batch x accumulation x processes; the missing one is derived.
+    """Check that train_batch_size = micro-batch x accumulation x processes; derive missing factors.
 
-    DeepSpeed's rules: the total alone is one micro-batch, one of the first two must be given.
+    As in DeepSpeed, one of the first two must be given; the total alone means 1 accumulation step.
     """
     if draft.wrong.intersection(_BATCH):
-        return  # told; nothing can be derived
+        return  # already reported; nothing can be derived
     total, micro, steps = (draft.given.get(name) for name in _BATCH)
     guessed = draft.lenient or draft.autos.intersection(_BATCH)
     if total is None and micro is None and not guessed:
@@ -476,7 +479,7 @@ def _batch(draft: _Draft) -> None:
     elif steps is None:
         steps = total // (micro * ranks)
     sizes = (total, micro, steps)
-    if total != micro * steps * ranks:  # 0 of something too: the total is above 0
+    if total != micro * steps * ranks:  # also if a derived factor is 0: the total is above 0
         said = [
             f"{name} {value}" + ("" if name in draft.given else " (derived)")
             for name, value in zip(_BATCH, sizes, strict=True)
@@ -508,7 +511,7 @@ def _autocast(draft: _Draft, precision: str) -> None:
 
 
 def _precision(draft: _Draft) -> None:
-    """The bf16 and fp16 sections; neither means fp32, as there."""
+    """Translate the sections bf16, fp16 and torch_autocast; neither bf16 nor fp16 means fp32."""
     bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
     if bf16 and fp16:
         draft.problem("bf16.enabled", "bf16 and fp16 cannot both be enabled; keep one of them")
@@ -525,7 +528,7 @@ def _precision(draft: _Draft) -> None:
         draft.set("cast_inputs", True, f"{chosen}.auto_cast")
     if draft.given.get("torch_autocast.enabled"):
         _autocast(draft, chosen)
-    static = draft.given.get("fp16.loss_scale", 0)  # where it is above 0; else dynamic
+    static = draft.given.get("fp16.loss_scale", 0)  # 0: dynamic
     for key in KEYS.values():
         if key.name not in draft.given or not key.ours.startswith(_SCALE):
             continue
@@ -542,7 +545,7 @@ def _precision(draft: _Draft) -> None:
         draft.problem("data_types.param_dtype", text)
 
 
-# DeepSpeed's section, the placement that it decides here, and how it was said once.
+# DeepSpeed's section -> kind of state whose placement it sets, and the section's earlier key.
 _OFFLOADED = {
     "offload_param": ("weights", "cpu_offload_param"),
     "offload_optimizer": ("optimizer_state", "cpu_offload"),
@@ -556,7 +559,7 @@ _TIERS = {
 
 
 def _placement(draft: _Draft) -> None:
-    """Translate offload settings to placement; others are left to the plan."""
+    """Translate the offload sections to placements; the plan decides the others."""
     for section, (_, old) in reversed(_OFFLOADED.items()):
         key = f"{_ZERO}.{section}.device"
         if draft.given.get(f"{_ZERO}.{old}"):  # true is {"device": "cpu"}
@@ -564,12 +567,12 @@ def _placement(draft: _Draft) -> None:
             if device != "cpu":
                 text = f'true means {section} on "cpu", but {key} is {device!r}; remove one'
                 draft.problem(f"{_ZERO}.{old}", text)
-    paths: dict[str, str] = {}  # and the key that named each first
+    paths: dict[str, str] = {}  # path -> the first key that has it
     for section, (kind, _) in _OFFLOADED.items():
         device_key, path_key = f"{_ZERO}.{section}.device", f"{_ZERO}.{section}.nvme_path"
         device, path = draft.given.get(device_key), draft.given.get(path_key)
         if path_key in draft.wrong:
-            continue  # told
+            continue  # already reported
         if device == "nvme" and path is None:
             text = "must be given where device is nvme: a directory on the drive"
             draft.problem(path_key, text)
@@ -594,7 +597,7 @@ def _placement(draft: _Draft) -> None:
 
 
 def _by_ratio(draft: _Draft, tier: str) -> str:
-    """`ratio` below 1 leaves a share of the optimizer on the GPU; which units is for the plan."""
+    """Return the tier of optimizer state; a `ratio` below 1 lets the plan choose by unit."""
     key = f"{_ZERO}.offload_optimizer.ratio"
     ratio = draft.given.get(key, 1.0)
     if ratio >= 1.0 or tier == "device":
@@ -622,7 +625,7 @@ _NOT_BUILT = {
     "lamb": "needs the norm of each whole parameter, which no kernel here has; remove the section "
     "and pass a library's, which torch runs: initialize(optimizer=pytorch_optimizer.Lamb)",
 }
-# How an optimizer is carried out: nothing here depends on it.
+# Implementation choices of torch's optimizers, without effect here.
 _HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
 _NS_METHOD = (
     "matrices are made orthogonal by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
@@ -642,7 +645,7 @@ def _optimizer(draft: _Draft) -> None:
     elif kind is not None:
         draft.problem(_TYPE, _why_not(kind, draft.below(_PARAMS)))
     elif _TYPE in draft.wrong:
-        return  # told
+        return  # already reported
     elif draft.lenient:
         draft.note(_TYPE, "not given: planned for AdamW")
         _moments(draft, {})
@@ -659,7 +662,7 @@ def _built_in(draft: _Draft, kind: str) -> None:
     rule, start = named, RULES[named].deepspeed or {}
     chosen = f"the built-in {rule}"
     is_adam = RULES[named].decoupled is not None
-    if RULES[named].decoupled is False:  # there "Adam" means AdamW, if nothing is said
+    if RULES[named].decoupled is False:  # DeepSpeed's "Adam" is AdamW by default
         decoupled = bool(params.get("adam_w_mode", True))
         rule = twin_of(named, decoupled=decoupled)
         chosen = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
@@ -700,7 +703,7 @@ def _built_in(draft: _Draft, kind: str) -> None:
 
 
 def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
-    """Two switches there make moments bf16."""
+    """Translate DeepSpeed's two switches for bf16 moments."""
     switch, key = "bf16.bf16_optimizer_states", f"{_PARAMS}.fp32_optimizer_states"
     if draft.given.get(switch):
         draft.set("optimizer.moments", "bf16", switch)
@@ -735,7 +738,7 @@ _SCHEDULE = "scheduler.type"
 
 
 def _scheduler(draft: _Draft) -> None:
-    """DeepSpeed's five schedules, and torch's by name; `SchedulerConfig` checks what they take."""
+    """Translate DeepSpeed's schedules, and torch's by name; `SchedulerConfig` checks parameters."""
     if draft.client_scheduler:
         draft.leave_to_client("scheduler", "lr_scheduler")
         return
@@ -744,7 +747,7 @@ def _scheduler(draft: _Draft) -> None:
         return
     source = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
     draft.note(_SCHEDULE, source, KeyStatus.DONE)
-    # What was "auto": the largest rate is the optimizer's; numbers of steps nobody can guess.
+    # Of the keys that are "auto", warmup_max_lr is the optimizer's lr; step counts must be given.
     params = draft.below(section)
     autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]
     lr = draft.given.get(f"{_PARAMS}.lr")

@@ -1,9 +1,9 @@
-"""`import deepspeed` finds us: in this process, or in one that is about to start.
+"""Alias of this library as `import deepspeed`, for this process or for a child process.
 
-A folder that stands first on the path of imports does it: in `stand_in/` lie a package and the
-metadata of a distribution by that name (as an egg's: wheels are built without any .dist-info but
-their own). Nothing on disk changes, and a DeepSpeed that is installed is found again by the next
-process.
+The directory `stand_in/` becomes the first entry of the import path. It has a package `deepspeed`
+and metadata of a distribution of that name (in egg format, as a wheel cannot contain the .dist-info
+of another distribution). No installed file changes: another process still imports an installed
+DeepSpeed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.integrations.deepspeed.names import VERSION
 
 STAND_IN = str(Path(__file__).with_name("stand_in"))
 WORDS = f"`import deepspeed` finds infinity {__version__}, with the names of DeepSpeed {VERSION}"
-# What a launcher says to the only process that it starts; Trainer and accelerate go by it.
+# Variables that a launcher sets for a single process; Trainer and accelerate read them.
 _ALONE = {
     "RANK": "0",
     "LOCAL_RANK": "0",
@@ -35,12 +35,12 @@ _ALONE = {
 def as_deepspeed() -> None:
     """Make `import deepspeed` import this library, in this process.
 
-    Call it in the first line of a script. transformers and accelerate then find DeepSpeed
-    installed, too. If no launcher started the process, the variables of a launcher are set for one
-    process.
+    Call it in the first line of a script. transformers and accelerate then detect DeepSpeed as
+    installed. If no launcher started the process, the environment variables of a launcher are set
+    for one process.
 
     Raises:
-        ConfigError: Another deepspeed is imported already, or transformers has looked for it.
+        ConfigError: Another deepspeed, or transformers' integration of it, is already imported.
     """
     found = sys.modules.get("deepspeed")
     if found is not None and found is not sys.modules["infinity.integrations.deepspeed"]:
@@ -61,9 +61,9 @@ def as_deepspeed() -> None:
 
 
 def announce_alone(environment: MutableMapping[str, str]) -> None:
-    """Set a launcher's variables for one process, unless there is a launcher.
+    """Set the environment variables of a launcher for one process, unless a launcher has set them.
 
-    MASTER_PORT is a free port: another script of this machine may hold the usual one.
+    MASTER_PORT is a free port: another process may use the default one.
     """
     if not any(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
         with socket.create_server((_ALONE["MASTER_ADDR"], 0)) as server:
@@ -72,7 +72,7 @@ def announce_alone(environment: MutableMapping[str, str]) -> None:
 
 
 def environment_of_children(*, alone: bool) -> dict[str, str]:
-    """The environment of a process that finds us as deepspeed, and whose children do too."""
+    """Return an environment in which a child process imports this library as `deepspeed`."""
     paths = [STAND_IN, *filter(None, [os.environ.get("PYTHONPATH")])]
     made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if alone:

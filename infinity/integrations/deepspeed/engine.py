@@ -1,4 +1,4 @@
-"""The engine with DeepSpeed's calls, each with DeepSpeed's meaning."""
+"""Engine with DeepSpeed's methods and their semantics."""
 
 from __future__ import annotations
 
@@ -53,13 +53,10 @@ _PICKLED = (".bin", ".pt", ".pth")
 
 
 def _always(value: Any) -> Callable[[Any], Any]:
-    """A method that returns the same value always."""
     return lambda self: value
 
 
 def _reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
-    """Return a method that reads a key of the configuration."""
-
     def method(self: DeepSpeedEngine) -> Any:
         return self._said(key)
 
@@ -71,7 +68,7 @@ _REPLACED = ".replaced"
 
 
 def _take_back(root: Path) -> None:
-    """Give checkpoints their names again that a save which was killed was about to replace."""
+    """Rename checkpoints back whose replacement was interrupted before it was complete."""
     for old in root.glob(f"*{_REPLACED}"):
         directory = old.with_name(old.name.removesuffix(_REPLACED))
         if not directory.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
@@ -80,7 +77,7 @@ def _take_back(root: Path) -> None:
 
 
 def _refuse_theirs(root: Path, tag: str | None, universal: bool) -> None:
-    """Raise `CheckpointError` for a checkpoint that DeepSpeed has written."""
+    """Raise `CheckpointError` if DeepSpeed wrote the checkpoint."""
     if tag is None:
         kind = "universal " if universal and (root / "latest_universal").is_file() else None
     elif (root / tag / MANIFEST_NAME).is_file():
@@ -100,37 +97,37 @@ def _refuse_theirs(root: Path, tag: str | None, universal: bool) -> None:
 
 
 class Answer(float):
-    """A number that may be called too: in DeepSpeed's engine it is a method."""
+    """Callable float, for an attribute that is a method in DeepSpeed's engine."""
 
     def __call__(self) -> float:
-        """The number."""
+        """Return the number."""
         return float(self)
 
 
 class DeepSpeedEngine(Engine, nn.Module):
     """Engine with DeepSpeed's methods; see docs/migrating-from-deepspeed.md.
 
-    A module whose only child is `module`, so the names of its parameters and of its state dict
-    begin with "module.". Made by :func:`infinity.deepspeed.initialize`, which passes the arguments.
+    An `nn.Module` whose only child is `module`, so names of parameters and of the state dict begin
+    with "module.". Created by :func:`infinity.deepspeed.initialize`.
 
     Args:
         module: The model to train.
-        components: Tiers, threads and buffers that the engine drives, and closes.
+        components: Tiers, threads and buffers; closed with the engine.
         optimizer: Parameter groups, and the update rule.
-        settings: Configuration, and how a DeepSpeed configuration was translated.
-        lr_scheduler: Stepped with the engine; None for none.
+        settings: Configuration, with the translation if it is DeepSpeed's.
+        lr_scheduler: Learning rate schedule that the engine steps, or None.
         loader: Training data loader; the attribute `training_dataloader`.
-        step_log: Log of steps; None for none.
+        step_log: Log of steps, or None.
     """
 
-    config: Any = None  # as `initialize` got it
+    config: Any = None  # as passed to `initialize`
     translation: Translation | None = None  # of `config`, if it is DeepSpeed's
     training_dataloader: Any = None
 
     mp_world_size = 1
     _destroyed = False
 
-    __call__ = nn.Module.__call__  # hooks of the engine itself, then forward
+    __call__ = nn.Module.__call__  # run hooks registered on the engine, then forward
 
     def __init__(
         self,
@@ -144,7 +141,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         step_log: StepLog | None = None,
     ) -> None:
         nn.Module.__init__(self)
-        del self.training  # that of the module
+        del self.training  # read from the module by __getattr__
         if isinstance(settings, DeepSpeedSettings):
             self.translation, self.config = settings.translation, settings.given
         self.training_dataloader = loader
@@ -153,8 +150,8 @@ class DeepSpeedEngine(Engine, nn.Module):
             lr_scheduler=lr_scheduler, loader=loader, step_log=step_log,
         )  # fmt: skip
         if not self._said("managed_gradient_accumulation"):
-            self.set_gradient_accumulation_boundary(True)  # by each step()
-        vars(self)["module"] = module  # beside `_modules`: found without __getattr__
+            self.set_gradient_accumulation_boundary(True)  # each step() updates
+        vars(self)["module"] = module  # in addition to `_modules`: found without __getattr__
 
     def _attach(self, module: nn.Module) -> None:
         super()._attach(module)
@@ -172,7 +169,7 @@ class DeepSpeedEngine(Engine, nn.Module):
                 return nn.Module.__getattr__(self, name)
             return super().__getattr__(name)
 
-    # --- numbers that DeepSpeed's engine has as methods ------------------------------------------
+    # --- attributes that are methods in DeepSpeed's engine ---------------------------------------
 
     @property
     def loss_scale(self) -> Answer:
@@ -181,7 +178,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     @property
     def lr_scheduler(self) -> Any:
-        """Schedule that the engine steps, or None. Set it to None to step it yourself."""
+        """Schedule that the engine steps, or None. Set to None to step it in the script."""
         return super().lr_scheduler
 
     @lr_scheduler.setter
@@ -204,13 +201,11 @@ class DeepSpeedEngine(Engine, nn.Module):
         return self._micro_batch_size * self._window.share
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of a micro-batch, from the configuration or
-        `initialize(batch_size=...)`.
-        """
+        """Return the samples of a micro-batch on one rank."""
         return self._micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
-        """Return the micro-batches of an update on each rank, unless a boundary is set by hand."""
+        """Return the micro-batches of an update on each rank, unless the script sets boundaries."""
         return self._window.length
 
     def get_batch_info(self) -> tuple[int, int, int]:
@@ -230,8 +225,8 @@ class DeepSpeedEngine(Engine, nn.Module):
 
         Raises:
             ConfigError: The number is no such multiple, or gradients are stored in 16 bits, which
-                cannot hold sums.
-            TrainingError: The accumulation window is open: call it between updates.
+                do not allow accumulation.
+            TrainingError: The accumulation window is open; call this between updates.
         """
         least = self._micro_batch_size * self.ranks.count
         steps, remainder = divmod(train_batch_size, least)
@@ -245,14 +240,14 @@ class DeepSpeedEngine(Engine, nn.Module):
         self.set_gradient_accumulation_steps(steps)
 
     def set_gradient_accumulation_steps(self, steps: int) -> None:
-        """Set the micro-batches of an update. Predictions of the plan are not changed.
+        """Set the micro-batches of an update; predictions of the plan do not change.
 
         Args:
             steps: Micro-batches of an update on each rank, 1 or more.
 
         Raises:
-            ConfigError: Gradients are stored in 16 bits, which cannot hold sums.
-            TrainingError: The accumulation window is open: call it between updates.
+            ConfigError: Gradients are stored in 16 bits, which do not allow accumulation.
+            TrainingError: The accumulation window is open; call this between updates.
         """
         self._check_usable()
         self._end_users_backward()
@@ -266,7 +261,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         self._window.set_length(steps)
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Set the samples of a micro-batch, for counting; loaders are not changed.
+        """Set the samples of a micro-batch, for counting samples; loaders do not change.
 
         Args:
             micro_batch_size: Samples of a micro-batch on one rank.
@@ -285,7 +280,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Keep the accumulation window open in the block; `step()` is refused in it."""
+        """Keep the accumulation window open; `step()` raises inside the block."""
         self._check_usable()
         self._window.no_sync += 1
         try:
@@ -295,7 +290,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
-        """Do nothing: the gradients of several backwards are summed in any case."""
+        """Do nothing: gradients of several backwards are summed without it."""
         self._check_usable()
         yield
 
@@ -306,7 +301,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             bucket_size: Not used.
         """
 
-    # --- what the optimizer does -----------------------------------------------------------------
+    # --- optimizer -------------------------------------------------------------------------------
 
     def get_global_grad_norm(self) -> float | None:
         """Return the gradient norm of the last step, before clipping; None before the first."""
@@ -339,9 +334,9 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     @engine_call
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of the last `loss.backward()`; keep those of `engine.backward`.
+        """Drop the gradients of the last `loss.backward()`, but not those of `engine.backward`.
 
-        As in DeepSpeed. `Engine.zero_grad(engine)` restarts the accumulation window.
+        This is DeepSpeed's behavior; `Engine.zero_grad(engine)` restarts the accumulation window.
 
         Args:
             set_to_none: Not used.
@@ -359,10 +354,10 @@ class DeepSpeedEngine(Engine, nn.Module):
         groups = self.optimizer.param_groups
         return [group.get("momentum", group.get("betas")) for group in groups]
 
-    # --- what was chosen -------------------------------------------------------------------------
+    # --- configuration ---------------------------------------------------------------------------
 
     def _said(self, key: str) -> Any:
-        """Return a key of the configuration, or DeepSpeed's default; None where there is none."""
+        """Return the value of a DeepSpeed key, or DeepSpeed's default; None if there is none."""
         rows = () if self.translation is None else self.translation.rows
         values = [row.given for row in rows if row.key == key and row.given != "auto"]
         if not values:
@@ -398,7 +393,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        """Return the stage of the DeepSpeed configuration, else 0; ranks shard all state at any."""
+        """Return the stage of the DeepSpeed configuration, else 0; any stage shards all state."""
         return int(self._said("zero_optimization.stage") or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
@@ -421,9 +416,9 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return where the plan stores weights, as `zero_offload_optimizer`."""
         return OffloadDevice.of({placement.weight for placement in self.plan.placements})
 
-    zero_gather_16bit_weights_on_model_save = _always(True)  # they are always saved whole
+    zero_gather_16bit_weights_on_model_save = _always(True)  # unsharded weights are always saved
 
-    # --- who trains together ---------------------------------------------------------------------
+    # --- ranks -----------------------------------------------------------------------------------
 
     @property
     def global_rank(self) -> int:
@@ -458,7 +453,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     get_sequence_parallel_world_size = _always(1)
     get_sequence_parallel_group = _always(None)
 
-    # --- data, and what is told of steps ---------------------------------------------------------
+    # --- data and monitors -----------------------------------------------------------------------
 
     def deepspeed_io(
         self,
@@ -470,11 +465,11 @@ class DeepSpeedEngine(Engine, nn.Module):
         collate_fn: Callable[..., Any] | None = None,
         num_local_io_workers: int | None = None,
     ) -> Any:
-        """Return a loader of micro-batches, as `initialize(training_data=...)` makes it.
+        """Return a loader of micro-batches, like the one of `initialize(training_data=...)`.
 
         Args:
             dataset: A :class:`torch.utils.data.Dataset`; ranks take micro-batches in turn.
-            batch_size: Samples of a micro-batch; default: that of the configuration.
+            batch_size: Samples of a micro-batch; default: from the configuration.
             route: "train" shuffles; any other value keeps the order.
             pin_memory: Not used.
             data_sampler: Must be None.
@@ -518,17 +513,17 @@ class DeepSpeedEngine(Engine, nn.Module):
         keep_last: int | None = None,
         wait: bool = True,
     ) -> Path:
-        """Save a checkpoint, as :meth:`Engine.save_checkpoint`, and replace one of the same tag.
+        """Save a checkpoint like :meth:`Engine.save_checkpoint`, replacing one of the same tag.
 
-        Until the new checkpoint is complete the old one is called `TAG.replaced`, and loads by its
-        tag.
+        Until the new checkpoint is complete, the previous one is in `TAG.replaced`;
+        `load_checkpoint` loads it for the same tag.
 
         Args:
             save_dir: Directory of checkpoints; created if needed.
-            tag: Name of the checkpoint; any object with a text. Default: `global_stepN`.
-            client_state: Plain data (numbers, texts, lists, mappings), returned by
+            tag: Name of the checkpoint, converted by `str`. Default: `global_stepN`.
+            client_state: Plain data (numbers, strings, lists, mappings), returned by
                 `load_checkpoint`.
-            save_latest: Let the file `latest` name this checkpoint.
+            save_latest: Write the tag to the file `latest`.
             exclude_frozen_parameters: Not used: files of frozen weights are shared with the
                 previous checkpoint.
             keep_last: Remove all but this number of newest checkpoints; None keeps all.
@@ -539,7 +534,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             The directory of the checkpoint.
 
         Raises:
-            ConfigError: The directory of the tag has other files, too.
+            ConfigError: The directory of the tag has files that do not belong to a checkpoint.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
@@ -583,13 +578,13 @@ class DeepSpeedEngine(Engine, nn.Module):
         load_module_only: bool = False,
         custom_load_fn: None = None,
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
-        """Load a checkpoint, as :meth:`Engine.load_checkpoint`.
+        """Load a checkpoint like :meth:`Engine.load_checkpoint`.
 
-        If a save of the tag was killed, the checkpoint that it was to replace is loaded.
+        If a save of the tag was interrupted, the previous checkpoint of the tag is loaded.
 
         Args:
             load_dir: Directory of checkpoints, or of a durable run.
-            tag: Name of the checkpoint; default: that in the file `latest`.
+            tag: Name of the checkpoint; default: read from the file `latest`.
             load_module_strict: Raise if names are missing or unexpected.
             load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
             load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
@@ -620,7 +615,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             custom_load_fn,
         )
 
-    # --- values ----------------------------------------------------------------------------------
+    # --- state dicts and weights -----------------------------------------------------------------
 
     @engine_call
     def state_dict(
@@ -631,15 +626,15 @@ class DeepSpeedEngine(Engine, nn.Module):
         keep_vars: bool = False,
         master: bool = False,
     ) -> Any:
-        """Return the names, "module." before each, and full values, read when asked for.
+        """Return a lazy mapping of names, prefixed with "module.", to full values.
 
         Args:
-            args: `destination`, `prefix` and `keep_vars`, by their place.
-            destination: A dict to fill with all values at once, in the compute dtype, as
-                :meth:`torch.nn.Module.state_dict` of a module that holds the engine asks for.
-            prefix: Text before each name.
+            args: `destination`, `prefix` and `keep_vars` as positional arguments.
+            destination: A dict to fill with all values at once, in the compute dtype;
+                :meth:`torch.nn.Module.state_dict` of a parent module passes it.
+            prefix: Prefix of each name.
             keep_vars: Not used: values are copies.
-            master: Give exact fp32 masters; not with `destination`.
+            master: Return exact fp32 masters; not with `destination`.
         """
         self._check_usable()
         if args or destination is not None:
@@ -655,7 +650,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> None:
-        """Load full values, by the names of `state_dict()` or of the module.
+        """Load full values by name, with or without the prefix "module.".
 
         See :meth:`Engine.load_state_dict`.
 
@@ -679,11 +674,11 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> dict[str, Tensor]:
         """Return all values of the module by name, on the CPU, in the compute dtype.
 
-        It takes RAM for the whole model; `state_dict()` reads one value at a time.
+        The full model must fit in RAM; `state_dict()` reads one value at a time.
 
         Args:
             destination: Dict to fill; default: a new one.
-            prefix: Text before each name.
+            prefix: Prefix of each name.
             keep_vars: Not used: values are copies.
             exclude_frozen_parameters: Leave out parameters that are not trained.
 
@@ -708,8 +703,8 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Load full values into the module.
 
         Args:
-            checkpoint: Values by name, or a dict that has them as its "module", as DeepSpeed's.
-            strict: Raise if other names than `allowed_missing_keys` are missing, or if there are
+            checkpoint: Values by name, or a dict with these under "module", as in DeepSpeed.
+            strict: Raise if names other than `allowed_missing_keys` are missing, or if there are
                 unexpected names.
             custom_load_fn: Called as `custom_load_fn(src=values, dst=module)`, while all parameters
                 of the module are materialized.
@@ -731,7 +726,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     def _zero3_consolidated_16bit_state_dict(
         self, exclude_frozen_parameters: bool = False
     ) -> dict[str, Tensor]:
-        """`module_state_dict()`, by the name under which accelerate asks for it."""
+        """Return `module_state_dict()`; accelerate calls this name."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
     @engine_call
@@ -746,8 +741,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         Args:
             save_dir: Directory to write to; created if needed.
             save_filename: Default: safetensors in shards of 5 GiB, as `save_weights`. A name that
-                ends in .bin, .pt or .pth: one file for `torch.load`, which takes RAM for all
-                weights at once.
+                ends in .bin, .pt or .pth: one file for `torch.load`; all weights must fit in RAM.
             exclude_frozen_parameters: Leave out parameters that are not trained.
 
         Returns:
@@ -763,7 +757,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         elif save_filename.endswith(_PICKLED):
             with self.ranks.collective_section("saves weights"):
                 values: dict[str, Tensor] = {}
-                for name in state:  # all ranks read, and the first keeps
+                for name in state:  # all ranks read; rank 0 stores the values
                     value = state[name]
                     values |= {} if self.ranks.rank else {name: value}
                 if not self.ranks.rank:
@@ -800,18 +794,18 @@ class DeepSpeedEngine(Engine, nn.Module):
         schedule: Any = None,
         compiled_autograd_enabled: bool = False,
     ) -> None:
-        """Compile every block's forward, when it is first called in training mode.
+        """Compile the forward of every block at its first call in training mode.
 
-        Other modules are not compiled; weights are still moved.
+        Other modules are not compiled; offloading is unchanged.
 
         Args:
             backend: Passed to `torch.compile`.
-            compile_kwargs: More arguments of `torch.compile`.
+            compile_kwargs: Further arguments of `torch.compile`.
             schedule: Not used, with a warning.
             compiled_autograd_enabled: Not used, with a warning.
 
         Raises:
-            ConfigError: There is no block to compile, or CUDA graphs are asked for.
+            ConfigError: There is no block to compile, or CUDA graphs are requested.
         """
         self._check_usable()
         if schedule is not None or compiled_autograd_enabled:
@@ -824,7 +818,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether blocks are compiled, or will be when they are first called."""
+        """Whether blocks are compiled, or will be at their first call."""
         return self._components.forwards.num_compiled > 0
 
     def empty_partition_cache(self) -> None:
@@ -838,26 +832,25 @@ class DeepSpeedEngine(Engine, nn.Module):
         pin_memory: bool = True,
         non_blocking: bool = False,
     ) -> None:
-        """Wait until all states in `include` are off the compute device, or raise.
+        """Block until pending updates are written to RAM or disk; raise if state is on the GPU.
 
-        States in RAM or on disk are there when pending updates are written. Memory that the plan
-        reserved on a GPU stays reserved until the engine is closed.
+        The plan fixes the placement: device memory that it reserves is released by `close()` only.
 
         Args:
             include: States (`OffloadStateTypeEnum`); default: all.
-            device: "cpu"; other devices are refused.
+            device: Must be "cpu".
             pin_memory: Not used.
             non_blocking: Not used.
 
         Raises:
-            ConfigError: A state is stored on the GPU; the message has its size and the remedy.
+            ConfigError: The plan stores anything on the GPU; the message has sizes and the remedy.
         """
         self._check_usable()
         refuse_to_move(self.plan, include, device)
         self.settle()
 
     def reload_states(self, non_blocking: bool = False) -> None:
-        """Do nothing: `offload_states` does not move states that are needed.
+        """Do nothing: `offload_states` moves no state that must be reloaded.
 
         Args:
             non_blocking: Not used.
@@ -871,15 +864,15 @@ class DeepSpeedEngine(Engine, nn.Module):
             state: The kind, such as `OffloadStateTypeEnum.optim_states`.
 
         Returns:
-            Devices of torch, and the text "disk".
+            Torch devices, and the string "disk".
         """
         return devices_of(self.plan, self.device, state)
 
     def destroy(self) -> None:
         """Release everything except weights; see :meth:`Engine.close`.
 
-        Weights stay with the module, in their compute dtype, as in DeepSpeed; the next `initialize`
-        of the module uses them. If the engine has failed, they are lost.
+        As in DeepSpeed, the module keeps its weights in their compute dtype, and the next
+        `initialize` of the module uses them. After a failure of the engine they are lost.
         """
         if self._guard.is_here() and not self._closed:
             self._close(restore=False, keep_weights=self._components.failure.error is None)
@@ -897,10 +890,10 @@ class DeepSpeedEngine(Engine, nn.Module):
 
 
 def _let_trainers_prepare_anew() -> None:
-    """Make transformers' Trainer prepare the module of a destroyed engine again.
+    """Patch transformers' Trainer to prepare the module of a destroyed engine again.
 
-    Its `train()` begins with `accelerator.free_memory()`, which destroys the engine of an earlier
-    `train()` or `evaluate()`, and would then use that engine as a model that is wrapped already.
+    `Trainer.train()` begins with `accelerator.free_memory()`, which destroys the engine of an
+    earlier `train()` or `evaluate()`, and then uses that engine as a wrapped model.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
     theirs = getattr(trainer, "_wrap_model", None)

@@ -1,7 +1,7 @@
-"""DeepSpeed's flops profiler, over `torch.utils.flop_counter`: multiplications and additions.
+"""DeepSpeed's flops profiler, based on `torch.utils.flop_counter`.
 
-What torch counts are matrix products, attention and convolutions, of forward and backward alike;
-two operations are one multiply-accumulate. Elementwise work is not counted.
+Counted are multiplications and additions of matrix products, attention and convolutions, in forward
+and backward; two of them are one multiply-accumulate. Elementwise operations are not counted.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PREFIXES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1
 
 
 class FlopsProfiler:
-    """Counts what runs between `start_profile()` and `stop_profile()`.
+    """Counter of the operations that run between `start_profile()` and `stop_profile()`.
 
-    Between them run the model, or an engine that has it, forward or also backward. What is
-    recomputed is counted as it runs; `recompute_fwd_factor` is not looked at.
+    Between the calls run the model or its engine, forward and optionally backward. Recomputed
+    operations are counted as they run; `ds_engine` and `recompute_fwd_factor` are not used.
     """
 
     def __init__(
@@ -36,13 +36,13 @@ class FlopsProfiler:
         self._begun_s = self._duration_s = 0.0
 
     def start_profile(self, ignore_list: Any = None) -> None:
-        """Count from now on; `ignore_list` is not looked at."""
+        """Start counting from zero; `ignore_list` is not used."""
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
         self.started, self._begun_s = True, time.perf_counter()
 
     def stop_profile(self) -> None:
-        """Stop counting; the counts stay."""
+        """Stop counting; the counts stay available."""
         if self.started:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
@@ -55,26 +55,26 @@ class FlopsProfiler:
         self._counter, self._duration_s = FlopCounterMode(display=False), 0.0
 
     def end_profile(self) -> None:
-        """`stop_profile()`, and forget."""
+        """Stop counting and reset the counts."""
         self.stop_profile()
         self.reset_profile()
 
     def get_total_flops(self, as_string: bool = False) -> Any:
-        """Operations so far; as text with a unit."""
+        """Return the operations counted so far; as text with a unit if `as_string`."""
         flops = self._counter.get_total_flops()
         return _text(flops, "FLOPS") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
-        """Return the multiply-accumulates so far: half the FLOP."""
+        """Return the multiply-accumulates counted so far: half the operations."""
         macs = self.get_total_flops() / 2
         return _text(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
-        """Return the seconds between start and stop, waits included."""
+        """Return the seconds between start and stop, including waits."""
         return _text(self._duration_s, "s") if as_string else self._duration_s
 
     def get_total_params(self, as_string: bool = False) -> Any:
-        """Elements of the model's parameters, wherever they rest."""
+        """Return the number of elements of all parameters, on any tier."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
         return _text(count) if as_string else count
 
@@ -88,8 +88,8 @@ class FlopsProfiler:
     ) -> None:
         """Write a table of modules, the largest first, to stdout or into a file.
 
-        `module_depth` is the deepest that is shown, -1 all; `top_modules` how many of each depth
-        without `detailed`.
+        `module_depth` is the deepest level shown, -1 for all. Unless `detailed`, only the
+        `top_modules` largest modules of each depth are shown.
         """
         lines = [
             f"step {profile_step}: {self.get_total_params(True)} parameters, "
@@ -126,10 +126,11 @@ def get_model_profile(
     ignore_modules: Any = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Operations, multiply-accumulates and parameters of one call: `(flops, macs, params)`.
+    """Return `(flops, macs, params)` of one call: operations, multiply-accumulates, parameters.
 
-    `input_shape` stands for ones of that shape in place of `args` and `kwargs`; `mode` is "forward"
-    or "generate"; `warm_up` calls come first. Raises `ConfigError` where nothing is given to call.
+    The model is called with `args` and `kwargs`, or with a tensor of ones of `input_shape`, after
+    `warm_up` calls that are not counted. `mode` is "forward" or "generate". Raises `ConfigError` if
+    there is no input.
     """
     given = () if input_shape is None else (_ones(model, input_shape),)
     args, kwargs = tuple(args) or given, dict(kwargs or {})
@@ -160,6 +161,6 @@ def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _text(number: float, unit: str = "") -> str:
-    """Return a number with the largest prefix that fits, as "1.5 GFLOPS"."""
+    """Format a number with the largest prefix that fits, as in "1.5 GFLOPS"."""
     prefix, size = next((one for one in _PREFIXES if abs(number) >= one[1]), ("", 1.0))
     return f"{round(number / size, 2):g} {prefix}{unit}".rstrip()

@@ -1,11 +1,12 @@
-"""Converts a DeepSpeed ZeRO checkpoint, or reads its fp32 weights.
+"""Import of DeepSpeed ZeRO checkpoints, and reading of their fp32 weights.
 
-The files are pickles. They are read by torch's restricted unpickler, which makes tensors,
-containers and numbers; the few classes of DeepSpeed's own become empty shells here. Anything else
-is refused.
+The files are pickles. torch's restricted unpickler (`weights_only=True`) reads tensors, containers
+and numbers; a few DeepSpeed classes are replaced by placeholders without code. Any other object is
+an error.
 
-ZeRO 1 and 2 lay the parameters of a group end to end and cut that into one part per rank. ZeRO 3
-cuts each parameter into equal parts, the last one padded, and lays the parts of a rank end to end.
+ZeRO 1 and 2 concatenate the parameters of a group and cut the result into one partition per rank.
+ZeRO 3 cuts each parameter into equal partitions, the last one padded, and concatenates the
+partitions of each rank.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ _REMEDY = "export the weights there as safetensors (zero_to_fp32.py --safe_seria
 
 
 class _Shell:
-    """Stands for a pickled DeepSpeed object with plain data: an address, a loss scaler."""
+    """Placeholder for a pickled DeepSpeed object with plain data: an address, a loss scaler."""
 
 
 class _Stage(int):
-    """Stands for `deepspeed.runtime.zero.config.ZeroStageEnum`."""
+    """Placeholder for `deepspeed.runtime.zero.config.ZeroStageEnum`."""
 
 
 _SHELLS: list[Any] = [
@@ -65,7 +66,7 @@ _SHELLS: list[Any] = [
 
 @dataclass(frozen=True)
 class ZeroFiles:
-    """Files of one ZeRO checkpoint, by rank; tensors are mapped, not read."""
+    """Files of one ZeRO checkpoint, by rank; tensors are memory-mapped."""
 
     directory: Path
     stage: int
@@ -73,7 +74,7 @@ class ZeroFiles:
     optimizers: Sequence[Mapping[str, Any]]
 
     def refuse(self, problem: str) -> NoReturn:
-        """Raise the error for a checkpoint that is not understood."""
+        """Raise `CheckpointError` for an unsupported checkpoint."""
         raise CheckpointError(
             f"{self.directory} is not understood: {problem}",
             because="ZeRO stages 1, 2 and 3 without model parallelism or experts are imported",
@@ -82,7 +83,7 @@ class ZeroFiles:
 
 
 def is_zero(root: Path, tag: str | None) -> bool:
-    """Whether `read_zero` would find files of ZeRO there, complete or not."""
+    """Return whether the directory has ZeRO files, complete or not."""
     try:
         directory = _directory(root, tag)
     except ConfigError:
@@ -91,9 +92,9 @@ def is_zero(root: Path, tag: str | None) -> bool:
 
 
 def read_zero(root: Path, tag: str | None) -> ZeroFiles:
-    """The checkpoint `tag` below `root`, or the one that `latest` names, or `root` itself.
+    """Open the checkpoint `tag` below `root`; without a tag the one in `latest`, or `root` itself.
 
-    Raises `ConfigError` if there is none, `CheckpointError` for what is not understood.
+    Raises `ConfigError` if there is none, `CheckpointError` if it is not supported.
     """
     directory = _directory(root, tag)
     names = sorted(path.name for path in directory.iterdir())
@@ -133,7 +134,7 @@ def _directory(root: Path, tag: str | None) -> Path:
 
 
 def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
-    """The files of ranks 0, 1, ... in that order."""
+    """Return the files that match `pattern`, ordered by rank."""
     found: dict[int, Path] = {}
     for name in names:
         if (match := pattern.fullmatch(name)) is None:
@@ -170,24 +171,24 @@ def _member(path: Path, key: str) -> Mapping[str, Any]:
 
 
 def flat_tensors(value: Any) -> list[Tensor] | None:
-    """A list of dense tensors of floats in one dimension; None if it is anything else."""
+    """Return `value` if it is a list of dense one-dimensional float tensors, else None."""
     if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
         return None
     dense = all(p.layout is torch.strided and p.dim() == 1 for p in value)
     return value if dense and all(p.is_floating_point() for p in value) else None
 
 
-# --- a checkpoint of ours ------------------------------------------------------------------------
+# --- import --------------------------------------------------------------------------------------
 
 _PIECE = 1 << 20  # elements
-_MOMENTS = AdamW.state_names  # as it calls them too
-# Of trained parameters, and so of the checkpoint; any other dtype becomes fp32.
+_MOMENTS = AdamW.state_names  # DeepSpeed's names too
+# Dtypes of trained parameters in the new checkpoint; any other dtype becomes fp32.
 _PRECISIONS = {d: name for name, d in COMPUTE_DTYPES.items() if d is not torch.float32}
 
 
 @dataclass(frozen=True)
 class Imported:
-    """An import: the new checkpoint, and the names of moments ("exp_avg", ...) in it."""
+    """Result of an import; `moments` are the imported state names ("exp_avg", ...)."""
 
     path: Path
     stage: int
@@ -199,7 +200,7 @@ class Imported:
 
 @dataclass
 class _Trained:
-    """A parameter: its type in the model, its updates, and where its values lie, in pieces."""
+    """A trained parameter: dtype in the model, number of updates, and its values in slices."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -210,7 +211,7 @@ class _Trained:
 
 @dataclass(frozen=True)
 class _Contents:
-    """Contents of a checkpoint by name: for a frozen parameter its shape and parts."""
+    """Contents of a ZeRO checkpoint by name; `frozen` has the shape and slices of a parameter."""
 
     trained: dict[str, _Trained]
     frozen: dict[str, tuple[tuple[int, ...], list[Tensor]]]
@@ -222,12 +223,12 @@ class _Contents:
 def import_deepspeed(
     source: Path, root: Path, engine_version: str, tag: str | None = None
 ) -> Imported:
-    """Write the ZeRO checkpoint below `source` as `ROOT/TAG`, under the same tag.
+    """Convert the ZeRO checkpoint below `source` to `ROOT/TAG`, under the same tag.
 
-    Parameters that the model held in bf16 become weights and residuals, in fp16 weights and
-    masters, others fp32. Optimizer settings, schedules, loss scales and random states are not
-    taken over. Raises `ConfigError` if there is nothing, `CheckpointError` for what is not
-    understood, and like `CheckpointWriter`.
+    Parameters with bf16 weights become weights and residuals, with fp16 weights and masters, others
+    fp32. Optimizer settings, schedules, loss scales and random states are not imported. Raises
+    `ConfigError` if there is no checkpoint, `CheckpointError` if it is not supported, and the
+    errors of `CheckpointWriter`.
     """
     files = read_zero(source, tag)
     found = _contents(files)
@@ -247,7 +248,7 @@ def import_deepspeed(
 
 
 def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
-    """All that the files hold; the model's buffers are those of rank 0."""
+    """Read the contents of all files; buffers are those of rank 0."""
     model = files.models[0]
     module = model.get("module")
     if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
@@ -267,11 +268,11 @@ def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
 
 
 def _streams(found: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[Tensor]]]]:
-    """Yield the tensors of each of our streams, with their values in pieces."""
+    """Return the tensors of each stream of the new checkpoint, with iterators over their slices."""
     trained, fp32 = found.trained.items(), torch.float32
 
     def half(one: _Trained, which: int) -> Iterator[Tensor]:
-        """Return the weight, or the residual of the master."""
+        """Yield slices of the weight (0), or of the residual or master (1)."""
         for piece in _pieces(one.master):
             master = piece.to(fp32)
             bf16 = one.dtype is torch.bfloat16
@@ -338,7 +339,7 @@ def _manifest(files: ZeroFiles, engine_version: str, found: _Contents) -> Manife
 
 
 def _rule(files: ZeroFiles) -> str:
-    """Return our name of the update rule; DeepSpeed's "Adam" is AdamW by default."""
+    """Return infinity's name of the update rule; DeepSpeed's "Adam" is AdamW by default."""
     config = files.models[0].get("ds_config")
     optimizer = config.get("optimizer") if isinstance(config, dict) else None
     kind = optimizer.get("type") if isinstance(optimizer, dict) else None
@@ -368,7 +369,7 @@ def _raw(flat: Tensor) -> Tensor:
 
 
 def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
-    """Shapes by name, a dict for each group."""
+    """Return shapes by name, one dict per parameter group."""
     found = files.models[0].get(key) or []
     groups = [found] if isinstance(found, dict) else found
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -377,7 +378,7 @@ def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
 
 
 def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
-    """The trained parameters by name."""
+    """Return the trained parameters by name."""
     groups = _shapes(files, "param_shapes")
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     masters = [flat_tensors(state.get(key)) for state in files.optimizers]
@@ -430,13 +431,12 @@ def _step_of(files: ZeroFiles, state: Mapping[str, Any]) -> int:
     return max(_steps(files) - (skipped if type(skipped) is int else 0), 0)
 
 
-# Where a parameter lies: (flat tensor, first element, count) of each rank that has a part.
 _Where = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, count
-_Location = tuple[str, tuple[int, ...], int, _Where]
+_Location = tuple[str, tuple[int, ...], int, _Where]  # name, shape, group, ranges
 
 
 def _covering(begin: int, left: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Where `left` elements from `begin` on lie in pieces end to end: piece, first, count."""
+    """Map `left` elements from offset `begin` to concatenated tensors: (tensor, offset, count)."""
     for piece, length in enumerate(lengths):
         count = min(max(length - begin, 0), left)
         if count:
@@ -502,7 +502,7 @@ def _gather(
 def _frozen_of(
     files: ZeroFiles, module: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[int, ...], list[Tensor]]]:
-    """Shape and parts of each frozen parameter in `module`."""
+    """Return the shape and slices of each frozen parameter in `module`."""
     known: dict[str, tuple[int, ...]] = {}
     for group in _shapes(files, "frozen_param_shapes"):
         known |= group
@@ -529,9 +529,9 @@ def _frozen_of(
 def deepspeed_weights(
     source: Path, tag: str | None = None, *, frozen: bool = True
 ) -> tuple[list[Outgoing], Mapping[str, str]]:
-    """Masters, frozen parameters (floats in fp32) and buffers; and other names of tied ones.
+    """Return masters, frozen parameters (floats in fp32) and buffers, and the names of aliases.
 
-    Reads what `import_deepspeed` does, and raises what it raises.
+    Supports the checkpoints of `import_deepspeed`, and raises the same errors.
     """
     found = _contents(read_zero(source, tag), frozen=frozen)
     parts = {name: (one.shape, one.master) for name, one in found.trained.items()} | found.frozen

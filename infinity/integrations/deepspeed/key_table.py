@@ -1,6 +1,6 @@
-"""DeepSpeed's configuration keys, and the treatment of each: the data behind `keys`.
+"""Table of DeepSpeed configuration keys, and the treatment of each.
 
-`make docs` makes the page "DeepSpeed keys" of this table.
+`make docs` generates the page "DeepSpeed keys" from this table.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-# A flag is true or false; a count is a whole number of 1 or more, signed any, an interval may be
-# infinite; a share is between 0 and 1; numbers are one, or one for each parameter group.
+# flag: true or false. whole: an integer of 0 or more, count: 1 or more, signed: any, interval:
+# whole or infinite. share: 0 to 1. pair: two numbers. numbers: one, or one per parameter group.
 Kind: TypeAlias = Literal[
     "flag", "number", "numbers", "pair", "share", "whole", "count", "signed", "interval",
     "text", "names", "paths", "section", "anything",
@@ -36,13 +36,13 @@ class Key:
 
     Attributes:
         name: Full name, with dots between sections.
-        kind: Kind of its value, or the words that it may be.
-        default: DeepSpeed's default, as JSON where it is a value; "-" for none.
+        kind: Kind of the value, or the accepted strings.
+        default: DeepSpeed's default, in JSON if it is a value; "-" for none.
         verdict: Treatment of the key.
         note: Effect of the key, or the reason for its verdict.
         when: Condition under which a refused key is refused; it is accepted otherwise.
-        remedy: What to write instead of a refused key.
-        ours: Our key that gets the value unchanged; "" if the value needs translation.
+        remedy: Alternative to a refused key.
+        ours: infinity's key that gets the value unchanged; "" if the value needs translation.
         old: Earlier names of the key in the same section.
     """
 

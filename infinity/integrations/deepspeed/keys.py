@@ -1,7 +1,7 @@
-"""Lookup of DeepSpeed configuration keys, and readers for each kind of value.
+"""Lookup of DeepSpeed configuration keys, and a reader for each kind of value.
 
-The keys are data, in `key_table.py`. JSON has one kind of number, so `1e9` is accepted as a
-whole number, and so is text that is a number.
+`key_table.py` has the table of keys. JSON does not distinguish integers from floats: `1e9` is
+accepted as a whole number, and so is a string with a number.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from typing import Any
 from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE, KeyStatus, Kind, When
 from infinity.optim.rules import RULES
 
-# DeepSpeed's names of the built-in rules, of which it ignores the case.
+# DeepSpeed's names of the built-in update rules, in lower case: DeepSpeed ignores case.
 BUILT_IN = {name.lower(): name for name, rule in RULES.items() if rule.deepspeed is not None}
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What became of one key that was given: shown by `infinity plan`, written to the step log."""
+    """Treatment of one given key: shown by `infinity plan`, written to the step log."""
 
     key: str
     given: Any
@@ -31,7 +31,7 @@ class Row:
     note: str
 
     def as_dict(self) -> dict[str, Any]:
-        """JSON-able: what JSON has no word for is text."""
+        """Return the row as JSON types; values without a JSON type become strings."""
         given, verdict = _plain(self.given), str(self.verdict)
         return {"key": self.key, "given": given, "verdict": verdict, "note": self.note}
 
@@ -44,12 +44,12 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
-        return int(value)  # NumPy's too
+        return int(value)  # also NumPy's
     return value if value is None or isinstance(value, bool | float | str) else str(value)
 
 
 def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
-    """A heading, and a line for each row of `Translation.table`."""
+    """Format the rows of `Translation.table`: a heading, and one line per row."""
     cells = [
         (row["key"], "" if row["given"] is None else json.dumps(row["given"]), row["verdict"])
         for row in rows
@@ -63,11 +63,11 @@ def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 KEYS = {key.name: key for key in TABLE}
-# The present names of keys and sections by their old ones.
+# Old names of keys and sections -> current names.
 OLD_NAMES = OLD_SECTIONS | {
     f"{key.name.rpartition('.')[0]}.{old}".lstrip("."): key.name for key in TABLE for old in key.old
 }
-# Sections whose keys depend on `type`: what is not in the table is judged there.
+# Sections whose keys depend on `type`; keys that the table lacks are checked by `type`.
 OPEN = ("optimizer.params", "scheduler.params")
 SECTIONS = frozenset(
     ".".join(parts[:depth])
@@ -77,7 +77,7 @@ SECTIONS = frozenset(
 
 
 def names_in(section: str) -> list[str]:
-    """The names that may stand in a section ("" is the top), old ones last."""
+    """Return the valid names in a section ("" is the top level), old names last."""
     prefix = f"{section}." if section else ""
     below = [n.removeprefix(prefix) for n in (*KEYS, *OLD_NAMES) if n.startswith(prefix)]
     return list(dict.fromkeys(name.split(".")[0] for name in below))
@@ -87,7 +87,7 @@ def names_in(section: str) -> list[str]:
 
 
 def _switched_on(value: Any) -> bool:
-    """Whether a section is on: its `enabled`, else any `enabled` inside, else that it is there."""
+    """Return whether a section is on: its `enabled`, else any `enabled` inside, else not empty."""
     if not isinstance(value, Mapping):
         return bool(value)
     switches = [value["enabled"] is True] if "enabled" in value else list(_switches(value))
@@ -103,7 +103,7 @@ def _switches(value: Mapping[str, Any]) -> Iterator[bool]:
 
 
 def _several_ways(value: Any) -> bool:
-    """tensor_parallel: on where a size is above 1."""
+    """Return whether tensor_parallel is enabled: a size is above 1."""
     if not isinstance(value, dict):
         return bool(value)
     inner = value.get("tp") or value.get("tensor_parallel") or {}
@@ -112,7 +112,7 @@ def _several_ways(value: Any) -> bool:
 
 
 def _has_stages(value: Any) -> bool:
-    """pipeline: acts only on a PipelineModule, which cannot be passed here."""
+    """Return whether pipeline has several stages; the section affects a PipelineModule only."""
     stages = value.get("stages") if isinstance(value, dict) else value
     return isinstance(stages, int) and stages > 1
 
@@ -134,7 +134,7 @@ def read_value(kind: Kind | tuple[str, ...], value: Any) -> Any:
     """Return the value as a Python object; raise `ValueError` if it is of another kind."""
     if isinstance(kind, str):
         return _READ[kind](value)
-    if isinstance(value, str) and value.lower() in kind:  # in upper or lower case
+    if isinstance(value, str) and value.lower() in kind:
         return value.lower()
     raise ValueError(f"should be one of {', '.join(map(repr, kind))}")
 
@@ -145,7 +145,7 @@ def _number(value: Any) -> float:
             value = float(value)
         except ValueError:
             raise ValueError("should be a number") from None
-    real = not isinstance(value, bool) and isinstance(value, numbers.Real)  # NumPy's too
+    real = not isinstance(value, bool) and isinstance(value, numbers.Real)  # also NumPy's
     if not real or not math.isfinite(value):
         raise ValueError("should be a number")
     return float(value)
@@ -203,7 +203,7 @@ _WHOLE = _that(_as_int, lambda number: number >= 0, "0 or more")
 _READ: dict[Kind, Callable[[Any], Any]] = {
     "flag": _kind(bool, "true or false"),
     "number": _number,
-    "numbers": _numbers,  # or one per group
+    "numbers": _numbers,  # one, or one per parameter group
     "pair": _that(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
     "share": _that(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
     "whole": _WHOLE,

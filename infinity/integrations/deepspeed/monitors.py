@@ -12,7 +12,7 @@ from infinity.common.files import make_directories
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.processes import get_rank
 
-Event = tuple[str, float, int]  # a label such as Train/Samples/lr, its value, and samples so far
+Event = tuple[str, float, int]  # label such as Train/Samples/lr, value, samples so far
 Section = Mapping[str, Any]
 
 
@@ -52,9 +52,9 @@ class _Wandb:
 
 
 class _Csv:
-    """A file for each label in `output_path/job_name`, with a line `samples,value` for each event.
+    """CSV files in `output_path/job_name`: one per label, with a line `samples,value` per event.
 
-    Train/Samples/lr is in Train_Samples_lr.csv; lines are added to a file that exists.
+    Label Train/Samples/lr goes to Train_Samples_lr.csv; existing files are appended to.
     """
 
     def __init__(self, section: Section) -> None:
@@ -77,7 +77,7 @@ class _Csv:
 
 
 class _Comet:
-    """An experiment of Comet: a metric of each label every `samples_log_interval` samples."""
+    """A Comet experiment; logs each label at most every `samples_log_interval` samples."""
 
     def __init__(self, section: Section) -> None:
         names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
@@ -86,7 +86,7 @@ class _Comet:
         if "experiment_name" in section:
             self._experiment.set_name(section["experiment_name"])
         self._interval = section.get("samples_log_interval", 100)
-        self._last: dict[str, int] = {}  # samples at a label's last metric
+        self._last: dict[str, int] = {}  # label -> samples at its last metric
 
     def write(self, events: Sequence[Event]) -> None:
         for label, value, samples in events:
@@ -107,7 +107,7 @@ _WRITERS: dict[str, Callable[[Section], Any]] = {
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> dict[str, Section]:
-    """Return the sections of a configuration that ask for monitors, without keys that are null."""
+    """Return the monitor sections of a configuration, without keys that are null."""
     sections = {name: param_dict.get(name) or {} for name in _WRITERS}
     return {
         name: {key: value for key, value in section.items() if value is not None}
@@ -116,11 +116,11 @@ def get_monitor_config(param_dict: Mapping[str, Any]) -> dict[str, Section]:
 
 
 class MonitorMaster:
-    """All monitors that a configuration enables, as `DeepSpeedEngine.monitor`.
+    """All monitors that a configuration enables; see `DeepSpeedEngine.monitor`.
 
-    The first rank writes; on the others, and without monitors, `enabled` is False. Raises
-    `ConfigError` if a package of one is missing. `tb_monitor.summary_writer` is TensorBoard's;
-    `tb_monitor`, `wandb_monitor`, `csv_monitor` and `comet_monitor` are None if they are off.
+    Only rank 0 writes; on other ranks, and without monitors, `enabled` is False. Raises
+    `ConfigError` if a package is missing. `tb_monitor.summary_writer` is TensorBoard's;
+    `tb_monitor`, `wandb_monitor`, `csv_monitor` and `comet_monitor` are None if disabled.
     """
 
     def __init__(self, monitor_config: Mapping[str, Section]) -> None:
@@ -136,13 +136,13 @@ class MonitorMaster:
         self.enabled = bool(self._writers)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
-        """Write events, each with its own samples so far."""
+        """Write events to all enabled monitors."""
         events = list(event_list)
         for writer in self._writers:
             writer.write(events)
 
     def close(self) -> None:
-        """Write queued records and close the writers; nothing is written from now on."""
+        """Flush and close the writers; later events are dropped."""
         writers, self._writers, self.enabled = self._writers, [], False
         for writer in writers:
             writer.close()

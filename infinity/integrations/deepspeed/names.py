@@ -1,10 +1,10 @@
-"""DeepSpeed's public names: the ones served here, and what to write instead of the others.
+"""DeepSpeed's public names: implementations, and alternatives to names without one.
 
-Any module below `deepspeed` can be imported: one without a file here is made when it is asked for.
-A name in it is ours (`OURS`) or stands for one that is not served: a class if it begins with a
-capital, else a module. These can be imported and compared with, and raise one error when they are
-called or subclassed. In modules that serve names, only DeepSpeed's names are there (`OTHERS`), so
-that scripts can ask for one.
+Any module below `deepspeed` can be imported: one without a file in this package is created on
+import. A name in it has an implementation (`OURS`) or is a placeholder: a class if the name begins
+with a capital, else a module. Placeholders can be imported and used in `isinstance`; they raise
+`ConfigError` when called or subclassed. A module that has implementations has only DeepSpeed's
+names (`OTHERS`), so that scripts can test for a name with `hasattr`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from typing import Any, NoReturn
 
 from infinity.errors import ConfigError, did_you_mean
 
-VERSION = "0.19.8+infinity"  # the release that the names are of, and whose they are here
+VERSION = "0.19.8+infinity"  # DeepSpeed's release with these names, and this library
 HERE = "infinity.integrations.deepspeed"
 
-# Who has a name: (DeepSpeed's module with those below it, "*" for all, "" for the package alone;
-# ours; names). `theirs=ours` where ours is called otherwise. The first that has it counts.
+# Implementations: (DeepSpeed's module and its submodules, "*" for all, "" for the package alone;
+# infinity's module; names). `a=b`: DeepSpeed's `a` is infinity's `b`. The first match counts.
 OURS: tuple[tuple[str, str, str], ...] = (
     ("", f"{HERE}.arguments", "initialize=initialize_deepspeed"),
     ("", f"{HERE}.config", "translate_deepspeed"),
@@ -84,7 +84,8 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "GatheredParameters Init ZeroParamStatus is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
-# What else DeepSpeed has in the modules that serve names; in others any name is.
+# DeepSpeed's names without an implementation, in the modules that have implementations. In other
+# modules any name is accepted.
 OTHERS: dict[str, str] = {
     "":
         "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable MUON_OPTIMIZER accelerator "
@@ -121,12 +122,11 @@ OTHERS: dict[str, str] = {
         "z3_leaf_parameter zero_to_fp32 zero_to_torch",
     "utils.groups": "",
 }  # fmt: skip
-# Modules that scripts look for to choose a kernel: those must not be found.
+# Modules whose presence makes scripts choose a kernel: importing them must fail.
 _ABSENT = ("ops.deepspeed4science",)
 _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
 
-# What to write instead of a name: its module and those below, or the name itself; why; the remedy.
-# The longest that fits counts.
+# Alternatives: (names or modules with their submodules; reason; remedy). The longest match counts.
 _INSTEAD: tuple[tuple[str, str, str], ...] = (
     ("", "it is internal to DeepSpeed, or no name of DeepSpeed",
      "docs/migrating-from-deepspeed.md lists the names that work"),
@@ -197,7 +197,7 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
 
 @cache
 def _owners() -> dict[str, list[tuple[str, str, str]]]:
-    """Name -> (DeepSpeed's module, ours, our name), as `OURS`."""
+    """Return `OURS` by DeepSpeed's name: (DeepSpeed's module, infinity's module, attribute)."""
     found: dict[str, list[tuple[str, str, str]]] = {}
     for where, ours, names in OURS:
         for theirs, _, other in (word.partition("=") for word in names.split()):
@@ -207,7 +207,7 @@ def _owners() -> dict[str, list[tuple[str, str, str]]]:
 
 @cache
 def served(module: str, name: str) -> Any:
-    """Return what `OURS` has for a name of a DeepSpeed module, or None."""
+    """Return the implementation of a name of a DeepSpeed module, or None."""
     for where, ours, attribute in _owners().get(name, ()):
         if where in ("*", module) or (where and module.startswith(f"{where}.")):
             return vars(import_module(ours))[attribute]
@@ -216,7 +216,7 @@ def served(module: str, name: str) -> Any:
 
 @cache
 def look_up(module: str, name: str) -> Any:
-    """Resolve a name of a DeepSpeed module; raises `AttributeError` for unknown names."""
+    """Return a name of a DeepSpeed module; raise `AttributeError` if DeepSpeed lacks it."""
     found = served(module, name)
     if found is not None:
         return found
@@ -231,23 +231,23 @@ def look_up(module: str, name: str) -> Any:
 
 
 def getter(module: str) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a file that is a module of DeepSpeed, too."""
+    """Return the `__getattr__` for a file of this package that stands for a DeepSpeed module."""
     return lambda name: look_up(module, name)
 
 
 def _is_known(module: str, name: str) -> bool:
-    """Return whether a DeepSpeed module has, or may have, a name that is not served."""
+    """Return whether a DeepSpeed module has, or may have, a name without implementation."""
     path = f"{module}.{name}".strip(".")
     named = module not in OTHERS or name in OTHERS[module].split() or _remedies(path, len(module))
     return bool(named) and not name.startswith("_") and path not in _ABSENT
 
 
 class NoAttributeError(ConfigError, AttributeError):
-    """An attribute of a class that is not served, so that `hasattr` finds none."""
+    """Error of an attribute of a class without implementation; `hasattr` returns False."""
 
 
 def _remedies(path: str, beyond: int = -1) -> list[tuple[int, str, str]]:
-    """Return the rows of `_INSTEAD` that fit a path: length of the prefix, why, remedy."""
+    """Return the matches in `_INSTEAD` for a path, as (length of the prefix, reason, remedy)."""
     return [
         (len(prefix), because, remedy)
         for prefixes, because, remedy in _INSTEAD
@@ -257,7 +257,7 @@ def _remedies(path: str, beyond: int = -1) -> list[tuple[int, str, str]]:
 
 
 def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
-    """Return the error of a name, by its dotted path below `deepspeed`."""
+    """Return the error for a name without implementation, by its path below `deepspeed`."""
     _, because, remedy = max(_remedies(path))
     hint = did_you_mean(path.rpartition(".")[2], _owners(), cutoff=0.88)
     what = f"deepspeed.{path} is not here"
@@ -265,7 +265,7 @@ def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError
 
 
 class _Refused(type):
-    """Type of a class that is not served: it raises when it is called or subclassed."""
+    """Metaclass of placeholder classes, which raise when called or subclassed."""
 
     def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _Refused:
         for base in bases:
@@ -284,13 +284,13 @@ class _Refused(type):
 
 
 class _Module(ModuleType):
-    """A module of DeepSpeed without a file here, or a function that is not served."""
+    """Placeholder of a DeepSpeed module or function."""
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"DeepSpeed's module of that name: see {__name__}.")
         self._path = name.removeprefix(f"{HERE}.")
         parent, _, last = self._path.rpartition(".")
-        self._function = served(parent, last)  # such as utils.z3_leaf_module, which is both
+        self._function = served(parent, last)  # utils.z3_leaf_module is both
 
     def __getattr__(self, name: str) -> Any:
         return look_up(self._path, name)
@@ -301,7 +301,7 @@ class _Module(ModuleType):
         return self._function(*args, **kwargs)
 
     def __instancecheck__(self, instance: object) -> bool:
-        return False  # of a class with a name in lower case
+        return False  # in case the name is a lower-case class
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
         raise why_refused(self._path)
@@ -311,7 +311,7 @@ _made = cache(lambda path: _Module(f"{HERE}.{path}"))
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Makes modules below `deepspeed` that have no file here; last, so that files win."""
+    """Import hook that creates modules without a file; last, so that files take precedence."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -323,12 +323,12 @@ class _Finder(MetaPathFinder, Loader):
         return ModuleSpec(name, self, is_package=True) if found else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Return a module that looks its names up when they are used."""
+        """Return a module that resolves its names on access."""
         made: ModuleType = _made(spec.name.removeprefix(f"{HERE}."))
         return made
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let `checkpointing` and `dist` be the modules that they abbreviate."""
+        """Replace an alias in `sys.modules` (`checkpointing`, `dist`) by its target."""
         target = _ALIASES.get(module.__name__.removeprefix(f"{HERE}."))
         if target is not None:
             sys.modules[module.__name__] = import_module(f"{HERE}.{target}")

@@ -26,7 +26,7 @@ class OffloadStateTypeEnum(StrEnum):
 
 
 class OffloadDeviceEnum(StrEnum):
-    """Places that state is moved to, by DeepSpeed's names."""
+    """Offload targets, by DeepSpeed's names."""
 
     none = "none"
     cpu = "cpu"
@@ -35,13 +35,13 @@ class OffloadDeviceEnum(StrEnum):
 
 @dataclass(frozen=True)
 class OffloadDevice:
-    """The slowest place that one kind of state rests in."""
+    """Slowest offload target of one kind of state."""
 
     device: OffloadDeviceEnum
 
     @staticmethod
     def of(tiers: Iterable[Tier]) -> OffloadDevice | None:
-        """None where all of it rests on the compute device."""
+        """Return the slowest target among `tiers`; None if all state is on the compute device."""
         found = set(tiers)
         if Tier.DISK in found:
             return OffloadDevice(OffloadDeviceEnum.nvme)
@@ -58,14 +58,14 @@ _FIELDS = {
 
 
 def devices_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
-    """Torch devices, and "disk", where a kind of state rests."""
+    """Return the torch devices, and "disk", on which the plan stores a kind of state."""
     name = _FIELDS[OffloadStateTypeEnum(state)]
     by_tier = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
     return {by_tier[getattr(placement, name)] for placement in plan.placements}
 
 
 def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
-    """Raise `ConfigError` if any of these states holds memory of a GPU."""
+    """Raise `ConfigError` if the plan stores anything on the GPU; check `include` and `device`."""
     if str(getattr(device, "value", device)) != "cpu":
         raise ConfigError(
             f"offload_states(device={device!r})", remedy='"cpu", which means: off the GPU'
@@ -75,7 +75,7 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
     except ValueError as error:
         names = ", ".join(kind.value for kind in OffloadStateTypeEnum)
         raise ConfigError(str(error), remedy=f"of {names}") from None
-    if plan.unified:  # one memory: nothing is on a device of its own
+    if plan.unified:  # CPU and compute device share one memory
         return
     held = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
     if held:

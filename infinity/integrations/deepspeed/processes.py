@@ -1,7 +1,7 @@
-"""What scripts written for DeepSpeed call around the engine.
+"""Functions of DeepSpeed that scripts call in addition to the engine's.
 
-Of DeepSpeed's `comm`, `checkpointing`, `runtime.dataloader` and `ops.adam`, and the two calls
-before `initialize`: `add_config_arguments`, `init_distributed`.
+They belong to `comm`, `checkpointing`, `runtime.dataloader` and `ops.adam`, or are called before
+`initialize`: `add_config_arguments`, `init_distributed`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.errors import ConfigError
 from infinity.optim import standalone
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
-DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # where accelerate writes variables
+DEEPSPEED_ENVIRONMENT_NAME = ".deepspeed_env"  # accelerate writes variables to this file
 _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
@@ -30,7 +30,7 @@ def add_config_arguments(parser: Any) -> Any:
     """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser.
 
     Args:
-        parser: The parser. Pass the result of its `parse_args` as `initialize(args=...)`. The flag
+        parser: The parser. Pass the result of `parse_args()` to `initialize(args=...)`. The flag
             `--deepspeed` has no effect.
 
     Returns:
@@ -70,15 +70,15 @@ def init_distributed(
 ) -> None:
     """Initialize torch's default process group, unless there is one.
 
-    NCCL is the backend where there are GPUs, else gloo. One process needs no group, but gets one if
-    a launcher started it.
+    The default backend is NCCL with GPUs, else gloo. For a single process, a group is created only
+    if a launcher started it.
 
     Args:
         dist_backend: Backend, if no launcher started this process.
         auto_mpi_discovery: Ignored.
         distributed_port: Ignored.
         verbose: Ignored.
-        timeout: Limit of a collective, a `timedelta`.
+        timeout: Timeout of collectives, a `timedelta`.
         init_method: Address of the rendezvous, if no launcher started this process.
         dist_init_required: Ignored.
         config: Ignored.
@@ -115,82 +115,82 @@ def _has_group() -> bool:
 
 
 def is_initialized() -> bool:
-    """Whether processes are in touch, as one that no launcher started is with itself."""
+    """Return whether communication works; True for a single process without a launcher."""
     return _has_group() or (num_launched() == 1 and "RANK" not in os.environ)
 
 
 def get_rank(group: Any = None) -> int:
-    """The number of this process; 0 where there is one."""
+    """Return the rank of this process; 0 for a single process."""
     return dist.get_rank(group) if _has_group() else number_of("RANK")
 
 
 def get_local_rank() -> int:
-    """Its number on this machine."""
+    """Return the rank of this process on its machine."""
     return number_of("LOCAL_RANK")
 
 
 def get_world_size(group: Any = None) -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return dist.get_world_size(group) if _has_group() else num_launched()
 
 
 def destroy_process_group(group: Any = None) -> None:
-    """As torch's; nothing where there is none."""
+    """Destroy a process group, if there is one."""
     if _has_group():
         dist.destroy_process_group(group)
 
 
 def get_world_group() -> Any:
-    """torch's default group; None where there is none."""
+    """Return torch's default process group; None if there is none."""
     return dist.group.WORLD if _has_group() else None
 
 
 def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
-    """The number of a process, by that in a group."""
+    """Return the global rank of a rank in a group."""
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
 def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """The numbers of a group's processes."""
+    """Return the global ranks of a group."""
     return dist.get_process_group_ranks(group) if _has_group() else [0]
 
 
 def no_group() -> None:
-    """Return None: there are no groups that share a layer or a sequence."""
+    """Return None: there are no tensor-parallel or sequence-parallel groups."""
 
 
 def get_zero() -> int:
-    """The number of a process in a group of its own."""
+    """Return 0, the rank in a group of one process."""
     return 0
 
 
 def get_one() -> int:
-    """How many processes are in a group of its own."""
+    """Return 1, the size of a group of one process."""
     return 1
 
 
-_LOGGED = ("prof", "log_name", "debug")  # of DeepSpeed's log of what is sent, which is not kept
+_LOGGED = ("prof", "log_name", "debug")  # arguments of DeepSpeed's communication log, ignored
 
 
 class Finished:
-    """The handle of an operation that needs no communication: it is complete."""
+    """Handle of a complete operation, for collectives of a single process."""
 
     def wait(self, timeout: Any = None) -> bool:
-        """True, at once."""
+        """Return True."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Return True."""
         return True
 
 
 def _passed_on(
     name: str, alone: Callable[..., Any] | None = None, **renamed: str
 ) -> Callable[..., Any]:
-    """Return a function of torch.distributed that takes DeepSpeed's parameters too.
+    """Return a function of torch.distributed that also accepts DeepSpeed's parameters.
 
-    `alone` does what is to be done where there is one process, and no group; `renamed` has torch's
-    names of parameters by DeepSpeed's.
+    `alone` replaces it for a single process without a group. `renamed` maps DeepSpeed's names of
+    parameters to torch's.
     """
 
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -208,11 +208,11 @@ def _passed_on(
 
 
 def _nothing(**kwargs: Any) -> None:
-    """One process has what all have."""
+    """Do nothing: the tensors of a single process are the result."""
 
 
 def _copies(target: str, source: str) -> Callable[..., None]:
-    """Of tensors, or lists of one, each: what one process sends it gets itself."""
+    """Return a single-process collective: copy tensors of argument `source` to `target`."""
 
     def listed(value: Any) -> list[Any]:
         return [value] if isinstance(value, torch.Tensor) else list(value or ())
@@ -260,7 +260,7 @@ is_available = dist.is_available
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """`function(*args)`, whose activations are made again in backward instead of being kept."""
+    """Return `function(*args)`, recomputing its activations in backward."""
     return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -274,9 +274,9 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Nothing to set: `checkpoint` keeps a function's inputs where they are.
+    """Check the options; none has an effect on `checkpoint`.
 
-    Raises `ConfigError` for `mpu_` and for `checkpoint_in_cpu`, which would change memory.
+    Raises `ConfigError` for `mpu_`, and for `checkpoint_in_cpu`, without which memory use differs.
     """
     if mpu_ is not None:
         raise ConfigError(
@@ -293,19 +293,19 @@ def configure(
 
 
 def is_configured() -> bool:
-    """True: there is nothing to configure."""
+    """Return True: `checkpoint` needs no configuration."""
     return True
 
 
 def reset() -> None:
-    """Nothing to do: nothing is kept from one backward to the next."""
+    """Do nothing: `checkpoint` has no state between backwards."""
 
 
 # --- runtime.dataloader --------------------------------------------------------------------------
 
 
 class RepeatingLoader:
-    """Another loader's batches, over and over; raises `StopIteration` if it has none at all."""
+    """Iterator that repeats the batches of a loader; raises `StopIteration` if it has none."""
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.loader = loader
@@ -322,14 +322,14 @@ class RepeatingLoader:
             return next(self.data_iter)
 
 
-# --- ops.adam: ours, with DeepSpeed's order of arguments and defaults -----------------------------
+# --- ops.adam: infinity's optimizers with DeepSpeed's arguments and defaults ---------------------
 
 
 class DeepSpeedCPUAdam(standalone.CPUAdam):
-    """`infinity.CPUAdam`; weight decay starts from 0.
+    """`infinity.CPUAdam` with DeepSpeed's arguments; the default weight decay is 0.
 
-    In `initialize(optimizer=...)` it means the built-in rule with these settings;
-    `fp32_optimizer_states=False` (moments in bf16) is for there only.
+    `initialize(optimizer=...)` translates it to the built-in rule with these settings. Moments in
+    bf16 (`fp32_optimizer_states=False`) are supported there only.
     """
 
     def __init__(
@@ -358,7 +358,7 @@ class DeepSpeedCPUAdam(standalone.CPUAdam):
 
 
 class FusedAdam(standalone.FusedAdam):
-    """`infinity.FusedAdam`; as `DeepSpeedCPUAdam`. `set_grad_none` changes nothing."""
+    """`infinity.FusedAdam` with DeepSpeed's arguments; `set_grad_none` has no effect."""
 
     def __init__(
         self,
@@ -385,7 +385,7 @@ class FusedAdam(standalone.FusedAdam):
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
-    """torch's Adagrad; in `initialize(optimizer=...)` it runs tile by tile on offloaded state."""
+    """`torch.optim.Adagrad`, which `initialize` runs tile by tile on offloaded state."""
 
     def __init__(
         self,

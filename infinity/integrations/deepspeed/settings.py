@@ -1,4 +1,4 @@
-"""Settings of `initialize` from a configuration of either format, by whichever argument it came."""
+"""Settings of `initialize`, read from a configuration of infinity or DeepSpeed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DeepSpeedSettings(Settings):
     """Settings, with the DeepSpeed configuration that they were translated from.
 
     Attributes:
-        translation: The translation; None if `given` is in our own format.
+        translation: The translation; None if `given` is an infinity configuration.
         given: The configuration as it was passed.
     """
 
@@ -24,7 +24,7 @@ class DeepSpeedSettings(Settings):
     given: Any = None
 
     def start_record(self) -> dict[str, Any]:
-        """Return the verdict of each DeepSpeed key."""
+        """Return the treatment of each DeepSpeed key, for the step log."""
         return {} if self.translation is None else {"deepspeed": self.translation.table()}
 
 
@@ -38,14 +38,14 @@ def read_settings(
     model_parameters: Any = None,
     ranks: int = 1,
 ) -> Settings:
-    """Read `initialize`'s configuration, whichever argument it came by.
+    """Read the configuration from the arguments of `initialize`.
 
-    `config` and `config_params` are a `Config`, a dict, a path, or a text; `args` is the result of
-    a parser, whose `deepspeed_config` is a path. `batch_size`, `optimizer` and `lr_scheduler` win
-    over the configuration's. Without `optimizer` and `model_parameters` a DeepSpeed configuration
-    may lack an optimizer: then `trains` is False. Its batch sizes are those of `ranks` processes.
-    `Settings` are returned unchanged. Raises `ConfigError` if there is no configuration, if several
-    differ, and for mistakes in it.
+    `config` and `config_params` are a `Config`, a dict, a path, or text; `args` is the result of an
+    `argparse` parser, and `args.deepspeed_config` a path. `batch_size`, `optimizer` and
+    `lr_scheduler` take precedence over the configuration. Without `optimizer` and
+    `model_parameters`, a DeepSpeed configuration may lack an optimizer: then `trains` is False.
+    Batch sizes are checked for `ranks` processes. `Settings` are returned unchanged. Raises
+    `ConfigError` if there is no configuration, several that differ, or an invalid one.
     """
     if isinstance(config, Settings):
         return config

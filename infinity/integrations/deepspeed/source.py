@@ -1,8 +1,8 @@
-"""Finds a DeepSpeed configuration, and distinguishes it from the engine's own.
+"""Reading of DeepSpeed configurations, distinguished from infinity's.
 
-A dict; a file (JSON, with comments and trailing commas, Hjson, or YAML); the text of one; or base64
-of it, as launchers pass it on. Hjson that is more than JSON with comments (texts and keys without
-quotes, lines without commas) is read by the package hjson, which DeepSpeed uses, if it is there.
+A source is a dict, a file (JSON with comments and trailing commas, Hjson, or YAML), JSON
+text, or base64 of JSON text, which launchers pass. Hjson beyond JSON with comments (unquoted
+strings and keys, lines without commas) needs the package hjson.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _UNMISTAKABLE = (
     "bfloat16",
 )  # fmt: skip
 _COMMON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "compile")
-_MOST_BYTES = 1 << 24  # of a file; weights are passed by mistake
+_MOST_BYTES = 1 << 24  # file size limit: a weights file may be passed by mistake
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENTS = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _COMMAS = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
@@ -34,7 +34,7 @@ _BASE64 = re.compile(r"[A-Za-z0-9_\-+/\s]{4,}=*\s*", re.ASCII)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A DeepSpeed configuration as it was given; `repeated` are keys that it names twice."""
+    """A DeepSpeed configuration before translation; `repeated` are keys given twice."""
 
     where: str
     raw: Mapping[str, Any]
@@ -42,10 +42,10 @@ class Source:
 
 
 def is_deepspeed(raw: Mapping[str, Any]) -> bool:
-    """Whether keys and values are DeepSpeed's: it has keys that we have not.
+    """Return whether a mapping is a DeepSpeed configuration: it has keys that infinity lacks.
 
-    Beside keys of ours only a few that nobody else has count. Where all keys are common to both,
-    an optimizer with `params` is DeepSpeed's.
+    If it has infinity's keys too, only the keys in `_UNMISTAKABLE` count. If both formats have all
+    keys, an optimizer with `params` is DeepSpeed's.
     """
     if any(name in _UNMISTAKABLE for name in raw):
         return True
@@ -58,10 +58,10 @@ def is_deepspeed(raw: Mapping[str, Any]) -> bool:
 
 
 def find_source(source: Any) -> Source | None:
-    """The DeepSpeed configuration in `source`, or None if it is not one.
+    """Return the DeepSpeed configuration in `source`; None if it is another format.
 
-    None is for `load_config`, which then says what is wrong with it, if anything.
-    Raises `ConfigError` for what can only be meant as DeepSpeed's and cannot be read.
+    After None, `load_config` reads the source and reports its errors. Raises `ConfigError` if the
+    source is DeepSpeed's, but cannot be parsed.
     """
     found = None
     if isinstance(source, Mapping):
@@ -81,7 +81,7 @@ def find_source(source: Any) -> Source | None:
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # too long for a name
+    except (OSError, ValueError):  # name too long, or with a null byte
         return False
 
 
@@ -115,7 +115,7 @@ def _from_base64(text: str) -> Source | None:
 
 
 def _parsed(where: str, text: str) -> Source:
-    """JSON, if need be without its comments and trailing commas, or Hjson; or `ConfigError`."""
+    """Parse JSON, with or without comments and trailing commas, or Hjson."""
     try:
         raw, repeated = json_and_repeated(text)
     except (ValueError, RecursionError):
@@ -129,13 +129,13 @@ def _parsed(where: str, text: str) -> Source:
 
 
 def _blank(match: re.Match[str]) -> str:
-    """Replace a comment or comma by blanks; texts and line numbers stay."""
+    """Replace a comment or comma by spaces; strings and line numbers stay unchanged."""
     found = match[0]
     return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
 
 
 def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
-    """Parse a text that is not strict JSON; see `problem`."""
+    """Parse Hjson; `problem` is the error of the JSON parser."""
     try:
         library = importlib.import_module("hjson")
     except ImportError:

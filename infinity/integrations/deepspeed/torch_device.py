@@ -1,4 +1,4 @@
-"""DeepSpeed's `get_accelerator()`: the device that torch computes on, by DeepSpeed's calls."""
+"""DeepSpeed's `get_accelerator()` over `torch.cuda`, or the CPU."""
 
 from __future__ import annotations
 
@@ -17,12 +17,11 @@ _NVTX: Any = torch.cuda.nvtx
 
 
 def _of(answer: Callable[..., Any]) -> Any:
-    """Return a function as a method of the same name."""
     return answer
 
 
 def _of_gpu(name: str, otherwise: Any = None) -> Any:
-    """`torch.cuda`'s function of that name; on a CPU, which has no such thing, `otherwise`."""
+    """Return a method that calls `torch.cuda.<name>`, or returns `otherwise` without a GPU."""
 
     def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
         return getattr(torch.cuda, name)(device_index) if self._is_gpu else otherwise
@@ -31,16 +30,16 @@ def _of_gpu(name: str, otherwise: Any = None) -> Any:
 
 
 def _of_dtype(dtype: torch.dtype) -> Any:
-    """What makes tensors of values, as torch's old types do."""
+    """Return a property: a tensor constructor of this dtype, like `torch.FloatTensor`."""
     return property(lambda self: partial(torch.tensor, dtype=dtype, device=self._name))
 
 
 class DeepSpeedAccelerator:
-    """The first GPU that this process sees, else the CPU; answers are those of torch.
+    """The GPUs visible to this process, else the CPU, by DeepSpeed's accelerator interface.
 
-    What a CPU does not have is nothing: streams and events are None, synchronizing returns at
-    once. Of its memory it tells the RAM of this machine, in bytes. What builds operators at run
-    time, or captures graphs, is refused.
+    Without a GPU, streams and events are None, `synchronize` returns at once, and memory sizes are
+    those of the machine's RAM, in bytes. Building operators at run time and capturing graphs are
+    not supported.
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class DeepSpeedAccelerator:
     on_accelerator = _of(lambda self, tensor: tensor.device.type == self._name)
 
     def device_name(self, device_index: int | None = None) -> str:
-        """The string cuda:1 of 1, cuda of None; cpu without a GPU."""
+        """Return "cuda:1" for 1, "cuda" for None, "cpu" without a GPU."""
         return self._name if device_index is None or not self._is_gpu else f"cuda:{device_index}"
 
     synchronize = _of_gpu("synchronize")
@@ -84,12 +83,12 @@ class DeepSpeedAccelerator:
         self._random("manual_seed_all" if self._is_gpu else "manual_seed", seed)
 
     def get_rng_state(self, device_index: int | None = None) -> Tensor:
-        """The state of the device's generator, uint8."""
+        """Return the state of the device's generator, a uint8 tensor."""
         where = () if device_index is None or not self._is_gpu else (device_index,)
         return self._random("get_rng_state", *where)  # type: ignore[no-any-return]
 
     def set_rng_state(self, new_state: Tensor, device_index: int | None = None) -> None:
-        """Put that state back."""
+        """Restore a state of the device's generator."""
         where = () if device_index is None or not self._is_gpu else (device_index,)
         self._random("set_rng_state", new_state, *where)
 
@@ -137,12 +136,12 @@ class DeepSpeedAccelerator:
     def pin_memory(
         self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True
     ) -> Tensor:
-        """A copy in pinned memory, as torch's; without a GPU the tensor."""
+        """Return a copy in pinned memory; without a GPU the tensor itself."""
         return tensor.pin_memory() if self._is_gpu else tensor
 
     is_pinned = _of(lambda self, tensor: tensor.is_pinned())
 
-    # --- what it computes with -------------------------------------------------------------------
+    # --- dtypes ----------------------------------------------------------------------------------
 
     is_bf16_supported = _of(lambda self: not self._is_gpu or torch.cuda.is_bf16_supported())
     is_fp16_supported = _of(lambda self: True)
@@ -158,5 +157,5 @@ class DeepSpeedAccelerator:
 
 @cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The one of this process."""
+    """Return the accelerator of this process."""
     return DeepSpeedAccelerator()

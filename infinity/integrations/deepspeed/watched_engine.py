@@ -1,4 +1,4 @@
-"""The engine of a configuration that asks for monitors, printed steps or DeepSpeed's profiler."""
+"""Engine with monitors, printed steps and DeepSpeed's profiler, as the configuration enables."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.integrations.deepspeed.flops import FlopsProfiler
 def watch(engine: DeepSpeedEngine) -> None:
     """Attach the monitors, printed steps and profiler that an engine's configuration enables.
 
-    Where `import deepspeed` finds us, say on stderr what became of the configuration.
+    If `deepspeed` is an alias of this library, write a summary of the configuration to stderr.
     """
     first = not engine.ranks.rank
     profiles = first and engine._said("flops_profiler.enabled")
@@ -27,7 +27,7 @@ def watch(engine: DeepSpeedEngine) -> None:
         sys.stderr.write(f"infinity: {engine.translation.summary()}\ninfinity: {engine!r}\n")
     watched = engine.monitor.enabled or profiles or every < math.inf
     if watched and type(engine) is DeepSpeedEngine:
-        engine.__class__ = _WatchedEngine  # others need no frame between a step and its caller
+        engine.__class__ = _WatchedEngine  # a subclass, so that other engines pay nothing
         assert isinstance(engine, _WatchedEngine)
         engine._print_every = every
         engine._profile_step = engine._said("flops_profiler.profile_step") if profiles else None
@@ -37,16 +37,16 @@ def watch(engine: DeepSpeedEngine) -> None:
 
 
 class _WatchedEngine(DeepSpeedEngine):
-    """A `DeepSpeedEngine` that reports its steps to monitors and on stdout, and profiles a forward.
+    """`DeepSpeedEngine` that reports steps to monitors and stdout, and profiles one forward.
 
-    `_losses` is the sum of the open window's losses, as `backward` returns them; None where one is
-    not known, because a `loss.backward()` made gradients.
+    `_losses` is the sum of the losses of the open accumulation window, as `backward` returns them;
+    None if one is unknown because the script called `loss.backward()`.
     """
 
     _losses: Any = None
     _profile_step: int | None = None
     _print_every = math.inf  # steps
-    _since = (0.0, 0)  # when the last line was printed, and samples until then
+    _since = (0.0, 0)  # time and number of samples at the last printed line
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._profile_step != self.global_steps or not torch.is_grad_enabled():

@@ -1,9 +1,10 @@
-"""DeepSpeed's `zero`: building models without memory, and full values of parameters.
+"""DeepSpeed's `zero` module: building models without memory, gathering full parameter values.
 
 [Note: DeepSpeed attributes]
-Scripts ask a parameter whether its values are away: `hasattr(p, "ds_id")`, `p.ds_status`. So those
-of a `DeepSpeedEngine` have `ds_id`, `ds_numel`, `ds_shape`, and a status that is `NOT_AVAILABLE`
-but in a block of `GatheredParameters`: elsewhere values come where a module uses them.
+Scripts check whether a parameter is offloaded: `hasattr(p, "ds_id")`, `p.ds_status`. Parameters of
+a `DeepSpeedEngine` therefore have `ds_id`, `ds_numel`, `ds_shape` and `ds_status`. The status is
+`AVAILABLE` in a block of `GatheredParameters` and `NOT_AVAILABLE` otherwise: outside the block
+values are fetched when a module uses them.
 """
 
 from __future__ import annotations
@@ -29,21 +30,21 @@ from infinity.model.offloaded_parameter import engine_of
 
 
 class ZeroParamStatus(Enum):
-    """Whether a parameter holds its full value now."""
+    """Availability of the full value of a parameter."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
     INFLIGHT = 3
 
     def __reduce_ex__(self, protocol: Any) -> tuple[type, tuple[()]]:
-        return set, ()  # what torch's safe loader knows: a parameter that is pickled has its value
+        return set, ()  # loadable with weights_only=True; a pickled parameter holds its full value
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
 
 def mark(parameters: Iterable[nn.Parameter]) -> None:
-    """Answer what scripts ask of parameters: see the note."""
+    """Set the attributes that scripts read; see [Note: DeepSpeed attributes]."""
     for number, parameter in enumerate(parameters):
         vars(parameter).update(
             ds_id=number,
@@ -54,7 +55,7 @@ def mark(parameters: Iterable[nn.Parameter]) -> None:
 
 
 def unmark(parameters: Iterable[nn.Parameter]) -> None:
-    """Take the answers back."""
+    """Remove the attributes that `mark` has set."""
     for parameter in parameters:
         for name in ("ds_id", "ds_numel", "ds_shape", "ds_status"):
             vars(parameter).pop(name, None)
@@ -70,22 +71,22 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 class Init:
-    """Context manager that builds a model without memory: `infinity.Init` for DeepSpeed's callers.
+    """Context manager that builds a model without memory, as `infinity.Init`.
 
-    It does nothing inside another such block, and where transformers uses it, which fills the model
-    in RAM next; a transformers model larger than RAM needs `infinity.from_pretrained`. Placement is
-    decided by `initialize`.
+    It has no effect inside another such block, nor if transformers opens it: transformers loads the
+    weights into RAM right after. A transformers model larger than RAM needs
+    `infinity.from_pretrained`. `initialize` decides the placement.
 
     Args:
-        module: Not used: `initialize` takes a model that is built already.
+        module: Not used: pass a model that exists to `initialize`.
         data_parallel_group: Not used.
         mem_efficient_linear: Not used.
         remote_device: Not used.
         pin_memory: Not used.
-        config_dict_or_path: A configuration, of which `seed` is used.
-        config: The same, by DeepSpeed's earlier name.
-        enabled: If False, the block does nothing.
-        dtype: Not used: values are made in the dtype of the model's code and rounded once.
+        config_dict_or_path: A configuration; only its `seed` is used.
+        config: Earlier name of `config_dict_or_path`.
+        enabled: If False, the block has no effect.
+        dtype: Not used: values are created in the dtype of the model's code and rounded once.
         mpu: Must be None.
         zero_param_parallel_group: Not used.
         zero_quantized_weights: Must be False.
@@ -95,7 +96,7 @@ class Init:
         tensor_overrides: Not used.
 
     Raises:
-        ConfigError: `mpu` or a quantization is asked for.
+        ConfigError: `mpu` or quantization is requested.
 
     Example:
         >>> with zero.Init():
@@ -155,23 +156,23 @@ class Init:
 
 
 class GatheredParameters:
-    """Context manager in which parameters hold their full values; edits are written at its end.
+    """Context manager in which parameters hold their full values; edits are written back on exit.
 
     Values are in the compute dtype; for fp32 masters use
     `engine.materialized(params, master=True)`.
 
     Args:
-        params: A parameter, several, or `module.parameters()`. Other tensors, and parameters of an
-            outer block, are not changed.
-        modifier_rank: Rank whose edits all ranks take, also for parameters without an engine. None:
-            all ranks make the same edits.
+        params: A parameter, several, or `module.parameters()`. Parameters that an
+            outer block has gathered are left to that block.
+        modifier_rank: Rank whose values are broadcast to all ranks on exit, also for parameters
+            without an engine. None: all ranks make the same edits.
         fwd_module: Not used.
-        enabled: If False, the block does nothing.
+        enabled: If False, the block has no effect.
 
     Raises:
         ResidencyError: A parameter has no values yet.
-        ConfigError: The block is in a forward that has a backward, which would need the values
-            after the end of the block.
+        ConfigError: The block is entered in a forward with autograd enabled; backward would need
+            the values after the end of the block.
     """
 
     def __init__(
@@ -241,7 +242,7 @@ def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
 
 
 def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
-    """Make values that are at hand, on all ranks, those of one: each writes a shard of its own."""
+    """Broadcast materialized values from rank `source`; each rank then writes back its shard."""
     if engine.ranks.count > 1:
         engine.ranks.synchronize("leaves gathered parameters")
         for parameter in parameters:
@@ -252,7 +253,7 @@ def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -
 
 @contextmanager
 def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Marked parameters say in the block that they hold values."""
+    """Set `ds_status` of marked parameters to `AVAILABLE` in the block."""
     marked = [parameter for parameter in parameters if is_zero_param(parameter)]
     for parameter in marked:
         vars(parameter)["ds_status"] = ZeroParamStatus.AVAILABLE
@@ -265,7 +266,7 @@ def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Yield the module of an engine, which generates between steps; weights are prefetched.
+    """Yield the module of an engine, for generation between steps; weights are prefetched.
 
     Args:
         model: An engine, or a module.
@@ -274,26 +275,26 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 
 def _is_transformers(source: Any) -> bool:
-    """Whether this is the configuration that transformers builds its models with."""
+    """Return whether `source` is the configuration object that transformers builds models with."""
     found = sys.modules.get("transformers.integrations.deepspeed")
     return found is not None and source is not None and found.deepspeed_config() is source
 
 
 def _seed_in(source: Any) -> int | None:
-    """Return the seed of our configuration, or of our section in DeepSpeed's."""
+    """Return the seed of a configuration in either format; None if it has none."""
     translation = find_translation(source, lenient=True, ranks=get_world_size())
     return (load_config(source) if translation is None else translation.config).seed
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Check the types of the arguments: parameters are fetched wherever they are used.
+    """Check the types of the arguments; registration is not needed to fetch a parameter.
 
     Args:
-        module: Not used otherwise.
-        parameter: Not used otherwise.
+        module: Only its type is checked.
+        parameter: Only its type is checked.
 
     Raises:
-        ConfigError: They are no module and parameter.
+        ConfigError: The arguments are not a module and a parameter.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""DeepSpeed's `utils`: values of one parameter, marks on modules, a log, a device to build on.
+"""DeepSpeed's `utils`: full values of a parameter, leaf modules, logging, `OnDevice`.
 
-And what scripts take from its `runtime.utils` and `checkpoint.utils`.
+Also functions of its `runtime.utils` and `checkpoint.utils`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache, partial
-from logging import INFO, getLogger  # DeepSpeed's `utils.logging` is a module of its own
+from logging import INFO, getLogger  # not `logging`: DeepSpeed has a module `utils.logging`
 from typing import Any, Self
 
 import numpy
@@ -28,20 +28,20 @@ from infinity.plan.machine import read_machine
 logger = getLogger("infinity")
 Classes = Sequence[type[nn.Module] | str]
 
-# --- full values of one parameter, wherever they rest --------------------------------------------
-# They come as new fp32 tensors of the parameter's shape, on the device that the engine computes on;
-# a value that is set is kept. All ranks call. What DeepSpeed calls local is the same, and whole.
+# --- full values of one parameter, on any tier ---------------------------------------------------
+# Getters return new fp32 tensors of the parameter's shape, on the engine's device; values that are
+# set persist. All ranks must call. The `local` functions are the same: they handle full values.
 
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor:
-    """The fp32 master, bit for bit; of a frozen parameter its value."""
+    """Return the exact fp32 master; for a frozen parameter its value."""
     engine = _engine(param)
     with engine.materialized(param, master=True):
         return param.detach().to(torch.float32, copy=True)
 
 
 def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the fp32 master, and the weight with it."""
+    """Replace the fp32 master and the weight."""
     engine = _engine(param)
     if value.shape != param.shape:
         raise ConfigError(f"the parameter has shape {tuple(param.shape)}, got {tuple(value.shape)}")
@@ -50,9 +50,9 @@ def safe_set_full_fp32_param(param: nn.Parameter, value: Tensor) -> None:
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
-    """The gradient accumulated in this window; None where none has come, as after `step()`.
+    """Return the gradient accumulated in this window.
 
-    None of a frozen parameter, too.
+    None if there is none, as after `step()`, and for a frozen parameter.
     """
     if not param.requires_grad:
         return None
@@ -64,14 +64,14 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 
 
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
-    """Replace the accumulated gradient: the update, its norm and its clipping see the new one."""
+    """Replace the accumulated gradient, which the update, its norm and clipping use."""
     _engine(param).set_gradient(param, value)
 
 
 def safe_update_full_grad_vectorized(
     param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
 ) -> None:
-    """Replace each gradient that is there by `update_func(gradient, parameter)`."""
+    """Replace each available gradient by `update_func(gradient, parameter)`."""
     for param in param_list:
         gradient = safe_get_full_grad(param)
         if gradient is not None:
@@ -79,7 +79,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
-    """A moment, by torch's name ("exp_avg", ...); raises `ConfigError` naming those there are."""
+    """Return a moment by torch's name ("exp_avg", ...); raise `ConfigError` if unknown."""
     engine = _engine(param)
     state = engine.optimizer.read_state(param)
     if optim_state_key not in state:
@@ -91,7 +91,7 @@ def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> 
 
 
 def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    """Replace a moment; raises `ConfigError` for other state, and for torch's optimizers."""
+    """Replace a moment; raise `ConfigError` for other state, and for torch's optimizers."""
     _engine(param).set_optimizer_state(param, optim_state_key, value)
 
 
@@ -114,23 +114,23 @@ def _engine(param: nn.Parameter) -> Engine:
     return engine
 
 
-# --- modules that shall be fetched as a whole ----------------------------------------------------
-# An engine fetches what is used when it is used, in any order, so that nothing hangs where experts
-# are chosen by the data. The marks only remember what was asked.
+# --- leaf modules --------------------------------------------------------------------------------
+# Marks have no effect: an engine fetches units on use, in any order, and so does not hang if ranks
+# use different experts.
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
-    """Whether the module is marked."""
+    """Return whether the module is marked."""
     return bool(getattr(model, "_z3_leaf", False))
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
-    """Mark one module, or take the mark back."""
+    """Mark one module; `flag=False` removes the mark."""
     model._z3_leaf = flag  # type: ignore[assignment]
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules in a model."""
+    """Return the marked modules of a model."""
     return [module for module in model.modules() if z3_leaf_module(module)]
 
 
@@ -141,9 +141,9 @@ def set_z3_leaf_modules(
     *,
     flag: bool = True,
 ) -> list[nn.Module]:
-    """Mark modules by class, or by a class's name; returns them.
+    """Mark modules by class or class name, and return them.
 
-    Raises `ConfigError` if there are none.
+    Raises `ConfigError` if no module matches.
     """
     wanted = leaf_module_classes
     if isinstance(wanted, str | type) or not all(isinstance(one, str | type) for one in wanted):
@@ -169,17 +169,17 @@ def set_z3_leaf_modules(
 unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
 
 
-# --- the rest ------------------------------------------------------------------------------------
+# --- logging, random numbers, devices ------------------------------------------------------------
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log a message, if this rank is among those that shall; without any, or with -1, all do."""
+    """Log a message on the given ranks; on all ranks without any, or with -1."""
     if not ranks or get_rank() in ranks or -1 in ranks:
         logger.log(level, message)
 
 
 def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """`log_dist`, of each message once."""
+    """Log each message once; see `log_dist`."""
     _log_once(message, None if ranks is None else tuple(ranks), level)
 
 
@@ -188,12 +188,12 @@ _log_once = cache(log_dist)
 
 @cache
 def warning_once(*args: Any, **kwargs: Any) -> None:
-    """`logger.warning`, of each message once."""
+    """Log each warning once."""
     logger.warning(*args, **kwargs)
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log, with `force`, what this process holds: on the GPU, by torch, and in RAM."""
+    """Log the RAM and torch's GPU memory of this process, if `force`."""
     if force:
         found = {"RAM": read_machine().process_rss_bytes}
         if torch.cuda.is_available():
@@ -213,14 +213,14 @@ def set_random_seed(seed: int) -> None:
 
 
 def move_to_device(item: Any, device: Any, criterion_func: Callable[[Tensor], bool]) -> Any:
-    """The tensors in `item` for which the function is true, on that device; the rest as it is."""
+    """Copy `item` with the tensors that satisfy `criterion_func` moved to `device`."""
     return tree_map(
         lambda t: t.to(device) if isinstance(t, Tensor) and criterion_func(t) else t, item
     )
 
 
 def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
-    """`item` with copies of its tensors, on the CPU by default; names to values become a dict."""
+    """Copy `item` with clones of its tensors, on the CPU by default; a mapping becomes a dict."""
     target = torch.device("cpu" if device is None else device)
     plain = dict(item.items()) if isinstance(item, Mapping) else item
     return tree_map(
@@ -229,19 +229,19 @@ def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
 
 
 def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """The function: ranges of calls are in traces of `trace:` instead."""
+    """Return the function unchanged; the `trace` setting records ranges instead."""
     return func
 
 
 class OnDevice:
-    """Context manager in which a model is built on a device; on "meta" it takes no memory.
+    """Context manager that builds a model on a device; on "meta" it takes no memory.
 
-    `initialize` makes the values of a model on the meta device.
+    `initialize` creates the values of a model on the meta device.
 
     Args:
         dtype: Default dtype of the block; None leaves it unchanged.
         device: Device of new tensors.
-        enabled: False for a block without effect.
+        enabled: If False, the block has no effect.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Converts a checkpoint, of either kind, to fp32 weights; named as in DeepSpeed's script."""
+"""Conversion of infinity and DeepSpeed checkpoints to fp32 weights, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -29,11 +29,12 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, Tensor]:
-    """Names to fp32 values on the CPU, tied weights under all their names, and buffers.
+    """Return fp32 values by name, on the CPU, with all names of tied weights, and buffers.
 
-    fp32 are the exact masters; what is no float stays as it is, and buffers do. All values are in
-    RAM at once, whatever `lazy_mode`; one at a time: `convert_zero_checkpoint_to_fp32_state_dict`.
-    Raises `CheckpointError` or `ConfigError` for what cannot be read.
+    Trained parameters are the exact fp32 masters; buffers and values that are not floats keep
+    their dtype. All values are in RAM at once; `lazy_mode` has no effect.
+    `convert_zero_checkpoint_to_fp32_state_dict` reads one value at a time. Raises `CheckpointError`
+    or `ConfigError` if the checkpoint cannot be read.
     """
     with _tensors(checkpoint_dir, tag, exclude_frozen_parameters) as (tensors, aliases):
         state = {tensor.name: tensor.read().to(tensor.dtype) for tensor in tensors}
@@ -48,9 +49,10 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> list[Path]:
-    """Write the fp32 weights as safetensors, one tensor in RAM at a time; returns the files.
+    """Write the fp32 weights as safetensors, one tensor in RAM at a time; return the files.
 
-    Without `safe_serialization` one `pytorch_model.bin` for `torch.load`, with all in RAM at once.
+    Without `safe_serialization`, writes one `pytorch_model.bin` for `torch.load`, with all values
+    in RAM at once.
     """
     out = Path(output_dir).expanduser()
     if not safe_serialization:
@@ -68,7 +70,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: Where, tag: str | None = None
 ) -> nn.Module:
-    """Load the fp32 weights into a model, an engine's too, and return it."""
+    """Load the fp32 weights into a model, with or without an engine, and return it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
     model.load_state_dict(state, strict=False)
     return model
@@ -78,7 +80,7 @@ def load_state_dict_from_zero_checkpoint(
 def _tensors(
     checkpoint_dir: Where, tag: str | None, exclude_frozen: bool
 ) -> Iterator[tuple[list[Outgoing], Mapping[str, str]]]:
-    """Tensors to write, tied ones once, and the other names of those."""
+    """Yield the tensors to write, tied ones once, and their aliases (alias -> name)."""
     root = Path(checkpoint_dir).expanduser()
     if is_zero(root, tag):
         yield deepspeed_weights(root, tag, frozen=not exclude_frozen)

@@ -1,4 +1,4 @@
-"""`deepspeed`, where it is `infinity.deepspeed`: see infinity/integrations/deepspeed/door.py."""
+"""Alias of `infinity.deepspeed`; see infinity/integrations/deepspeed/door.py."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ import sys
 
 import infinity.integrations.deepspeed
 
-sys.modules["deepspeed"] = infinity.integrations.deepspeed  # its modules: infinity.integrations
+sys.modules["deepspeed"] = infinity.integrations.deepspeed  # submodules: see infinity.integrations

@@ -16,7 +16,7 @@ from types import CodeType, ModuleType
 _PUBLIC = ("deepspeed", "huggingface", "lightning")
 
 
-def _target(name: str) -> str:
+def _aliased_name(name: str) -> str:
     return f"{__name__}.{name.removeprefix('infinity.')}"
 
 
@@ -29,30 +29,30 @@ class _Alias(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        first, _, below = name.partition(".")
-        if first == "deepspeed":
-            ours = sys.modules.get(f"{__name__}.deepspeed")
-            is_alias = bool(below) and sys.modules.get(first) is ours is not None
+        top_level, _, submodule = name.partition(".")
+        if top_level == "deepspeed":
+            package = sys.modules.get(f"{__name__}.deepspeed")
+            is_alias = bool(submodule) and sys.modules.get(top_level) is package is not None
         else:
-            is_alias = first == "infinity" and below.partition(".")[0] in _PUBLIC
+            is_alias = top_level == "infinity" and submodule.partition(".")[0] in _PUBLIC
         if not is_alias:
             return None
-        found = find_spec(_target(name))
-        if found is None:
+        spec = find_spec(_aliased_name(name))
+        if spec is None:
             return None
-        is_package = found.submodule_search_locations is not None
-        return ModuleSpec(name, self, origin=found.origin, is_package=is_package)
+        is_package = spec.submodule_search_locations is not None
+        return ModuleSpec(name, self, origin=spec.origin, is_package=is_package)
 
     def exec_module(self, module: ModuleType) -> None:
         """Replace the new module in `sys.modules` by the aliased one."""
-        sys.modules[module.__name__] = import_module(_target(module.__name__))
+        sys.modules[module.__name__] = import_module(_aliased_name(module.__name__))
 
     def get_code(self, name: str) -> CodeType | None:
         """Return the code object of the aliased module, for `python -m`."""
-        spec = find_spec(_target(name))
+        spec = find_spec(_aliased_name(name))
         # The loader of an editable install may be no `InspectLoader`.
         get_code = getattr(spec and spec.loader, "get_code", None)
-        code: CodeType | None = get_code and get_code(_target(name))
+        code: CodeType | None = get_code and get_code(_aliased_name(name))
         return code
 
 

@@ -30,13 +30,13 @@ from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.storage.device import Device
 from infinity.training.initial_write import Progress
 
-_OURS = ("model", "config")
-_DEEPSPEED = (
+_INFINITY_ORDER = ("model", "config")
+_DEEPSPEED_ORDER = (
     "args", "model", "optimizer", "model_parameters", "training_data", "lr_scheduler",
     "distributed_port", "mpu", "dist_init_required", "collate_fn", "config", "mesh_param",
     "config_params",
 )  # fmt: skip
-_REFUSED = {
+_UNSUPPORTED = {
     "mpu": "it names the processes that share a model; here all share all of it",
     "mesh_param": "it lays processes out in a mesh; here all share all of the model",
 }
@@ -83,7 +83,11 @@ class DeepSpeedArguments:
         DeepSpeed's. Raises `ConfigError` for too many arguments, an argument passed twice, a
         missing model, and arguments that are not supported.
         """
-        order = _OURS if positional and isinstance(positional[0], nn.Module) else _DEEPSPEED
+        order = (
+            _INFINITY_ORDER
+            if positional and isinstance(positional[0], nn.Module)
+            else _DEEPSPEED_ORDER
+        )
         if len(positional) > len(order):
             raise ConfigError(
                 f"initialize() got {len(positional)} arguments without a name; in this order there "
@@ -101,7 +105,7 @@ class DeepSpeedArguments:
                     remedy="pass all by name: initialize(model=..., config=...)",
                 )
             given[name] = value
-        for name, reason in _REFUSED.items():
+        for name, reason in _UNSUPPORTED.items():
             if given.get(name) is not None:
                 raise ConfigError(
                     f"initialize({name}=...) is not supported",
@@ -141,10 +145,10 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
     logger = logging.getLogger("infinity")
     if translation is not None and not ranks.rank and logger.isEnabledFor(logging.INFO):
         logger.info("%s", translation.describe())
-    ways = (translation, given.args, given.config_params)
-    default = Engine if all(way is None for way in ways) else DeepSpeedEngine
+    deepspeed_inputs = (translation, given.args, given.config_params)
+    default = Engine if all(value is None for value in deepspeed_inputs) else DeepSpeedEngine
     engine_class = given.engine_class or default
-    made = initialize_engine(
+    result = initialize_engine(
         given.model,
         replace(settings, shuffles=issubclass(engine_class, DeepSpeedEngine)),
         optimizer=given.optimizer,
@@ -158,7 +162,7 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
         engine_class=engine_class,
         ranks=ranks,
     )
-    if isinstance(engine := made[0], DeepSpeedEngine):
+    if isinstance(engine := result[0], DeepSpeedEngine):
         with ExitStack() as undo:
             undo.callback(engine.close)
             with ranks.collective_section("initialize()"):
@@ -166,7 +170,7 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
             undo.pop_all()
         if hasattr(given.args, "local_rank"):  # -1 if no launcher passed it
             given.args.local_rank = ranks.local_rank
-    return made
+    return result
 
 
 def initialize_deepspeed(*args: Any, **kwargs: Any) -> tuple[Engine, OffloadedOptimizer, Any, Any]:

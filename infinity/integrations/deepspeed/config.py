@@ -101,66 +101,70 @@ def translate_deepspeed(
         ConfigError: Keys are unknown (the nearest name is given), given twice, contradictory, of
             the wrong kind, or not supported (the alternative is given); all are listed.
     """
-    how = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
-    found = find_translation(
-        source, overrides, fill=fill or {}, lenient=lenient, ranks=ranks, **how
+    options = {"client_optimizer": client_optimizer, "client_scheduler": client_scheduler}
+    translation = find_translation(
+        source, overrides, fill=fill or {}, lenient=lenient, ranks=ranks, **options
     )
-    if found is None:
+    if translation is None:
         text = repr(source)
         raise ConfigError(
             f"not a DeepSpeed configuration: {text if len(text) <= 80 else f'{text[:77]}...'}",
             because="none of its keys is DeepSpeed's alone, or it cannot be read",
         )
-    return found
+    return translation
 
 
-def find_translation(source: Any, overrides: Iterable[str] = (), **how: Any) -> Translation | None:
+def find_translation(source: Any, overrides: Iterable[str] = (), **args: Any) -> Translation | None:
     """Translate a configuration like `translate_deepspeed`; return None if it is not DeepSpeed's.
 
     With `may_infer=True` the optimizer may be missing: then `trains` is False.
     """
-    found, draft = find_source(source), _Draft(**how)
-    if found is None:
+    parsed, draft = find_source(source), _Draft(**args)
+    if parsed is None:
         return None
-    for name in found.repeated:
+    for name in parsed.repeated:
         draft.problem(name, "given twice in one section")
-    ours: Any = found.raw.get(OURS, {})
-    if not isinstance(ours, Mapping):
-        draft.problem(OURS, f"should be a section with infinity's keys, got {ours!r}")
-        ours = {}
+    section: Any = parsed.raw.get(OURS, {})
+    if not isinstance(section, Mapping):
+        draft.problem(OURS, f"should be a section with infinity's keys, got {section!r}")
+        section = {}
     # Without an optimizer, transformers leaves a scheduler section of 0 steps: do not read it.
-    unread = (OURS, "scheduler") if draft.may_infer and "optimizer" not in found.raw else (OURS,)
-    for name, value in found.raw.items():
-        if name not in unread:
+    skipped: tuple[str, ...] = (OURS,)
+    if draft.may_infer and "optimizer" not in parsed.raw:
+        skipped = (OURS, "scheduler")
+    for name, value in parsed.raw.items():
+        if name not in skipped:
             draft.read("", "", name, value)
     for name, value in list(draft.given.items()):
         if name in KEYS:  # else an argument of a torch optimizer or schedule
-            _take(draft, KEYS[name], value)
-    for rule in (_batch, _precision, _optimizer, _scheduler, _placement):
-        rule(draft)
-    config = _checked(draft, ours, overrides)
+            _translate_key(draft, KEYS[name], value)
+    for translate in (_batch, _precision, _optimizer, _scheduler, _placement):
+        translate(draft)
+    config = _validated(draft, section, overrides)
     if draft.problems or config is None:
-        raise ConfigError(mistakes(found.where, draft.problems))
+        raise ConfigError(mistakes(parsed.where, draft.problems))
     rows = tuple(draft.rows.values())
     drop_last = draft.given.get("dataloader_drop_last", False)
     return Translation(config, rows, draft.batch_size, drop_last, draft.trains)
 
 
-def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -> Config | None:
+def _validated(
+    draft: _Draft, section: Mapping[str, Any], overrides: Iterable[str]
+) -> Config | None:
     """Return the validated configuration, or None; problems name the keys as they were given."""
     try:
-        return load_config(_merged(draft.config, ours), overrides)
+        return load_config(_merged(draft.config, section), overrides)
     except ConfigError as error:
         head, *problems = error.what.split("\n  - ")
     for problem in problems or [head]:
         name, colon, text = problem.partition(": ")
-        if colon and _has(ours, name):
+        if colon and _has_key(section, name):
             draft.problems.append(f"{OURS}.{problem}")
             continue
-        part = name if colon else ""
-        while part and part not in draft.set_by:
-            part = part.rpartition(".")[0]
-        key = draft.set_by.get(part)  # that set this name or a section of it
+        prefix = name if colon else ""
+        while prefix and prefix not in draft.set_by:
+            prefix = prefix.rpartition(".")[0]
+        key = draft.set_by.get(prefix)  # that set this name or a section of it
         if key in draft.rows:
             key = draft.rows[key].key  # as it was written
         renamed = key is not None and key != name
@@ -168,7 +172,7 @@ def _checked(draft: _Draft, ours: Mapping[str, Any], overrides: Iterable[str]) -
     return None
 
 
-def _has(section: Any, name: str) -> bool:
+def _has_key(section: Any, name: str) -> bool:
     """Return whether a section has a dotted name."""
     for key in name.split("."):
         if not isinstance(section, Mapping) or key not in section:
@@ -177,12 +181,12 @@ def _has(section: Any, name: str) -> bool:
     return True
 
 
-def _merged(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    merged = dict(below)
-    for name, value in above.items():
-        old = merged.get(name)
-        if isinstance(old, Mapping) and isinstance(value, Mapping):
-            value = _merged(old, value)
+def _merged(base: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for name, value in overrides.items():
+        current = merged.get(name)
+        if isinstance(current, Mapping) and isinstance(value, Mapping):
+            value = _merged(current, value)
         merged[name] = value
     return merged
 
@@ -206,9 +210,9 @@ class _Draft:
     may_infer: bool = False
     ranks: int = 1
     given: dict[str, Any] = field(default_factory=dict)
-    written: dict[str, str] = field(default_factory=dict)  # key -> its name in the source
+    source_names: dict[str, str] = field(default_factory=dict)  # key -> its name in the source
     autos: set[str] = field(default_factory=set)
-    wrong: set[str] = field(default_factory=set)  # given with an invalid value
+    invalid: set[str] = field(default_factory=set)  # given with an invalid value
     config: dict[str, Any] = field(default_factory=dict)
     set_by: dict[str, str] = field(default_factory=dict)  # infinity's name -> the key that set it
     rows: dict[str, Row] = field(default_factory=dict)
@@ -234,7 +238,7 @@ class _Draft:
         """Record an error in a key."""
         self.problems.append(f"{key}: {text}")
 
-    def below(self, section: str) -> dict[str, Any]:
+    def section_values(self, section: str) -> dict[str, Any]:
         """Return the given values of a section, by their names in it."""
         start = f"{section}."
         return {n.removeprefix(start): v for n, v in self.given.items() if n.startswith(start)}
@@ -246,11 +250,11 @@ class _Draft:
                 key, f"not used: initialize({argument}=...) wins, as there", KeyStatus.ACCEPTED
             )
 
-    def read(self, section: str, written: str, name: object, value: Any) -> None:
-        """Read one name of a section; `written` is the section's name in the configuration."""
-        where = f"{written}.{name}" if written else str(name)
+    def read(self, section: str, section_path: str, name: object, value: Any) -> None:
+        """Read one name of a section; `section_path` is the section's name in the source."""
+        path = f"{section_path}.{name}" if section_path else str(name)
         if not isinstance(name, str):
-            self.problem(where, f'the key is not text; write "{name}"')
+            self.problem(path, f'the key is not text; write "{name}"')
             return
         full = f"{section}.{name}" if section else name
         full = OLD_NAMES.get(full, full)
@@ -262,51 +266,51 @@ class _Draft:
         if key is None and section in OPEN:
             key = Key(full, "anything", "its own default", KeyStatus.DONE, "passed on")
         if key is not None:
-            self._read_key(key, where, value)
+            self._read_key(key, path, value)
         elif full in SECTIONS:
             if full == "zero_optimization" and isinstance(value, bool):
                 value = {"stage": int(value)}  # format of early DeepSpeed releases
             if isinstance(value, Mapping):
-                for inner, part in value.items():
-                    self.read(full, where, inner, part)
+                for inner, inner_value in value.items():
+                    self.read(full, path, inner, inner_value)
             elif value is not None:
-                self.problem(where, f"should be a section of keys and values, got {value!r}")
+                self.problem(path, f"should be a section of keys and values, got {value!r}")
         else:
-            self.problem(where, _unknown(section, name))
+            self.problem(path, _unknown_key(section, name))
 
-    def _read_key(self, key: Key, where: str, value: Any) -> None:
+    def _read_key(self, key: Key, path: str, value: Any) -> None:
         name = key.name
         shown = "***" if name.endswith("api_key") and value is not None else value
         if value is None:
-            self.rows.setdefault(name, Row(where, None, KeyStatus.ACCEPTED, "null: not given"))
+            self.rows.setdefault(name, Row(path, None, KeyStatus.ACCEPTED, "null: not given"))
             return
         is_auto = isinstance(value, str) and value == "auto"
         if is_auto and name not in self.fill:
             self.autos.add(name)
-            self.rows[name] = Row(where, shown, KeyStatus.ACCEPTED, f"auto: {_when_auto(key)}")
+            self.rows[name] = Row(path, shown, KeyStatus.ACCEPTED, f"auto: {_auto_note(key)}")
             return
         try:
             read = read_value(key.kind, self.fill[name] if is_auto else value)
         except ValueError as error:
-            self.problem(where, f"{error}, got {shown!r}")
-            self.wrong.add(name)
+            self.problem(path, f"{error}, got {shown!r}")
+            self.invalid.add(name)
             return
-        before = self.written.get(name)
-        if before is not None and self.given[name] != read:
-            text = f"{shown!r}, but {before} is {self.given[name]!r}: two names of one key"
-            self.problem(where, f"{text}; keep {before}")
+        earlier_name = self.source_names.get(name)
+        if earlier_name is not None and self.given[name] != read:
+            text = f"{shown!r}, but {earlier_name} is {self.given[name]!r}: two names of one key"
+            self.problem(path, f"{text}; keep {earlier_name}")
             return
-        self.written[name], self.given[name] = where, read
+        self.source_names[name], self.given[name] = path, read
         note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
-        self.rows[name] = Row(where, shown, key.verdict, note)
+        self.rows[name] = Row(path, shown, key.verdict, note)
         if key.verdict is KeyStatus.REFUSED and REFUSED_IF[key.when](read):
             what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
-            self.problem(where, f"{what} is refused: {key.note}; {key.remedy}")
+            self.problem(path, f"{what} is refused: {key.note}; {key.remedy}")
         elif key.verdict is KeyStatus.REFUSED:
             self.note(name, "off, as here", KeyStatus.ACCEPTED)
 
 
-def _when_auto(key: Key) -> str:
+def _auto_note(key: Key) -> str:
     """Describe the value of an "auto" that `fill` lacks."""
     if key.verdict is KeyStatus.ACCEPTED:
         return key.note
@@ -317,7 +321,7 @@ def _when_auto(key: Key) -> str:
     return f"as there, {key.default}"
 
 
-def _unknown(section: str, name: str) -> str:
+def _unknown_key(section: str, name: str) -> str:
     if not section and name in Config.model_fields:
         return (
             "one of infinity's keys, among DeepSpeed's; write "
@@ -325,9 +329,9 @@ def _unknown(section: str, name: str) -> str:
         )
     prefix = f"{section}." if section else ""
     known = names_in(section)
-    # The name may be right, but in the wrong section.
-    right = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
-    hint = f"did you mean {right[0]!r}?" if right else did_you_mean(name, known, prefix).strip()
+    # The name may exist, but in another section.
+    exact = [full for full in (*SECTIONS, *KEYS) if full.rpartition(".")[2] == name]
+    hint = f"did you mean {exact[0]!r}?" if exact else did_you_mean(name, known, prefix).strip()
     if hint:
         return f"unknown key; {hint}"
     return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
@@ -337,7 +341,7 @@ def _unknown(section: str, name: str) -> str:
 
 _ZERO = "zero_optimization"
 _SCALE = "loss_scale."  # infinity's section that fp16 sets, if it is enabled
-_MAX_LIVE = 10**9  # DeepSpeed's default; this value or more is no bound
+_NO_LIVE_BOUND = 10**9  # DeepSpeed's default; this value or more is no bound
 _STAGES = (
     "nothing leaves the GPU but what offload_* names, or what does not fit; ranks share all state",
     "the number of a stage changes nothing: ranks share all state, as in stage 3",
@@ -346,12 +350,12 @@ _STAGES = (
 )
 
 
-def _take(draft: _Draft, key: Key, value: Any) -> None:
+def _translate_key(draft: _Draft, key: Key, value: Any) -> None:
     if key.ours and not key.ours.startswith(_SCALE):
         draft.set(key.ours, value, key.name)
-    elif key.name in _TAKES:
+    elif key.name in _TRANSLATORS:
         try:
-            note = _TAKES[key.name](draft, key.name, value)
+            note = _TRANSLATORS[key.name](draft, key.name, value)
         except ValueError as error:
             draft.problem(draft.rows[key.name].key, f"{error}, got {value!r}")
         else:
@@ -382,7 +386,7 @@ def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
 
 
 def _max_live(draft: _Draft, key: str, value: int) -> str | None:
-    if value >= _MAX_LIVE:
+    if value >= _NO_LIVE_BOUND:
         return None
     draft.set("hints.live_parameters", value, key)
     return f"hints.live_parameters {value:,}: a shorter prefetch, 1 unit at least"
@@ -392,7 +396,7 @@ def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
     return None if value else f"not kept apart: {KEYS[key].note} where the system allows it"
 
 
-def _quantised_frozen(draft: _Draft, key: str, value: bool) -> str | None:
+def _quantized_frozen(draft: _Draft, key: str, value: bool) -> str | None:
     if not value:
         return "frozen weights are stored unquantized"
     draft.set("frozen.format", "int8", key)
@@ -413,7 +417,7 @@ def _block_size(draft: _Draft, key: str, value: int) -> None:
     draft.set("io.block_size", value, key)
 
 
-def _operation(draft: _Draft, key: str, value: str) -> None:
+def _allreduce_op(draft: _Draft, key: str, value: str) -> None:
     if value == "sum" and draft.ranks > 1:
         raise ValueError(f'is the mean over {draft.ranks} ranks; write "mean", and a larger loss')
 
@@ -425,15 +429,15 @@ def _threads(draft: _Draft, key: str, value: int) -> None:
 def _csv(draft: _Draft, key: str, value: bool) -> str | None:
     if not value:
         return None
-    given = draft.below("csv_monitor")
-    folder = Path(given.get("output_path", "")) / given.get("job_name", "DeepSpeedJobName")
-    draft.set("step_log", str(folder / "journal.jsonl"), key)
-    return f"CSV files, and a line of JSON for each step, in {folder}"
+    options = draft.section_values("csv_monitor")
+    directory = Path(options.get("output_path", "")) / options.get("job_name", "DeepSpeedJobName")
+    draft.set("step_log", str(directory / "journal.jsonl"), key)
+    return f"CSV files, and a line of JSON for each step, in {directory}"
 
 
 # Translation of values for keys without `Key.ours`. A function may return a note for this value; it
 # raises `ValueError` if the value is invalid.
-_TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
+_TRANSLATORS: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "bf16.check_grad_overflow": lambda draft, key, value: (
         None if value else "kept on: a step whose gradients are not finite is skipped"
     ),
@@ -443,9 +447,9 @@ _TAKES: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     f"{_ZERO}.stage3_max_live_parameters": _max_live,
     f"{_ZERO}.offload_param.pin_memory": _pinned,
     f"{_ZERO}.offload_optimizer.pin_memory": _pinned,
-    f"{_ZERO}.zero_quantized_nontrainable_weights": _quantised_frozen,
+    f"{_ZERO}.zero_quantized_nontrainable_weights": _quantized_frozen,
     "activation_checkpointing.cpu_checkpointing": _cpu_checkpointing,
-    "gradient_allreduce_op": _operation,
+    "gradient_allreduce_op": _allreduce_op,
     "aio.block_size": _block_size,
     "aio.intra_op_parallelism": _threads,
     "csv_monitor.enabled": _csv,
@@ -461,11 +465,11 @@ def _batch(draft: _Draft) -> None:
 
     As in DeepSpeed, one of the first two must be given; the total alone means 1 accumulation step.
     """
-    if draft.wrong.intersection(_BATCH):
+    if draft.invalid.intersection(_BATCH):
         return  # already reported; nothing can be derived
     total, micro, steps = (draft.given.get(name) for name in _BATCH)
-    guessed = draft.lenient or draft.autos.intersection(_BATCH)
-    if total is None and micro is None and not guessed:
+    has_default = draft.lenient or draft.autos.intersection(_BATCH)
+    if total is None and micro is None and not has_default:
         text = f"must be given, or {_BATCH[1]}: the number of samples of a micro-batch"
         draft.problem(_BATCH[0], text)
         return
@@ -480,16 +484,16 @@ def _batch(draft: _Draft) -> None:
         steps = total // (micro * ranks)
     sizes = (total, micro, steps)
     if total != micro * steps * ranks:  # also if a derived factor is 0: the total is above 0
-        said = [
+        described = [
             f"{name} {value}" + ("" if name in draft.given else " (derived)")
             for name, value in zip(_BATCH, sizes, strict=True)
         ]
-        count, left = divmod(total, micro * steps or total + 1)
-        fit = f"; they are right for {count} processes" if count > 1 and not left else ""
+        count, remainder = divmod(total, micro * steps or total + 1)
+        hint = f"; they are right for {count} processes" if count > 1 and not remainder else ""
         draft.problem(
             _BATCH[0],
-            f"{said[0]} is not {said[1]} x {said[2]} x {ranks} process"
-            f"{'es' if ranks > 1 else ''}; change one of them, or leave {_BATCH[2]} out{fit}",
+            f"{described[0]} is not {described[1]} x {described[2]} x {ranks} process"
+            f"{'es' if ranks > 1 else ''}; change one of them, or leave {_BATCH[2]} out{hint}",
         )
         return
     draft.batch_size = micro
@@ -518,30 +522,29 @@ def _precision(draft: _Draft) -> None:
     if bf16 is None and "bf16.enabled" in draft.autos:
         bf16 = True
         draft.note("bf16.enabled", "auto was not resolved: bf16", KeyStatus.DONE)
-    chosen = "bf16" if bf16 else "fp16" if fp16 else "fp32"
-    if chosen == "fp32":
-        draft.note(
-            "bf16.enabled", "neither bf16 nor fp16 is enabled: fp32, as there", KeyStatus.DONE
-        )
-    draft.set("precision", chosen, "fp16.enabled" if chosen == "fp16" else "bf16.enabled")
-    if draft.given.get(f"{chosen}.auto_cast"):
-        draft.set("cast_inputs", True, f"{chosen}.auto_cast")
+    precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
+    if precision == "fp32":
+        text = "neither bf16 nor fp16 is enabled: fp32, as there"
+        draft.note("bf16.enabled", text, KeyStatus.DONE)
+    draft.set("precision", precision, "fp16.enabled" if precision == "fp16" else "bf16.enabled")
+    if draft.given.get(f"{precision}.auto_cast"):
+        draft.set("cast_inputs", True, f"{precision}.auto_cast")
     if draft.given.get("torch_autocast.enabled"):
-        _autocast(draft, chosen)
-    static = draft.given.get("fp16.loss_scale", 0)  # 0: dynamic
+        _autocast(draft, precision)
+    static_scale = draft.given.get("fp16.loss_scale", 0)  # 0: dynamic
     for key in KEYS.values():
         if key.name not in draft.given or not key.ours.startswith(_SCALE):
             continue
-        if chosen != "fp16":
+        if precision != "fp16":
             draft.note(key.name, "not used: fp16 is not enabled", KeyStatus.ACCEPTED)
-        elif static and key.name != "fp16.loss_scale":
-            text = f"not used: the scale is {static:g} all the time"
+        elif static_scale and key.name != "fp16.loss_scale":
+            text = f"not used: the scale is {static_scale:g} all the time"
             draft.note(key.name, text, KeyStatus.ACCEPTED)
         else:
             draft.set(key.ours, draft.given[key.name], key.name)
-    wanted = draft.given.get("data_types.param_dtype")
-    if wanted is not None and wanted != chosen:
-        text = f"is {wanted!r}, but the run computes in {chosen}; leave it out, or enable {wanted}"
+    dtype = draft.given.get("data_types.param_dtype")
+    if dtype is not None and dtype != precision:
+        text = f"is {dtype!r}, but the run computes in {precision}; leave it out, or enable {dtype}"
         draft.problem("data_types.param_dtype", text)
 
 
@@ -571,22 +574,22 @@ def _placement(draft: _Draft) -> None:
     for section, (kind, _) in _OFFLOADED.items():
         device_key, path_key = f"{_ZERO}.{section}.device", f"{_ZERO}.{section}.nvme_path"
         device, path = draft.given.get(device_key), draft.given.get(path_key)
-        if path_key in draft.wrong:
+        if path_key in draft.invalid:
             continue  # already reported
         if device == "nvme" and path is None:
             text = "must be given where device is nvme: a directory on the drive"
             draft.problem(path_key, text)
         elif device is not None:
-            tier, where = _TIERS[device]
-            draft.note(device_key, f"{kind.replace('_', ' ')}: {where}", KeyStatus.DONE)
+            tier, location = _TIERS[device]
+            draft.note(device_key, f"{kind.replace('_', ' ')}: {location}", KeyStatus.DONE)
             if section == "offload_optimizer":
-                tier = _by_ratio(draft, tier)
+                tier = _tier_for_ratio(draft, tier)
             draft.set(f"placement.{kind}", tier, device_key)
         elif any(n.startswith(f"{_ZERO}.{section}.") for n in (*draft.given, *draft.autos)):
             draft.note(device_key, f"not given: the plan places the {kind.replace('_', ' ')}")
         if path is not None and device in (None, "nvme"):
-            for one in path:
-                paths.setdefault(one, path_key)
+            for directory in path:
+                paths.setdefault(directory, path_key)
         elif path is not None:
             draft.note(path_key, "not used: device is not nvme", KeyStatus.ACCEPTED)
     if paths:
@@ -596,7 +599,7 @@ def _placement(draft: _Draft) -> None:
             draft.note(key, f"striped over {len(paths)} paths, all state over all of them")
 
 
-def _by_ratio(draft: _Draft, tier: str) -> str:
+def _tier_for_ratio(draft: _Draft, tier: str) -> str:
     """Return the tier of optimizer state; a `ratio` below 1 lets the plan choose by unit."""
     key = f"{_ZERO}.offload_optimizer.ratio"
     ratio = draft.given.get(key, 1.0)
@@ -605,12 +608,12 @@ def _by_ratio(draft: _Draft, tier: str) -> str:
     if tier == "disk":
         draft.note(key, "not used with nvme, as there", KeyStatus.ACCEPTED)
         return tier
-    where = "device" if ratio == 0 else "auto"
+    placement = "device" if ratio == 0 else "auto"
     text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
     draft.note(key, f"{text} on the GPU; the numbers are the same", KeyStatus.DONE)
     device = f"{_ZERO}.offload_optimizer.device"
-    draft.note(device, f"optimizer state: {where}, because of ratio {ratio:g}", KeyStatus.DONE)
-    return where
+    draft.note(device, f"optimizer state: {placement}, because of ratio {ratio:g}", KeyStatus.DONE)
+    return placement
 
 
 # --- the optimizer -------------------------------------------------------------------------------
@@ -619,7 +622,7 @@ _TYPE, _PARAMS = "optimizer.type", "optimizer.params"
 _RULES = ", ".join(BUILT_IN.values())
 _COMPRESSED = "sends compressed gradients between GPUs, which is not built in"
 _SCALED = "scales rates by width with the mup package, which is not built in"
-_NOT_BUILT = {
+_NOT_BUILT_IN = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
     "lamb": "needs the norm of each whole parameter, which no kernel here has; remove the section "
@@ -631,8 +634,8 @@ _NS_METHOD = (
     "matrices are made orthogonal by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
     "standard); DeepSpeed's default, gram, multiplies smaller matrices and rounds otherwise"
 )
-_ADAMS_OWN = ("torch_adam", "adam_w_mode", "bias_correction")
-_SWITCHES = (*_ADAMS_OWN, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
+_ADAM_ONLY = ("torch_adam", "adam_w_mode", "bias_correction")
+_SWITCHES = (*_ADAM_ONLY, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
 
 
 def _optimizer(draft: _Draft) -> None:
@@ -643,8 +646,8 @@ def _optimizer(draft: _Draft) -> None:
     elif kind is not None and kind.lower() in BUILT_IN:
         _built_in(draft, kind)
     elif kind is not None:
-        draft.problem(_TYPE, _why_not(kind, draft.below(_PARAMS)))
-    elif _TYPE in draft.wrong:
+        draft.problem(_TYPE, _unsupported_optimizer(kind, draft.section_values(_PARAMS)))
+    elif _TYPE in draft.invalid:
         return  # already reported
     elif draft.lenient:
         draft.note(_TYPE, "not given: planned for AdamW")
@@ -658,31 +661,33 @@ def _optimizer(draft: _Draft) -> None:
 
 
 def _built_in(draft: _Draft, kind: str) -> None:
-    params, named = draft.below(_PARAMS), BUILT_IN[kind.lower()]
-    rule, start = named, RULES[named].deepspeed or {}
-    chosen = f"the built-in {rule}"
-    is_adam = RULES[named].decoupled is not None
-    if RULES[named].decoupled is False:  # DeepSpeed's "Adam" is AdamW by default
+    params = draft.section_values(_PARAMS)
+    base_rule = rule = BUILT_IN[kind.lower()]
+    initial = RULES[base_rule].deepspeed or {}
+    description = f"the built-in {rule}"
+    is_adam = RULES[base_rule].decoupled is not None
+    if RULES[base_rule].decoupled is False:  # DeepSpeed's "Adam" is AdamW by default
         decoupled = bool(params.get("adam_w_mode", True))
-        rule = twin_of(named, decoupled=decoupled)
-        chosen = f"{rule}, as there: adam_w_mode is true" if decoupled else f"{rule} with L2 decay"
-    takes = RULES[rule].defaults()
+        rule = twin_of(base_rule, decoupled=decoupled)
+        reason = ", as there: adam_w_mode is true" if decoupled else " with L2 decay"
+        description = f"{rule}{reason}"
+    rule_defaults = RULES[rule].defaults()
     if params.get("torch_adam") and RULES[rule].decoupled:
-        start = {"weight_decay": takes["weight_decay"]}  # torch's own default
+        initial = {"weight_decay": rule_defaults["weight_decay"]}  # torch's own default
     if rule == "Muon" and params.get("ns_method") != "standard":
-        chosen += f"; {_NS_METHOD}"
+        description += f"; {_NS_METHOD}"
         if "ns_method" in params:
             draft.note(f"{_PARAMS}.ns_method", f"not used: {_NS_METHOD}", KeyStatus.ACCEPTED)
-    draft.note(_TYPE, chosen, KeyStatus.DONE)
+    draft.note(_TYPE, description, KeyStatus.DONE)
     draft.set("optimizer.type", rule, _TYPE)
-    keys = RULES[rule].deepspeed_keys or {name: (name,) for name in takes}
-    known = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAMS_OWN)]
+    keys = RULES[rule].deepspeed_keys or {name: (name,) for name in rule_defaults}
+    accepted = [*keys, *(s for s in _SWITCHES if is_adam or s not in _ADAM_ONLY)]
     for key in params:
-        if key not in known:
-            hint = did_you_mean(key, known)
-            text = f"{kind} does not take it; {hint}it takes {', '.join(known)}"
+        if key not in accepted:
+            hint = did_you_mean(key, accepted)
+            text = f"{kind} does not take it; {hint}it takes {', '.join(accepted)}"
             draft.problem(f"{_PARAMS}.{key}", text)
-    values = {name: (value, name) for name, value in start.items()}
+    values = {name: (value, name) for name, value in initial.items()}
     for key in filter(params.__contains__, keys):
         values |= dict.fromkeys(keys[key], (params[key], key))
     for name, (value, key) in values.items():
@@ -694,11 +699,11 @@ def _built_in(draft: _Draft, kind: str) -> None:
             draft.problem(f"{_PARAMS}.lr", "auto was not resolved; write a number")
     _moments(draft, params)
     # DeepSpeed refuses max_grad_norm here; its meaning is clear.
-    most, clipping = params.get("max_grad_norm"), draft.given.get("gradient_clipping")
-    if most is not None and clipping is None:
-        draft.set("gradient_clipping", most, f"{_PARAMS}.max_grad_norm")
-    elif most is not None and clipping != most:
-        text = f"is {most:g}, but gradient_clipping is {clipping:g}; keep gradient_clipping only"
+    norm, clipping = params.get("max_grad_norm"), draft.given.get("gradient_clipping")
+    if norm is not None and clipping is None:
+        draft.set("gradient_clipping", norm, f"{_PARAMS}.max_grad_norm")
+    elif norm is not None and clipping != norm:
+        text = f"is {norm:g}, but gradient_clipping is {clipping:g}; keep gradient_clipping only"
         draft.problem(f"{_PARAMS}.max_grad_norm", text)
 
 
@@ -712,18 +717,18 @@ def _moments(draft: _Draft, params: Mapping[str, Any]) -> None:
         draft.note(key, "moments are stored in bf16: lossy", KeyStatus.DONE)
 
 
-def _why_not(kind: str, params: Mapping[str, Any]) -> str:
+def _unsupported_optimizer(kind: str, params: Mapping[str, Any]) -> str:
     import torch
 
-    reason = _NOT_BUILT.get(kind.lower())
+    reason = _NOT_BUILT_IN.get(kind.lower())
     names = {name.lower(): name for name in vars(torch.optim) if name[:1].isupper()}
-    in_torch = names.get(kind.lower())
-    if in_torch is not None and in_torch != "Optimizer":
+    torch_name = names.get(kind.lower())
+    if torch_name is not None and torch_name != "Optimizer":
         arguments = {n: v for n, v in params.items() if n in _HINTS or n not in _SWITCHES}
         given = "".join(f", {name}={value!r}" for name, value in arguments.items())
         return (
             f"{kind} {reason or 'is not among the built-in rules'} ({_RULES}); remove the "
-            f"section and write initialize(optimizer=lambda groups: torch.optim.{in_torch}"
+            f"section and write initialize(optimizer=lambda groups: torch.optim.{torch_name}"
             f"(groups{given}))"
         )
     if reason is not None:
@@ -748,7 +753,7 @@ def _scheduler(draft: _Draft) -> None:
     source = "DeepSpeed's, value for value" if kind in SCHEDULES else "torch's"
     draft.note(_SCHEDULE, source, KeyStatus.DONE)
     # Of the keys that are "auto", warmup_max_lr is the optimizer's lr; step counts must be given.
-    params = draft.below(section)
+    params = draft.section_values(section)
     autos = [name for name in SCHEDULES.get(kind, ()) if f"{section}.{name}" in draft.autos]
     lr = draft.given.get(f"{_PARAMS}.lr")
     if "warmup_max_lr" in autos and lr is not None:
@@ -760,6 +765,6 @@ def _scheduler(draft: _Draft) -> None:
         return
     for name in missing:
         draft.problem(f"{section}.{name}", "auto was not resolved; write a number of steps")
-    if not missing and not any(name.startswith(section) for name in draft.wrong):
+    if not missing and not any(name.startswith(section) for name in draft.invalid):
         draft.set(_SCHEDULE, kind, _SCHEDULE)
         draft.set(section, params, section)

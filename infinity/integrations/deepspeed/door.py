@@ -23,7 +23,7 @@ from infinity.integrations.deepspeed.names import VERSION
 STAND_IN = str(Path(__file__).with_name("stand_in"))
 WORDS = f"`import deepspeed` finds infinity {__version__}, with the names of DeepSpeed {VERSION}"
 # Variables that a launcher sets for a single process; Trainer and accelerate read them.
-_ALONE = {
+_SINGLE_PROCESS = {
     "RANK": "0",
     "LOCAL_RANK": "0",
     "WORLD_SIZE": "1",
@@ -42,13 +42,13 @@ def as_deepspeed() -> None:
     Raises:
         ConfigError: Another deepspeed, or transformers' integration of it, is already imported.
     """
-    found = sys.modules.get("deepspeed")
-    if found is not None and found is not sys.modules["infinity.integrations.deepspeed"]:
+    imported = sys.modules.get("deepspeed")
+    if imported is not None and imported is not sys.modules["infinity.integrations.deepspeed"]:
         raise ConfigError(
-            f"deepspeed is imported already, from {getattr(found, '__file__', None)}",
+            f"deepspeed is imported already, from {getattr(imported, '__file__', None)}",
             remedy="make infinity.as_deepspeed() the first line, or start with `infinity run`",
         )
-    if found is None and "transformers.integrations.deepspeed" in sys.modules:
+    if imported is None and "transformers.integrations.deepspeed" in sys.modules:
         raise ConfigError(
             "infinity.as_deepspeed() comes after transformers, which has looked for DeepSpeed",
             remedy="make it the first line, or start with `infinity run`",
@@ -66,15 +66,15 @@ def announce_alone(environment: MutableMapping[str, str]) -> None:
     MASTER_PORT is a free port: another process may use the default one.
     """
     if not any(name in environment for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE")):
-        with socket.create_server((_ALONE["MASTER_ADDR"], 0)) as server:
+        with socket.create_server((_SINGLE_PROCESS["MASTER_ADDR"], 0)) as server:
             port = server.getsockname()[1]
-        environment.update({**_ALONE, "MASTER_PORT": str(port), **environment})
+        environment.update({**_SINGLE_PROCESS, "MASTER_PORT": str(port), **environment})
 
 
 def environment_of_children(*, alone: bool) -> dict[str, str]:
     """Return an environment in which a child process imports this library as `deepspeed`."""
     paths = [STAND_IN, *filter(None, [os.environ.get("PYTHONPATH")])]
-    made = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if alone:
-        announce_alone(made)
-    return made
+        announce_alone(environment)
+    return environment

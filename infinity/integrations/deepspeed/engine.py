@@ -52,13 +52,13 @@ from infinity.training.state_dict import StateDict, state_dict_of
 _PICKLED = (".bin", ".pt", ".pth")
 
 
-def _always(value: Any) -> Callable[[Any], Any]:
+def _constant(value: Any) -> Callable[[Any], Any]:
     return lambda self: value
 
 
-def _reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
+def _config_reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
     def method(self: DeepSpeedEngine) -> Any:
-        return self._said(key)
+        return self._config_value(key)
 
     method.__doc__ = f"Return {key} of the configuration, else DeepSpeed's default."
     return method
@@ -67,7 +67,7 @@ def _reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
 _REPLACED = ".replaced"
 
 
-def _take_back(root: Path) -> None:
+def _restore_replaced(root: Path) -> None:
     """Rename checkpoints back whose replacement was interrupted before it was complete."""
     for old in root.glob(f"*{_REPLACED}"):
         directory = old.with_name(old.name.removesuffix(_REPLACED))
@@ -76,7 +76,7 @@ def _take_back(root: Path) -> None:
                 old.rename(directory)
 
 
-def _refuse_theirs(root: Path, tag: str | None, universal: bool) -> None:
+def _reject_deepspeed_checkpoint(root: Path, tag: str | None, universal: bool) -> None:
     """Raise `CheckpointError` if DeepSpeed wrote the checkpoint."""
     if tag is None:
         kind = "universal " if universal and (root / "latest_universal").is_file() else None
@@ -149,7 +149,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             module, components, optimizer, settings,
             lr_scheduler=lr_scheduler, loader=loader, step_log=step_log,
         )  # fmt: skip
-        if not self._said("managed_gradient_accumulation"):
+        if not self._config_value("managed_gradient_accumulation"):
             self.set_gradient_accumulation_boundary(True)  # each step() updates
         vars(self)["module"] = module  # in addition to `_modules`: found without __getattr__
 
@@ -158,8 +158,8 @@ class DeepSpeedEngine(Engine, nn.Module):
         parameters = self._components.partition.parameters
         mark(parameters)
         self._components.add_cleanup(partial(unmark, parameters))
-        for part in module.modules():
-            vars(part)["_apply"].stays = True
+        for submodule in module.modules():
+            vars(submodule)["_apply"].stays = True
 
     if not TYPE_CHECKING:
 
@@ -231,10 +231,10 @@ class DeepSpeedEngine(Engine, nn.Module):
         least = self._micro_batch_size * self.ranks.count
         steps, remainder = divmod(train_batch_size, least)
         if remainder or steps < 1:
-            on_all = "" if self.ranks.count == 1 else f" on each of {self.ranks.count} ranks"
+            on_ranks = "" if self.ranks.count == 1 else f" on each of {self.ranks.count} ranks"
             raise ConfigError(
                 f"train_batch_size {train_batch_size} is no multiple of the micro-batch of "
-                f"{self._micro_batch_size} samples{on_all}",
+                f"{self._micro_batch_size} samples{on_ranks}",
                 remedy=f"{max(steps, 1) * least}, or set_train_micro_batch_size() first",
             )
         self.set_gradient_accumulation_steps(steps)
@@ -330,7 +330,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     def dynamic_loss_scale(self) -> bool:
         """Return True if the loss scale changes with overflows."""
-        return self.fp16_enabled() and not self._said("fp16.loss_scale")
+        return self.fp16_enabled() and not self._config_value("fp16.loss_scale")
 
     @engine_call
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -356,29 +356,29 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     # --- configuration ---------------------------------------------------------------------------
 
-    def _said(self, key: str) -> Any:
+    def _config_value(self, key: str) -> Any:
         """Return the value of a DeepSpeed key, or DeepSpeed's default; None if there is none."""
         rows = () if self.translation is None else self.translation.rows
         values = [row.given for row in rows if row.key == key and row.given != "auto"]
         if not values:
-            text = KEYS[key].default
+            default = KEYS[key].default
             try:
-                values = [json.loads(text)]
+                values = [json.loads(default)]
             except ValueError:
-                return None if text in ("-", "none", "derived") else text
+                return None if default in ("-", "none", "derived") else default
         try:
             return read_value(KEYS[key].kind, values[0])
         except ValueError:
             return values[0]
 
-    dataloader_drop_last = _reader("dataloader_drop_last")
-    dump_state = _reader("dump_state")
-    memory_breakdown = _reader("memory_breakdown")
-    scheduler_name = _reader("scheduler.type")
-    steps_per_print = _reader("steps_per_print")
-    wall_clock_breakdown = _reader("wall_clock_breakdown")
-    zero_allow_untested_optimizer = _reader("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _reader("zero_force_ds_cpu_optimizer")
+    dataloader_drop_last = _config_reader("dataloader_drop_last")
+    dump_state = _config_reader("dump_state")
+    memory_breakdown = _config_reader("memory_breakdown")
+    scheduler_name = _config_reader("scheduler.type")
+    steps_per_print = _config_reader("steps_per_print")
+    wall_clock_breakdown = _config_reader("wall_clock_breakdown")
+    zero_allow_untested_optimizer = _config_reader("zero_allow_untested_optimizer")
+    zero_force_ds_cpu_optimizer = _config_reader("zero_force_ds_cpu_optimizer")
 
     def fp16_enabled(self) -> bool:
         """Return True if the run computes in fp16, with loss scaling."""
@@ -394,7 +394,7 @@ class DeepSpeedEngine(Engine, nn.Module):
 
     def zero_optimization_stage(self) -> int:
         """Return the stage of the DeepSpeed configuration, else 0; any stage shards all state."""
-        return int(self._said("zero_optimization.stage") or 0)
+        return int(self._config_value("zero_optimization.stage") or 0)
 
     def zero_optimization_partition_gradients(self) -> bool:
         """Return True if the stage is 2 or 3."""
@@ -416,7 +416,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return where the plan stores weights, as `zero_offload_optimizer`."""
         return OffloadDevice.of({placement.weight for placement in self.plan.placements})
 
-    zero_gather_16bit_weights_on_model_save = _always(True)  # unsharded weights are always saved
+    zero_gather_16bit_weights_on_model_save = _constant(True)  # unsharded weights are always saved
 
     # --- ranks -----------------------------------------------------------------------------------
 
@@ -449,9 +449,9 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return torch's default process group; None for one process."""
         return None if self.ranks.count == 1 else torch.distributed.group.WORLD
 
-    get_model_parallel_rank = _always(0)
-    get_sequence_parallel_world_size = _always(1)
-    get_sequence_parallel_group = _always(None)
+    get_model_parallel_rank = _constant(0)
+    get_sequence_parallel_world_size = _constant(1)
+    get_sequence_parallel_group = _constant(None)
 
     # --- data and monitors -----------------------------------------------------------------------
 
@@ -488,10 +488,10 @@ class DeepSpeedEngine(Engine, nn.Module):
                 remedy="torch.utils.data.DataLoader(dataset, sampler=...), in place of it",
             )
         size = self._micro_batch_size if batch_size is None else batch_size
-        drop, train = self._said("dataloader_drop_last"), route == "train"
+        drop_last, shuffled = self._config_value("dataloader_drop_last"), route == "train"
         return ResumableLoader(
-            dataset, self.ranks, shuffled=train, batch_size=size, collate_fn=collate_fn,
-            drop_last=drop,
+            dataset, self.ranks, shuffled=shuffled, batch_size=size, collate_fn=collate_fn,
+            drop_last=drop_last,
         )  # fmt: skip
 
     @cached_property
@@ -539,11 +539,11 @@ class DeepSpeedEngine(Engine, nn.Module):
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         check_tag(name)
         directory = Path(save_dir).expanduser() / name
-        old = directory.with_name(name + _REPLACED)
+        replaced = directory.with_name(name + _REPLACED)
         with self.ranks.collective_section("makes room for a checkpoint"):
             if not self.ranks.rank:
                 make_directories(directory.parent)
-                _take_back(directory.parent)
+                _restore_replaced(directory.parent)
             replaces = self.ranks.rank == 0 and directory.is_dir()
             if replaces:
                 if not is_ours_alone(directory):
@@ -552,20 +552,20 @@ class DeepSpeedEngine(Engine, nn.Module):
                         because="a checkpoint of that tag would replace it",
                         remedy="another tag; or keep those files elsewhere",
                     )
-                shutil.rmtree(old, ignore_errors=True)
-                directory.rename(old)
+                shutil.rmtree(replaced, ignore_errors=True)
+                directory.rename(replaced)
         waits = self.ranks.synchronize("makes room for a checkpoint", int(wait or replaces))
         try:
             saved = super().save_checkpoint(
                 save_dir, name, client_state, save_latest, exclude_frozen_parameters,
-                keep_last=keep_last, wait=any(one for one, *_ in waits),
+                keep_last=keep_last, wait=any(rank_waits for rank_waits, *_ in waits),
             )  # fmt: skip
         except BaseException:
             if replaces and not directory.exists():
-                old.rename(directory)
+                replaced.rename(directory)
             raise
         if replaces:
-            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(replaced, ignore_errors=True)
         return saved
 
     def load_checkpoint(
@@ -600,11 +600,17 @@ class DeepSpeedEngine(Engine, nn.Module):
         root = Path(load_dir).expanduser()
         if not (root / RECORD_NAME).is_file():
             with self.ranks.propagate_errors("looks for a checkpoint"):
-                found = find_tag(root, None if tag is None else str(tag))
-                _refuse_theirs(root, found, self._said("checkpoint.load_universal"))
-            before = f"{found}{_REPLACED}"
-            if found and not (root / found).exists() and (root / before / MANIFEST_NAME).is_file():
-                tag = before
+                found_tag = find_tag(root, None if tag is None else str(tag))
+                _reject_deepspeed_checkpoint(
+                    root, found_tag, self._config_value("checkpoint.load_universal")
+                )
+            replaced = f"{found_tag}{_REPLACED}"
+            if (
+                found_tag
+                and not (root / found_tag).exists()
+                and (root / replaced / MANIFEST_NAME).is_file()
+            ):
+                tag = replaced
         return super().load_checkpoint(
             load_dir,
             None if tag is None else str(tag),
@@ -712,12 +718,12 @@ class DeepSpeedEngine(Engine, nn.Module):
             z3_params_to_fetch: Not used.
             allowed_missing_keys: Names that may be missing.
         """
-        found = checkpoint.get("module", checkpoint)
-        state_dict = found if isinstance(found, Mapping) else checkpoint
+        values = checkpoint.get("module", checkpoint)
+        state_dict = values if isinstance(values, Mapping) else checkpoint
         if custom_load_fn is None:
-            kept = {} if not allowed_missing_keys else Engine.state_dict(self)
-            absent = [n for n in allowed_missing_keys or () if n in kept and n not in state_dict]
-            complete = {**state_dict, **{name: kept[name] for name in absent}}
+            current = {} if not allowed_missing_keys else Engine.state_dict(self)
+            absent = [n for n in allowed_missing_keys or () if n in current and n not in state_dict]
+            complete = {**state_dict, **{name: current[name] for name in absent}}
             self.load_state_dict(complete, strict=strict)
             return
         with self.materialized(self.module):
@@ -778,11 +784,11 @@ class DeepSpeedEngine(Engine, nn.Module):
         state = Engine.state_dict(self)
         if not exclude_frozen:
             return state
-        required = {
+        trained = {
             i for i, p in enumerate(self._components.partition.parameters) if p.requires_grad
         }
-        kept = {name: i for name, i in state.parameters.items() if i in required}
-        return StateDict(self._values, kept, state.buffers, master=False)
+        selected = {name: i for name, i in state.parameters.items() if i in trained}
+        return StateDict(self._values, selected, state.buffers, master=False)
 
     # --- memory ----------------------------------------------------------------------------------
 
@@ -877,7 +883,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         if self._guard.is_here() and not self._closed:
             self._close(restore=False, keep_weights=self._components.failure.error is None)
             self._destroyed = True
-            _let_trainers_prepare_anew()
+            _patch_trainer()
 
     def _check_open(self) -> None:
         if self._destroyed:
@@ -889,21 +895,21 @@ class DeepSpeedEngine(Engine, nn.Module):
         super()._check_open()
 
 
-def _let_trainers_prepare_anew() -> None:
+def _patch_trainer() -> None:
     """Patch transformers' Trainer to prepare the module of a destroyed engine again.
 
     `Trainer.train()` begins with `accelerator.free_memory()`, which destroys the engine of an
     earlier `train()` or `evaluate()`, and then uses that engine as a wrapped model.
     """
     trainer: Any = getattr(sys.modules.get("transformers.trainer"), "Trainer", None)
-    theirs = getattr(trainer, "_wrap_model", None)
-    if theirs is None or hasattr(theirs, "__wrapped__"):
+    original = getattr(trainer, "_wrap_model", None)
+    if original is None or hasattr(original, "__wrapped__"):
         return
 
-    @wraps(theirs)
+    @wraps(original)
     def wrap_model(self: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(model, DeepSpeedEngine) and model._destroyed:
             model = model.module
-        return theirs(self, model, *args, **kwargs)
+        return original(self, model, *args, **kwargs)
 
     trainer._wrap_model = wrap_model

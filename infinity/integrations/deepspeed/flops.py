@@ -33,20 +33,20 @@ class FlopsProfiler:
         self.model, self.ds_engine = model, ds_engine
         self.started = False
         self._counter: Any = FlopCounterMode(display=False)
-        self._begun_s = self._duration_s = 0.0
+        self._start_s = self._duration_s = 0.0
 
     def start_profile(self, ignore_list: Any = None) -> None:
         """Start counting from zero; `ignore_list` is not used."""
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
-        self.started, self._begun_s = True, time.perf_counter()
+        self.started, self._start_s = True, time.perf_counter()
 
     def stop_profile(self) -> None:
         """Stop counting; the counts stay available."""
         if self.started:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self._duration_s = time.perf_counter() - self._begun_s
+            self._duration_s = time.perf_counter() - self._start_s
             self._counter.__exit__(None, None, None)
             self.started = False
 
@@ -62,21 +62,21 @@ class FlopsProfiler:
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Return the operations counted so far; as text with a unit if `as_string`."""
         flops = self._counter.get_total_flops()
-        return _text(flops, "FLOPS") if as_string else flops
+        return _format_number(flops, "FLOPS") if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> Any:
         """Return the multiply-accumulates counted so far: half the operations."""
         macs = self.get_total_flops() / 2
-        return _text(macs, "MACs") if as_string else macs
+        return _format_number(macs, "MACs") if as_string else macs
 
     def get_total_duration(self, as_string: bool = False) -> Any:
         """Return the seconds between start and stop, including waits."""
-        return _text(self._duration_s, "s") if as_string else self._duration_s
+        return _format_number(self._duration_s, "s") if as_string else self._duration_s
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the number of elements of all parameters, on any tier."""
         count = sum(parameter.numel() for parameter in self.model.parameters())
-        return _text(count) if as_string else count
+        return _format_number(count) if as_string else count
 
     def print_model_profile(
         self,
@@ -96,14 +96,16 @@ class FlopsProfiler:
             f"{self.get_total_flops(True)}, {self.get_total_duration(True)}"
         ]
         shown: dict[int, int] = {}
-        counted = {n: c for n, c in self._counter.get_flop_counts().items() if n != "Global"}
-        for name, flops in sorted(counted.items(), key=lambda one: -sum(one[1].values())):
+        by_module = {n: c for n, c in self._counter.get_flop_counts().items() if n != "Global"}
+        for name, flops in sorted(by_module.items(), key=lambda item: -sum(item[1].values())):
             depth = name.count(".")
             shown[depth] = shown.get(depth, 0) + 1
             if (module_depth < 0 or depth <= module_depth) and (
                 detailed or shown[depth] <= top_modules
             ):
-                lines.append(f"{'  ' * depth}{name}: {_text(sum(flops.values()), 'FLOPS')}")
+                lines.append(
+                    f"{'  ' * depth}{name}: {_format_number(sum(flops.values()), 'FLOPS')}"
+                )
         text = "\n".join(lines) + "\n"
         if output_file is None:
             sys.stdout.write(text)
@@ -132,8 +134,8 @@ def get_model_profile(
     `warm_up` calls that are not counted. `mode` is "forward" or "generate". Raises `ConfigError` if
     there is no input.
     """
-    given = () if input_shape is None else (_ones(model, input_shape),)
-    args, kwargs = tuple(args) or given, dict(kwargs or {})
+    inputs = () if input_shape is None else (_ones(model, input_shape),)
+    args, kwargs = tuple(args) or inputs, dict(kwargs or {})
     if not args and not kwargs:
         remedy = "input_shape=, args= or kwargs="
         raise ConfigError("get_model_profile() got no input", remedy=remedy)
@@ -156,11 +158,11 @@ def get_model_profile(
 
 
 def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    first = next(model.parameters(), torch.empty(()))
-    return torch.ones(shape, dtype=first.dtype, device=first.device)
+    parameter = next(model.parameters(), torch.empty(()))
+    return torch.ones(shape, dtype=parameter.dtype, device=parameter.device)
 
 
-def _text(number: float, unit: str = "") -> str:
+def _format_number(number: float, unit: str = "") -> str:
     """Format a number with the largest prefix that fits, as in "1.5 GFLOPS"."""
-    prefix, size = next((one for one in _PREFIXES if abs(number) >= one[1]), ("", 1.0))
-    return f"{round(number / size, 2):g} {prefix}{unit}".rstrip()
+    prefix, factor = next((entry for entry in _PREFIXES if abs(number) >= entry[1]), ("", 1.0))
+    return f"{round(number / factor, 2):g} {prefix}{unit}".rstrip()

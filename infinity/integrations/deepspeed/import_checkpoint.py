@@ -100,22 +100,22 @@ def read_zero(root: Path, tag: str | None) -> ZeroFiles:
     names = sorted(path.name for path in directory.iterdir())
     optimizers = _by_rank(directory, names, _OPTIMIZER)
     models = _by_rank(directory, names, _MODEL)
-    found = ZeroFiles(directory, 0, (), ())
+    files = ZeroFiles(directory, 0, (), ())
     if not optimizers or not models:
-        found.refuse("it has no *_optim_states.pt or no *_model_states.pt of rank 0")
+        files.refuse("it has no *_optim_states.pt or no *_model_states.pt of rank 0")
     experts = [name for name in names if _EXPERT.fullmatch(name)]
     if experts:
-        found.refuse(f"{experts[0]} holds experts or layers of a pipeline")
-    states = [_member(path, "optimizer_state_dict") for path in optimizers]
+        files.refuse(f"{experts[0]} holds experts or layers of a pipeline")
+    states = [_read_member(path, "optimizer_state_dict") for path in optimizers]
     stage = states[0].get("zero_stage")
     if not isinstance(stage, int) or stage not in (1, 2, 3):
-        found.refuse(f"its ZeRO stage is {stage!r:.40}")
+        files.refuse(f"its ZeRO stage is {stage!r:.40}")
     count = states[0].get("partition_count")
     counts = set(count) if isinstance(count, list) else {count}
     if counts != {len(states)}:
-        found.refuse(f"it was written by {counts!r:.40} ranks, and there are {len(states)} files")
+        files.refuse(f"it was written by {counts!r:.40} ranks, and there are {len(states)} files")
     if len(models) not in ((len(states),) if stage == 3 else (1, len(states))):
-        found.refuse(f"{len(models)} model files and {len(states)} optimizer files")
+        files.refuse(f"{len(models)} model files and {len(states)} optimizer files")
     return ZeroFiles(directory, int(stage), [_load(path) for path in models], states)
 
 
@@ -135,17 +135,19 @@ def _directory(root: Path, tag: str | None) -> Path:
 
 def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) -> list[Path]:
     """Return the files that match `pattern`, ordered by rank."""
-    found: dict[int, Path] = {}
+    by_rank: dict[int, Path] = {}
     for name in names:
         if (match := pattern.fullmatch(name)) is None:
             continue
         rank = int(match[1] or 0)
-        if int(match[2]) or rank in found:
+        if int(match[2]) or rank in by_rank:
             ZeroFiles(directory, 0, (), ()).refuse(f"{name} is of a model-parallel rank, or twice")
-        found[rank] = directory / name
-    if sorted(found) != list(range(len(found))):
-        ZeroFiles(directory, 0, (), ()).refuse(f"files of ranks are missing among {sorted(found)}")
-    return [found[rank] for rank in sorted(found)]
+        by_rank[rank] = directory / name
+    if sorted(by_rank) != list(range(len(by_rank))):
+        ZeroFiles(directory, 0, (), ()).refuse(
+            f"files of ranks are missing among {sorted(by_rank)}"
+        )
+    return [by_rank[rank] for rank in sorted(by_rank)]
 
 
 def _load(path: Path) -> Mapping[str, Any]:
@@ -163,24 +165,24 @@ def _load(path: Path) -> Mapping[str, Any]:
     return content
 
 
-def _member(path: Path, key: str) -> Mapping[str, Any]:
-    found = _load(path).get(key)
-    if not isinstance(found, dict):
+def _read_member(path: Path, key: str) -> Mapping[str, Any]:
+    value = _load(path).get(key)
+    if not isinstance(value, dict):
         raise CheckpointError(f"{path} has no {key!r}", because="it is not of ZeRO", remedy=_REMEDY)
-    return found
+    return value
 
 
 def flat_tensors(value: Any) -> list[Tensor] | None:
     """Return `value` if it is a list of dense one-dimensional float tensors, else None."""
-    if not isinstance(value, list) or not all(isinstance(part, Tensor) for part in value):
+    if not isinstance(value, list) or not all(isinstance(item, Tensor) for item in value):
         return None
-    dense = all(p.layout is torch.strided and p.dim() == 1 for p in value)
-    return value if dense and all(p.is_floating_point() for p in value) else None
+    dense = all(t.layout is torch.strided and t.dim() == 1 for t in value)
+    return value if dense and all(t.is_floating_point() for t in value) else None
 
 
 # --- import --------------------------------------------------------------------------------------
 
-_PIECE = 1 << 20  # elements
+_CHUNK = 1 << 20  # elements
 _MOMENTS = AdamW.state_names  # DeepSpeed's names too
 # Dtypes of trained parameters in the new checkpoint; any other dtype becomes fp32.
 _PRECISIONS = {d: name for name, d in COMPUTE_DTYPES.items() if d is not torch.float32}
@@ -231,82 +233,97 @@ def import_deepspeed(
     errors of `CheckpointWriter`.
     """
     files = read_zero(source, tag)
-    found = _contents(files)
-    streams = _streams(found)
-    manifest = _manifest(files, engine_version, found)
+    contents = _read_contents(files)
+    streams = _streams(contents)
+    manifest = _manifest(files, engine_version, contents)
     specs = {stream: [spec for spec, _ in tensors] for stream, tensors in streams.items()}
     writer = CheckpointWriter(root, files.directory.name, specs)
     try:
         for stream, tensors in streams.items():
-            for piece in (piece for _, pieces in tensors for piece in pieces):
-                writer.write(stream, _raw(piece))
+            for chunk in (chunk for _, chunks in tensors for chunk in chunks):
+                writer.write(stream, _as_bytes(chunk))
         path = writer.finish(manifest)
     finally:
         writer.abort()
     steps, count = manifest.global_steps, len(manifest.parameters)
-    return Imported(path, files.stage, len(files.optimizers), steps, count, found.moments)
+    return Imported(path, files.stage, len(files.optimizers), steps, count, contents.moments)
 
 
-def _contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
+def _read_contents(files: ZeroFiles, *, frozen: bool = True) -> _Contents:
     """Read the contents of all files; buffers are those of rank 0."""
     model = files.models[0]
     module = model.get("module")
     if not isinstance(module, dict) or not all(isinstance(v, Tensor) for v in module.values()):
         files.refuse("its model file has no tensors under 'module'")
-    trained = _trained_of(files, module)
-    names = tuple(m for m in _MOMENTS if all(m in one.moments for one in trained.values()))
+    trained = _read_trained(files, module)
+    moments = tuple(
+        m for m in _MOMENTS if all(m in parameter.moments for parameter in trained.values())
+    )
     shared = model.get("shared_params") or {}
     buffers = [name for name in model.get("buffer_names") or [] if isinstance(name, str)]
     untrained = [n for n in module if not (n in trained or n in buffers or n in shared)]
     return _Contents(
         trained,
-        _frozen_of(files, {n: module[n] for n in untrained}) if frozen else {},
+        _read_frozen(files, {n: module[n] for n in untrained}) if frozen else {},
         {name: module[name] for name in buffers if name in module},
         shared,
-        names if len(names) == len(_MOMENTS) else (),
+        moments if len(moments) == len(_MOMENTS) else (),
     )
 
 
-def _streams(found: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[Tensor]]]]:
+def _streams(contents: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[Tensor]]]]:
     """Return the tensors of each stream of the new checkpoint, with iterators over their slices."""
-    trained, fp32 = found.trained.items(), torch.float32
+    trained, fp32 = contents.trained.items(), torch.float32
 
-    def half(one: _Trained, which: int) -> Iterator[Tensor]:
+    def chunks_of(parameter: _Trained, index: int) -> Iterator[Tensor]:
         """Yield slices of the weight (0), or of the residual or master (1)."""
-        for piece in _pieces(one.master):
-            master = piece.to(fp32)
-            bf16 = one.dtype is torch.bfloat16
-            yield (split(master) if bf16 else (master.to(one.dtype), master))[which]
+        for chunk in _chunks(parameter.master):
+            master = chunk.to(fp32)
+            bf16 = parameter.dtype is torch.bfloat16
+            yield (split(master) if bf16 else (master.to(parameter.dtype), master))[index]
 
-    def beyond(dtype: torch.dtype, held: torch.dtype) -> list[tuple[TensorSpec, Iterator[Tensor]]]:
-        kept = [(name, one) for name, one in trained if one.dtype is held]
-        return [(TensorSpec(name, one.shape, dtype), half(one, 1)) for name, one in kept]
+    def second_stream(
+        dtype: torch.dtype, weight_dtype: torch.dtype
+    ) -> list[tuple[TensorSpec, Iterator[Tensor]]]:
+        selected = [
+            (name, parameter) for name, parameter in trained if parameter.dtype is weight_dtype
+        ]
+        return [
+            (TensorSpec(name, parameter.shape, dtype), chunks_of(parameter, 1))
+            for name, parameter in selected
+        ]
 
     streams = {
-        MODEL: [(TensorSpec(n, one.shape, one.dtype), half(one, 0)) for n, one in trained],
+        MODEL: [
+            (TensorSpec(n, parameter.shape, parameter.dtype), chunks_of(parameter, 0))
+            for n, parameter in trained
+        ],
         FROZEN: [
-            (TensorSpec(n, shape, parts[0].dtype), _pieces(parts))
-            for n, (shape, parts) in found.frozen.items()
+            (TensorSpec(n, shape, slices[0].dtype), _chunks(slices))
+            for n, (shape, slices) in contents.frozen.items()
         ],
         BUFFERS: [
             (TensorSpec(n, tuple(v.shape), v.dtype), iter([v.contiguous().reshape(-1)]))
-            for n, v in found.buffers.items()
+            for n, v in contents.buffers.items()
         ],
-        RESIDUAL: beyond(torch.int16, torch.bfloat16),
-        MASTER: beyond(fp32, torch.float16),
+        RESIDUAL: second_stream(torch.int16, torch.bfloat16),
+        MASTER: second_stream(fp32, torch.float16),
     }
-    for number, moment in enumerate(found.moments, start=1):
+    for number, moment in enumerate(contents.moments, start=1):
         streams[moment_stream(number)] = [
-            (TensorSpec(n, one.shape, fp32), (p.to(fp32) for p in _pieces(one.moments[moment])))
-            for n, one in trained
+            (
+                TensorSpec(n, parameter.shape, fp32),
+                (p.to(fp32) for p in _chunks(parameter.moments[moment])),
+            )
+            for n, parameter in trained
         ]
     return streams
 
 
-def _manifest(files: ZeroFiles, engine_version: str, found: _Contents) -> Manifest:
+def _manifest(files: ZeroFiles, engine_version: str, contents: _Contents) -> Manifest:
     aliases: dict[str, list[str]] = {}
-    for alias, name in found.shared.items():
-        if name not in found.trained and name not in found.frozen:
+    for alias, name in contents.shared.items():
+        if name not in contents.trained and name not in contents.frozen:
             files.refuse(f"{alias!r} is tied to {name!r}, which is not there")
         aliases.setdefault(name, []).append(alias)
 
@@ -316,20 +333,23 @@ def _manifest(files: ZeroFiles, engine_version: str, found: _Contents) -> Manife
         others, trained = tuple(aliases.get(name, ())), step is not None
         return ParameterRecord(name, others, shape, dtype_name(dtype), trained, step or 0)
 
-    trained = [record(n, one.shape, one.dtype, one.step) for n, one in found.trained.items()]
-    frozen = [record(n, shape, p[0].dtype, None) for n, (shape, p) in found.frozen.items()]
-    dtypes = {one.dtype for one in found.trained.values()}
+    trained = [
+        record(n, parameter.shape, parameter.dtype, parameter.step)
+        for n, parameter in contents.trained.items()
+    ]
+    frozen = [record(n, shape, p[0].dtype, None) for n, (shape, p) in contents.frozen.items()]
+    dtypes = {parameter.dtype for parameter in contents.trained.values()}
     precision = next((name for dtype, name in _PRECISIONS.items() if dtype in dtypes), "fp32")
     return Manifest(
         engine_version=engine_version,
         global_steps=_steps(files),
         precision=precision,
         rule=_rule(files),
-        moments=("fp32",) * len(found.moments),
+        moments=("fp32",) * len(contents.moments),
         parameters=(*trained, *frozen),
         buffers=tuple(
             BufferRecord(n, (), tuple(value.shape), dtype_name(value.dtype), True)
-            for n, value in found.buffers.items()
+            for n, value in contents.buffers.items()
         ),
         run={},
         client_state={},
@@ -358,49 +378,51 @@ def _steps(files: ZeroFiles) -> int:
     return steps
 
 
-def _pieces(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    for part in parts:
-        for start in range(0, part.numel(), _PIECE):
-            yield part[start : start + _PIECE].contiguous()
+def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
+    for tensor in tensors:
+        for start in range(0, tensor.numel(), _CHUNK):
+            yield tensor[start : start + _CHUNK].contiguous()
 
 
-def _raw(flat: Tensor) -> Tensor:
+def _as_bytes(flat: Tensor) -> Tensor:
     return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:
     """Return shapes by name, one dict per parameter group."""
-    found = files.models[0].get(key) or []
-    groups = [found] if isinstance(found, dict) else found
+    value = files.models[0].get(key) or []
+    groups = [value] if isinstance(value, dict) else value
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         files.refuse(f"its {key} is no list of dicts")
     return [{name: tuple(shape) for name, shape in group.items()} for group in groups]
 
 
-def _trained_of(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
+def _read_trained(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _Trained]:
     """Return the trained parameters by name."""
     groups = _shapes(files, "param_shapes")
     key = "fp32_flat_groups" if files.stage == 3 else "single_partition_of_fp32_groups"
     masters = [flat_tensors(state.get(key)) for state in files.optimizers]
-    if any(one is None or len(one) != len(masters[0] or ()) for one in masters):
+    if any(tensors is None or len(tensors) != len(masters[0] or ()) for tensors in masters):
         files.refuse(f"its {key} is no list of flat tensors")
     states = [_states(files, state, len(masters[0] or ())) for state in files.optimizers]
     trained = {}
     locations = (
         _locations_3(files, groups, masters) if files.stage == 3 else _locations_12(files, groups)
     )
-    for name, shape, group, where in locations:
+    for name, shape, group, ranges in locations:
         if name not in module:
             files.refuse(f"{name!r} has a shape, and is not in the model")
-        lists: dict[str, list[Tensor]] = {}
-        for what in ("master", *_MOMENTS):
-            flats = masters if what == "master" else [[s.get(what) for s in one] for one in states]
-            if all(part is not None for one in flats for part in one or ()):
-                lists[what] = _gather(files, name, prod(shape), flats, where)
+        slices: dict[str, list[Tensor]] = {}
+        for kind in ("master", *_MOMENTS):
+            by_rank: Sequence[Any] = masters
+            if kind != "master":
+                by_rank = [[state.get(kind) for state in of_rank] for of_rank in states]
+            if all(tensor is not None for tensors in by_rank for tensor in tensors or ()):
+                slices[kind] = _gather(files, name, prod(shape), by_rank, ranges)
         step = _step_of(files, states[0][group])
         dtype = module[name].dtype
         dtype = dtype if dtype in _PRECISIONS else torch.float32
-        trained[name] = _Trained(shape, dtype, step, lists.pop("master"), lists)
+        trained[name] = _Trained(shape, dtype, step, slices.pop("master"), slices)
     return trained
 
 
@@ -412,13 +434,13 @@ def _states(files: ZeroFiles, optimizer: Mapping[str, Any], count: int) -> list[
         state = dict(enumerate(state))
     if not isinstance(state, dict):
         return [{} for _ in range(count)]
-    found = []
+    states = []
     for index in range(count):
-        one = state.get(index)
-        one = one if isinstance(one, dict) else {}
-        flat = {m: one[m] for m in _MOMENTS if flat_tensors([one.get(m)]) is not None}
-        found.append({**flat, "step": one.get("step")})
-    return found
+        entry = state.get(index)
+        entry = entry if isinstance(entry, dict) else {}
+        flat = {m: entry[m] for m in _MOMENTS if flat_tensors([entry.get(m)]) is not None}
+        states.append({**flat, "step": entry.get("step")})
+    return states
 
 
 def _step_of(files: ZeroFiles, state: Mapping[str, Any]) -> int:
@@ -431,18 +453,18 @@ def _step_of(files: ZeroFiles, state: Mapping[str, Any]) -> int:
     return max(_steps(files) - (skipped if type(skipped) is int else 0), 0)
 
 
-_Where = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, count
-_Location = tuple[str, tuple[int, ...], int, _Where]  # name, shape, group, ranges
+_Ranges = list[tuple[int, int, int, int]]  # rank, flat tensor, first element, count
+_Location = tuple[str, tuple[int, ...], int, _Ranges]  # name, shape, group, ranges
 
 
-def _covering(begin: int, left: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+def _locate(offset: int, remaining: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Map `left` elements from offset `begin` to concatenated tensors: (tensor, offset, count)."""
-    for piece, length in enumerate(lengths):
-        count = min(max(length - begin, 0), left)
+    for index, length in enumerate(lengths):
+        count = min(max(length - offset, 0), remaining)
         if count:
-            yield piece, begin, count
-        left -= count
-        begin = max(begin - length, 0)
+            yield index, offset, count
+        remaining -= count
+        offset = max(offset - length, 0)
 
 
 def _locations_12(
@@ -454,17 +476,17 @@ def _locations_12(
         files.refuse(f"{len(groups)} groups of parameters, {len(flats[0])} of masters")
     for group, shapes in enumerate(groups):
         lengths = [flat[group].numel() for flat in flats]
-        at = 0
+        offset = 0
         gaps = paddings[group] if isinstance(paddings, list) else [0] * len(shapes)
         if len(gaps) != len(shapes) or not all(type(gap) is int and gap >= 0 for gap in gaps):
             files.refuse("its param_alignment_paddings do not fit its parameters")
         for (name, shape), gap in zip(shapes.items(), gaps, strict=True):
-            found = _covering(at, prod(shape), lengths)
-            yield name, shape, group, [(rank, group, first, n) for rank, first, n in found]
-            at += prod(shape) + gap
-        spare = sum(lengths) - at
+            covered = _locate(offset, prod(shape), lengths)
+            yield name, shape, group, [(rank, group, first, n) for rank, first, n in covered]
+            offset += prod(shape) + gap
+        spare = sum(lengths) - offset
         if not -sum(gaps[-1:]) <= spare < 4 * len(lengths) + sum(gaps):
-            files.refuse(f"group {group} has {sum(lengths)} masters for {at} elements")
+            files.refuse(f"group {group} has {sum(lengths)} masters for {offset} elements")
 
 
 def _locations_3(
@@ -472,34 +494,34 @@ def _locations_3(
     groups: Sequence[dict[str, tuple[int, ...]]],
     masters: Sequence[list[Tensor] | None],
 ) -> Iterator[_Location]:
-    lengths = [part.numel() for part in masters[0] or ()]
-    if any([part.numel() for part in one or ()] != lengths for one in masters):
+    lengths = [tensor.numel() for tensor in masters[0] or ()]
+    if any([tensor.numel() for tensor in tensors or ()] != lengths for tensors in masters):
         files.refuse("its ranks hold parts of different sizes")
-    ranks, at = len(masters), 0
+    ranks, offset = len(masters), 0
     for name, shape in ((n, s) for shapes in groups for n, s in shapes.items()):
-        part = -(-prod(shape) // ranks)
-        where: _Where = []
+        shard_size = -(-prod(shape) // ranks)
+        ranges: _Ranges = []
         for rank in range(ranks):
-            held = min(part, max(prod(shape) - rank * part, 0))
-            where += [(rank, flat, first, n) for flat, first, n in _covering(at, held, lengths)]
-        group = max((flat for rank, flat, *_ in where if rank == 0), default=0)
-        yield name, shape, group, where
-        at += part
-    if at != sum(lengths):
-        files.refuse(f"its ranks hold {sum(lengths)} masters each, for {at} elements")
+            count = min(shard_size, max(prod(shape) - rank * shard_size, 0))
+            ranges += [(rank, flat, first, n) for flat, first, n in _locate(offset, count, lengths)]
+        group = max((flat for rank, flat, *_ in ranges if rank == 0), default=0)
+        yield name, shape, group, ranges
+        offset += shard_size
+    if offset != sum(lengths):
+        files.refuse(f"its ranks hold {sum(lengths)} masters each, for {offset} elements")
 
 
 def _gather(
-    files: ZeroFiles, name: str, numel: int, flats: Sequence[Any], where: _Where
+    files: ZeroFiles, name: str, numel: int, flats: Sequence[Any], ranges: _Ranges
 ) -> list[Tensor]:
-    parts = [flats[rank][flat][first : first + count] for rank, flat, first, count in where]
-    found = sum(part.numel() for part in parts)
-    if found != numel:
-        files.refuse(f"{name!r} has {numel} elements, and {found} of them are there")
-    return parts
+    slices = [flats[rank][flat][first : first + count] for rank, flat, first, count in ranges]
+    available = sum(item.numel() for item in slices)
+    if available != numel:
+        files.refuse(f"{name!r} has {numel} elements, and {available} of them are there")
+    return slices
 
 
-def _frozen_of(
+def _read_frozen(
     files: ZeroFiles, module: Mapping[str, Tensor]
 ) -> dict[str, tuple[tuple[int, ...], list[Tensor]]]:
     """Return the shape and slices of each frozen parameter in `module`."""
@@ -509,17 +531,19 @@ def _frozen_of(
     frozen = {}
     for name, value in module.items():
         shape = known.get(name, tuple(value.shape))
-        parts = [value]
+        tensors = [value]
         if files.stage == 3:
             fragments = [model.get("frozen_param_fragments") or {} for model in files.models]
-            parts = [one[name] for one in fragments if isinstance(one.get(name), Tensor)]
-        left, cut = prod(shape), []
-        for part in parts:
-            cut.append(part.reshape(-1)[:left])
-            left -= cut[-1].numel()
-        if left or not cut or len({part.dtype for part in cut}) > 1:
+            tensors = [
+                of_rank[name] for of_rank in fragments if isinstance(of_rank.get(name), Tensor)
+            ]
+        remaining, slices = prod(shape), []
+        for tensor in tensors:
+            slices.append(tensor.reshape(-1)[:remaining])
+            remaining -= slices[-1].numel()
+        if remaining or not slices or len({tensor.dtype for tensor in slices}) > 1:
             files.refuse(f"the frozen parameter {name!r} is not there as a whole")
-        frozen[name] = (shape, cut)
+        frozen[name] = (shape, slices)
     return frozen
 
 
@@ -533,22 +557,24 @@ def deepspeed_weights(
 
     Supports the checkpoints of `import_deepspeed`, and raises the same errors.
     """
-    found = _contents(read_zero(source, tag), frozen=frozen)
-    parts = {name: (one.shape, one.master) for name, one in found.trained.items()} | found.frozen
+    contents = _read_contents(read_zero(source, tag), frozen=frozen)
+    values = {
+        name: (parameter.shape, parameter.master) for name, parameter in contents.trained.items()
+    } | contents.frozen
     tensors = [
-        _outgoing(name, shape, pieces, torch.float32 if pieces[0].is_floating_point() else None)
-        for name, (shape, pieces) in parts.items()
+        _outgoing(name, shape, slices, torch.float32 if slices[0].is_floating_point() else None)
+        for name, (shape, slices) in values.items()
     ]
-    tensors += [_outgoing(n, tuple(v.shape), [v], None) for n, v in found.buffers.items()]
-    return tensors, {alias: name for alias, name in found.shared.items() if name in parts}
+    tensors += [_outgoing(n, tuple(v.shape), [v], None) for n, v in contents.buffers.items()]
+    return tensors, {alias: name for alias, name in contents.shared.items() if name in values}
 
 
 def _outgoing(
-    name: str, shape: tuple[int, ...], pieces: Sequence[Tensor], dtype: torch.dtype | None
+    name: str, shape: tuple[int, ...], slices: Sequence[Tensor], dtype: torch.dtype | None
 ) -> Outgoing:
-    stored = dtype or pieces[0].dtype
+    stored = dtype or slices[0].dtype
 
     def read() -> Tensor:
-        return torch.cat([piece.reshape(-1) for piece in pieces]).to(stored).view(shape)
+        return torch.cat([item.reshape(-1) for item in slices]).to(stored).view(shape)
 
     return Outgoing(name, shape, stored, read)

@@ -32,15 +32,15 @@ class Row:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the row as JSON types; values without a JSON type become strings."""
-        given, verdict = _plain(self.given), str(self.verdict)
+        given, verdict = _to_json(self.given), str(self.verdict)
         return {"key": self.key, "given": given, "verdict": verdict, "note": self.note}
 
 
-def _plain(value: Any) -> Any:
+def _to_json(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(name): _plain(part) for name, part in value.items()}
+        return {str(name): _to_json(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(part) for part in value]
+        return [_to_json(item) for item in value]
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if not isinstance(value, bool) and isinstance(value, numbers.Integral):
@@ -56,8 +56,8 @@ def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
     ]
     widths = [max(map(len, column), default=0) for column in zip(*cells, strict=True)]
     lines = ["the DeepSpeed configuration, key by key:"]
-    for found, row in zip(cells, rows, strict=True):
-        columns = [text.ljust(width) for text, width in zip(found, widths, strict=True)]
+    for row_cells, row in zip(cells, rows, strict=True):
+        columns = [text.ljust(width) for text, width in zip(row_cells, widths, strict=True)]
         lines.append("  ".join(["", *columns, row["note"]]).rstrip())
     return "\n".join(lines)
 
@@ -86,7 +86,7 @@ def names_in(section: str) -> list[str]:
 # --- when a key is refused -----------------------------------------------------------------------
 
 
-def _switched_on(value: Any) -> bool:
+def _is_enabled(value: Any) -> bool:
     """Return whether a section is on: its `enabled`, else any `enabled` inside, else not empty."""
     if not isinstance(value, Mapping):
         return bool(value)
@@ -95,14 +95,14 @@ def _switched_on(value: Any) -> bool:
 
 
 def _switches(value: Mapping[str, Any]) -> Iterator[bool]:
-    for name, part in value.items():
+    for name, item in value.items():
         if name == "enabled":
-            yield part is True
-        elif isinstance(part, Mapping):
-            yield from _switches(part)
+            yield item is True
+        elif isinstance(item, Mapping):
+            yield from _switches(item)
 
 
-def _several_ways(value: Any) -> bool:
+def _is_tensor_parallel(value: Any) -> bool:
     """Return whether tensor_parallel is enabled: a size is above 1."""
     if not isinstance(value, dict):
         return bool(value)
@@ -122,8 +122,8 @@ REFUSED_IF: dict[When, Callable[[Any], bool]] = {
     "given": bool,
     "false": lambda value: not value,
     "above 1": lambda value: bool(value > 1),
-    "on": _switched_on,
-    "a size is above 1": _several_ways,
+    "on": _is_enabled,
+    "a size is above 1": _is_tensor_parallel,
     "stages is above 1": _has_stages,
 }
 
@@ -133,7 +133,7 @@ REFUSED_IF: dict[When, Callable[[Any], bool]] = {
 def read_value(kind: Kind | tuple[str, ...], value: Any) -> Any:
     """Return the value as a Python object; raise `ValueError` if it is of another kind."""
     if isinstance(kind, str):
-        return _READ[kind](value)
+        return _READERS[kind](value)
     if isinstance(value, str) and value.lower() in kind:
         return value.lower()
     raise ValueError(f"should be one of {', '.join(map(repr, kind))}")
@@ -159,13 +159,13 @@ def _as_int(value: Any) -> int:
     return int(number)
 
 
-def _that(
+def _checked(
     read: Callable[[Any], Any], fits: Callable[[Any], bool], expected: str
 ) -> Callable[..., Any]:
     def read_and_check(value: Any) -> Any:
-        found = read(value)
-        if fits(found):
-            return found
+        result = read(value)
+        if fits(result):
+            return result
         raise ValueError(f"should be {expected}")
 
     return read_and_check
@@ -180,9 +180,9 @@ def _numbers(value: Any) -> Any:
 
 
 def _names(value: Any) -> tuple[str, ...]:
-    parts = (value,) if isinstance(value, str) else value
-    if isinstance(parts, list | tuple) and all(isinstance(part, str) for part in parts):
-        return tuple(parts)
+    names = (value,) if isinstance(value, str) else value
+    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
+        return tuple(names)
     raise ValueError("should be a list of texts")
 
 
@@ -195,24 +195,24 @@ def _paths(value: Any) -> list[str]:
     raise ValueError("should be a path, or a list of paths")
 
 
-def _kind(types: Any, expected: str) -> Callable[[Any], Any]:
-    return _that(lambda value: value, lambda value: isinstance(value, types), expected)
+def _of_type(types: Any, expected: str) -> Callable[[Any], Any]:
+    return _checked(lambda value: value, lambda value: isinstance(value, types), expected)
 
 
-_WHOLE = _that(_as_int, lambda number: number >= 0, "0 or more")
-_READ: dict[Kind, Callable[[Any], Any]] = {
-    "flag": _kind(bool, "true or false"),
+_WHOLE = _checked(_as_int, lambda number: number >= 0, "0 or more")
+_READERS: dict[Kind, Callable[[Any], Any]] = {
+    "flag": _of_type(bool, "true or false"),
     "number": _number,
     "numbers": _numbers,  # one, or one per parameter group
-    "pair": _that(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
-    "share": _that(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
+    "pair": _checked(_numbers, lambda n: isinstance(n, list) and len(n) == 2, "two numbers"),
+    "share": _checked(_number, lambda number: 0 <= number <= 1, "between 0 and 1"),
     "whole": _WHOLE,
-    "count": _that(_as_int, lambda number: number >= 1, "1 or more"),
+    "count": _checked(_as_int, lambda number: number >= 1, "1 or more"),
     "signed": _as_int,
     "interval": _interval,
-    "text": _kind(str, "text"),
+    "text": _of_type(str, "text"),
     "names": _names,
     "paths": _paths,
-    "section": _kind(Mapping | bool, "a section of keys and values"),
+    "section": _of_type(Mapping | bool, "a section of keys and values"),
     "anything": lambda value: value,
 }

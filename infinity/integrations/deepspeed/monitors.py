@@ -20,8 +20,8 @@ class _TensorBoard:
     """Event files in `output_path/job_name`."""
 
     def __init__(self, section: Section) -> None:
-        library = _needed("torch.utils.tensorboard", "tensorboard")
-        self.summary_writer = library.SummaryWriter(log_dir=str(_folder(section)))
+        library = _import_package("torch.utils.tensorboard", "tensorboard")
+        self.summary_writer = library.SummaryWriter(log_dir=str(_directory(section)))
 
     def write(self, events: Sequence[Event]) -> None:
         for label, value, samples in events:
@@ -36,7 +36,7 @@ class _Wandb:
     """A run of Weights & Biases."""
 
     def __init__(self, section: Section) -> None:
-        self._library = _needed("wandb", "wandb")
+        self._library = _import_package("wandb", "wandb")
         self._library.init(
             project=section.get("project", "deepspeed"),
             group=section.get("group"),
@@ -58,17 +58,17 @@ class _Csv:
     """
 
     def __init__(self, section: Section) -> None:
-        self._folder = _folder(section)
-        make_directories(self._folder)
+        self._directory = _directory(section)
+        make_directories(self._directory)
 
     def write(self, events: Sequence[Event]) -> None:
         for label, value, samples in events:
             name = label.replace("/", "_").replace(" ", "_")
-            path = self._folder / f"{name}.csv"
-            begun = path.exists()
+            path = self._directory / f"{name}.csv"
+            exists = path.exists()
             with path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.writer(file)
-                if not begun:
+                if not exists:
                     writer.writerow(["step", label.rpartition("/")[2]])
                 writer.writerow([samples, value])
 
@@ -81,8 +81,8 @@ class _Comet:
 
     def __init__(self, section: Section) -> None:
         names = ("api_key", "workspace", "project", "experiment_key", "online", "mode")
-        given = {name: section.get(name) for name in names}
-        self._experiment = _needed("comet_ml", "comet_ml").start(**given)
+        options = {name: section.get(name) for name in names}
+        self._experiment = _import_package("comet_ml", "comet_ml").start(**options)
         if "experiment_name" in section:
             self._experiment.set_name(section["experiment_name"])
         self._interval = section.get("samples_log_interval", 100)
@@ -125,14 +125,14 @@ class MonitorMaster:
 
     def __init__(self, monitor_config: Mapping[str, Section]) -> None:
         self.monitor_config = monitor_config
-        on = {
+        enabled = {
             name: _WRITERS[name](section)
             for name, section in monitor_config.items()
             if section.get("enabled") and get_rank() == 0
         }
-        self.tb_monitor, self.wandb_monitor = on.get("tensorboard"), on.get("wandb")
-        self.csv_monitor, self.comet_monitor = on.get("csv_monitor"), on.get("comet")
-        self._writers = list(on.values())
+        self.tb_monitor, self.wandb_monitor = enabled.get("tensorboard"), enabled.get("wandb")
+        self.csv_monitor, self.comet_monitor = enabled.get("csv_monitor"), enabled.get("comet")
+        self._writers = list(enabled.values())
         self.enabled = bool(self._writers)
 
     def write_events(self, event_list: Iterable[Event]) -> None:
@@ -148,13 +148,13 @@ class MonitorMaster:
             writer.close()
 
 
-def _folder(section: Section) -> Path:
+def _directory(section: Section) -> Path:
     """Return the directory of a section's files."""
     root = Path(section.get("output_path", ""))
     return root.expanduser() / str(section.get("job_name", "DeepSpeedJobName"))
 
 
-def _needed(module: str, package: str) -> Any:
+def _import_package(module: str, package: str) -> Any:
     try:
         return import_module(module)
     except ImportError as error:

@@ -127,7 +127,7 @@ _ABSENT = ("ops.deepspeed4science",)
 _ALIASES = {"checkpointing": "runtime.activation_checkpointing.checkpointing", "dist": "comm"}
 
 # Alternatives: (names or modules with their submodules; reason; remedy). The longest match counts.
-_INSTEAD: tuple[tuple[str, str, str], ...] = (
+_ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("", "it is internal to DeepSpeed, or no name of DeepSpeed",
      "docs/migrating-from-deepspeed.md lists the names that work"),
     ("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe runtime.pipe",
@@ -196,38 +196,42 @@ _INSTEAD: tuple[tuple[str, str, str], ...] = (
 
 
 @cache
-def _owners() -> dict[str, list[tuple[str, str, str]]]:
+def _implementations() -> dict[str, list[tuple[str, str, str]]]:
     """Return `OURS` by DeepSpeed's name: (DeepSpeed's module, infinity's module, attribute)."""
-    found: dict[str, list[tuple[str, str, str]]] = {}
-    for where, ours, names in OURS:
-        for theirs, _, other in (word.partition("=") for word in names.split()):
-            found.setdefault(theirs, []).append((where, ours, other or theirs))
-    return found
+    by_name: dict[str, list[tuple[str, str, str]]] = {}
+    for deepspeed_module, module, names in OURS:
+        for name, _, attribute in (word.partition("=") for word in names.split()):
+            by_name.setdefault(name, []).append((deepspeed_module, module, attribute or name))
+    return by_name
 
 
 @cache
 def served(module: str, name: str) -> Any:
     """Return the implementation of a name of a DeepSpeed module, or None."""
-    for where, ours, attribute in _owners().get(name, ()):
-        if where in ("*", module) or (where and module.startswith(f"{where}.")):
-            return vars(import_module(ours))[attribute]
+    for deepspeed_module, implementing_module, attribute in _implementations().get(name, ()):
+        if deepspeed_module in ("*", module) or (
+            deepspeed_module and module.startswith(f"{deepspeed_module}.")
+        ):
+            return vars(import_module(implementing_module))[attribute]
     return None
 
 
 @cache
 def look_up(module: str, name: str) -> Any:
     """Return a name of a DeepSpeed module; raise `AttributeError` if DeepSpeed lacks it."""
-    found = served(module, name)
-    if found is not None:
-        return found
-    where, path = f"deepspeed.{module}".rstrip("."), f"{module}.{name}".strip(".")
+    implementation = served(module, name)
+    if implementation is not None:
+        return implementation
+    module_path, path = f"deepspeed.{module}".rstrip("."), f"{module}.{name}".strip(".")
     if not _is_known(module, name):
-        raise AttributeError(f"module {where!r} has no attribute {name!r}")
+        raise AttributeError(f"module {module_path!r} has no attribute {name!r}")
     if name[0].isupper():
-        return _Refused(name, (), {"__module__": where})
+        return _PlaceholderMeta(name, (), {"__module__": module_path})
     file = Path(__file__).parent.joinpath(*path.split("."))
     has_file = file.is_dir() or file.with_suffix(".py").exists()
-    return import_module(f"{HERE}.{path}") if has_file or path in _ALIASES else _made(path)
+    if has_file or path in _ALIASES:
+        return import_module(f"{HERE}.{path}")
+    return _placeholder_module(path)
 
 
 def getter(module: str) -> Callable[[str], Any]:
@@ -238,38 +242,40 @@ def getter(module: str) -> Callable[[str], Any]:
 def _is_known(module: str, name: str) -> bool:
     """Return whether a DeepSpeed module has, or may have, a name without implementation."""
     path = f"{module}.{name}".strip(".")
-    named = module not in OTHERS or name in OTHERS[module].split() or _remedies(path, len(module))
-    return bool(named) and not name.startswith("_") and path not in _ABSENT
+    is_listed = (
+        module not in OTHERS or name in OTHERS[module].split() or _remedies(path, len(module))
+    )
+    return bool(is_listed) and not name.startswith("_") and path not in _ABSENT
 
 
 class NoAttributeError(ConfigError, AttributeError):
     """Error of an attribute of a class without implementation; `hasattr` returns False."""
 
 
-def _remedies(path: str, beyond: int = -1) -> list[tuple[int, str, str]]:
-    """Return the matches in `_INSTEAD` for a path, as (length of the prefix, reason, remedy)."""
+def _remedies(path: str, longer_than: int = -1) -> list[tuple[int, str, str]]:
+    """Return the matches in `_ALTERNATIVES` for a path, as (prefix length, reason, remedy)."""
     return [
         (len(prefix), because, remedy)
-        for prefixes, because, remedy in _INSTEAD
+        for prefixes, because, remedy in _ALTERNATIVES
         for prefix in prefixes.split() or [""]
-        if (not prefix or f"{path}.".startswith(f"{prefix}.")) and len(prefix) > beyond
+        if (not prefix or f"{path}.".startswith(f"{prefix}.")) and len(prefix) > longer_than
     ]
 
 
 def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """Return the error for a name without implementation, by its path below `deepspeed`."""
     _, because, remedy = max(_remedies(path))
-    hint = did_you_mean(path.rpartition(".")[2], _owners(), cutoff=0.88)
+    hint = did_you_mean(path.rpartition(".")[2], _implementations(), cutoff=0.88)
     what = f"deepspeed.{path} is not here"
     return kind(what, because=because or None, remedy=hint + remedy)
 
 
-class _Refused(type):
+class _PlaceholderMeta(type):
     """Metaclass of placeholder classes, which raise when called or subclassed."""
 
-    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _Refused:
+    def __new__(mcs, name: str, bases: tuple[type, ...], body: dict[str, Any]) -> _PlaceholderMeta:
         for base in bases:
-            if isinstance(base, _Refused):
+            if isinstance(base, _PlaceholderMeta):
                 base()
         return super().__new__(mcs, name, bases, body)
 
@@ -283,7 +289,7 @@ class _Refused(type):
         raise why_refused(path, NoAttributeError)
 
 
-class _Module(ModuleType):
+class _PlaceholderModule(ModuleType):
     """Placeholder of a DeepSpeed module or function."""
 
     def __init__(self, name: str) -> None:
@@ -307,7 +313,7 @@ class _Module(ModuleType):
         raise why_refused(self._path)
 
 
-_made = cache(lambda path: _Module(f"{HERE}.{path}"))
+_placeholder_module = cache(lambda path: _PlaceholderModule(f"{HERE}.{path}"))
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -319,13 +325,13 @@ class _Finder(MetaPathFinder, Loader):
         if not name.startswith(f"{HERE}."):
             return None
         parent, _, last = name.removeprefix(f"{HERE}.").rpartition(".")
-        found = _is_known(parent, last) or served(parent, last) is not None
-        return ModuleSpec(name, self, is_package=True) if found else None
+        exists = _is_known(parent, last) or served(parent, last) is not None
+        return ModuleSpec(name, self, is_package=True) if exists else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module that resolves its names on access."""
-        made: ModuleType = _made(spec.name.removeprefix(f"{HERE}."))
-        return made
+        module: ModuleType = _placeholder_module(spec.name.removeprefix(f"{HERE}."))
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Replace an alias in `sys.modules` (`checkpointing`, `dist`) by its target."""

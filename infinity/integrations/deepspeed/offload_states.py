@@ -42,10 +42,10 @@ class OffloadDevice:
     @staticmethod
     def of(tiers: Iterable[Tier]) -> OffloadDevice | None:
         """Return the slowest target among `tiers`; None if all state is on the compute device."""
-        found = set(tiers)
-        if Tier.DISK in found:
+        distinct = set(tiers)
+        if Tier.DISK in distinct:
             return OffloadDevice(OffloadDeviceEnum.nvme)
-        return OffloadDevice(OffloadDeviceEnum.cpu) if Tier.HOST in found else None
+        return OffloadDevice(OffloadDeviceEnum.cpu) if Tier.HOST in distinct else None
 
 
 _FIELDS = {
@@ -59,9 +59,9 @@ _FIELDS = {
 
 def devices_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
     """Return the torch devices, and "disk", on which the plan stores a kind of state."""
-    name = _FIELDS[OffloadStateTypeEnum(state)]
+    field = _FIELDS[OffloadStateTypeEnum(state)]
     by_tier = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
-    return {by_tier[getattr(placement, name)] for placement in plan.placements}
+    return {by_tier[getattr(placement, field)] for placement in plan.placements}
 
 
 def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
@@ -77,13 +77,13 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
         raise ConfigError(str(error), remedy=f"of {names}") from None
     if plan.unified:  # CPU and compute device share one memory
         return
-    held = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
-    if held:
-        parts = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in held.items())
+    reserved = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
+    if reserved:
+        breakdown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in reserved.items())
         raise ConfigError(
             f"offload_states({', '.join(kind.value for kind in kinds)}): "
-            f"{format_size(sum(held.values()))} on the GPU cannot be given back for a while",
-            because=f"placement is fixed when the engine is made; the plan has there: {parts}",
+            f"{format_size(sum(reserved.values()))} on the GPU cannot be given back for a while",
+            because=f"placement is fixed when the engine is made; the plan has there: {breakdown}",
             remedy="plan with less: a smaller budget.device, placement.optimizer_state: host; or "
             "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
         )

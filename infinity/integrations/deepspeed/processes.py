@@ -89,8 +89,10 @@ def init_distributed(
         ConfigError: Arguments contradict the launcher.
         MachineError: Processes cannot be reached.
     """
-    alone = "WORLD_SIZE" not in os.environ
-    started = next((n for n in _MPI_SIZES if alone and int(os.environ.get(n) or 1) > 1), None)
+    has_no_launcher = "WORLD_SIZE" not in os.environ
+    mpi_variable = next(
+        (n for n in _MPI_SIZES if has_no_launcher and int(os.environ.get(n) or 1) > 1), None
+    )
     if num_launched() > 1:
         find_ranks(timeout)
     elif world_size > 1 and rank >= 0 and not _has_group():
@@ -98,9 +100,9 @@ def init_distributed(
         dist.init_process_group(
             backend, init_method=init_method, timeout=timeout, world_size=world_size, rank=rank
         )
-    elif started and not _has_group():
+    elif mpi_variable and not _has_group():
         raise ConfigError(
-            f"{started} is {os.environ[started]}, but WORLD_SIZE is not set",
+            f"{mpi_variable} is {os.environ[mpi_variable]}, but WORLD_SIZE is not set",
             because="processes that MPI starts find each other by variables that torchrun sets",
             remedy="torchrun --nproc-per-node N train.py, or infinity run --gpus N train.py",
         )
@@ -169,7 +171,7 @@ def get_one() -> int:
     return 1
 
 
-_LOGGED = ("prof", "log_name", "debug")  # arguments of DeepSpeed's communication log, ignored
+_LOG_ARGUMENTS = ("prof", "log_name", "debug")  # of DeepSpeed's communication log, ignored
 
 
 class Finished:
@@ -184,8 +186,8 @@ class Finished:
         return True
 
 
-def _passed_on(
-    name: str, alone: Callable[..., Any] | None = None, **renamed: str
+def _collective(
+    name: str, single_process: Callable[..., Any] | None = None, **renamed: str
 ) -> Callable[..., Any]:
     """Return a function of torch.distributed that also accepts DeepSpeed's parameters.
 
@@ -194,65 +196,72 @@ def _passed_on(
     """
 
     def function(*args: Any, **kwargs: Any) -> Any:
-        named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOGGED}
+        named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOG_ARGUMENTS}
         call = getattr(dist, name)
-        if alone is None or _has_group() or num_launched() > 1:
+        if single_process is None or _has_group() or num_launched() > 1:
             return call(*args, **named)
-        given = inspect.signature(call).bind(*args, **named).arguments
-        alone(**given)
-        return Finished() if given.get("async_op") else None
+        arguments = inspect.signature(call).bind(*args, **named).arguments
+        single_process(**arguments)
+        return Finished() if arguments.get("async_op") else None
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
     return function
 
 
-def _nothing(**kwargs: Any) -> None:
+def _no_op(**kwargs: Any) -> None:
     """Do nothing: the tensors of a single process are the result."""
 
 
-def _copies(target: str, source: str) -> Callable[..., None]:
+def _copy_argument(target: str, source: str) -> Callable[..., None]:
     """Return a single-process collective: copy tensors of argument `source` to `target`."""
 
-    def listed(value: Any) -> list[Any]:
+    def as_list(value: Any) -> list[Any]:
         return [value] if isinstance(value, torch.Tensor) else list(value or ())
 
-    def copy(**given: Any) -> None:
-        for got, sent in zip(listed(given.get(target)), listed(given.get(source)), strict=False):
-            got.copy_(sent)
+    def copy(**arguments: Any) -> None:
+        for destination, value in zip(
+            as_list(arguments.get(target)), as_list(arguments.get(source)), strict=False
+        ):
+            destination.copy_(value)
 
     return copy
 
 
-def _put(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
+def _store_object(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
     object_list[0] = obj
 
 
-all_reduce = _passed_on("all_reduce", _nothing)
-barrier = _passed_on("barrier", _nothing)
-broadcast = _passed_on("broadcast", _nothing)
-broadcast_object_list = _passed_on("broadcast_object_list", _nothing)
-monitored_barrier = _passed_on("monitored_barrier", _nothing)
-reduce = _passed_on("reduce", _nothing)
-all_gather = _passed_on("all_gather", _copies("tensor_list", "tensor"))
-all_gather_into_tensor = _passed_on(
-    "all_gather_into_tensor", _copies("output_tensor", "input_tensor"), tensor="input_tensor"
+all_reduce = _collective("all_reduce", _no_op)
+barrier = _collective("barrier", _no_op)
+broadcast = _collective("broadcast", _no_op)
+broadcast_object_list = _collective("broadcast_object_list", _no_op)
+monitored_barrier = _collective("monitored_barrier", _no_op)
+reduce = _collective("reduce", _no_op)
+all_gather = _collective("all_gather", _copy_argument("tensor_list", "tensor"))
+all_gather_into_tensor = _collective(
+    "all_gather_into_tensor", _copy_argument("output_tensor", "input_tensor"), tensor="input_tensor"
 )
-all_gather_object = _passed_on("all_gather_object", _put)
-all_to_all = _passed_on("all_to_all", _copies("output_tensor_list", "input_tensor_list"))
-all_to_all_single = _passed_on("all_to_all_single", _copies("output", "input"), tensor="input")
-gather = _passed_on("gather", _copies("gather_list", "tensor"))
-reduce_scatter = _passed_on("reduce_scatter", _copies("output", "input_list"))
-reduce_scatter_tensor = _passed_on(
-    "reduce_scatter_tensor", _copies("output", "input"), tensor="input", output_tensor="output"
+all_gather_object = _collective("all_gather_object", _store_object)
+all_to_all = _collective("all_to_all", _copy_argument("output_tensor_list", "input_tensor_list"))
+all_to_all_single = _collective(
+    "all_to_all_single", _copy_argument("output", "input"), tensor="input"
 )
-scatter = _passed_on("scatter", _copies("tensor", "scatter_list"))
-batch_isend_irecv = _passed_on("batch_isend_irecv")
-irecv = _passed_on("irecv")
-isend = _passed_on("isend")
-new_group = _passed_on("new_group")
-recv = _passed_on("recv")
-send = _passed_on("send")
+gather = _collective("gather", _copy_argument("gather_list", "tensor"))
+reduce_scatter = _collective("reduce_scatter", _copy_argument("output", "input_list"))
+reduce_scatter_tensor = _collective(
+    "reduce_scatter_tensor",
+    _copy_argument("output", "input"),
+    tensor="input",
+    output_tensor="output",
+)
+scatter = _collective("scatter", _copy_argument("tensor", "scatter_list"))
+batch_isend_irecv = _collective("batch_isend_irecv")
+irecv = _collective("irecv")
+isend = _collective("isend")
+new_group = _collective("new_group")
+recv = _collective("recv")
+send = _collective("send")
 is_available = dist.is_available
 
 

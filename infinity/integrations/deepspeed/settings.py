@@ -49,12 +49,12 @@ def read_settings(
     """
     if isinstance(config, Settings):
         return config
-    ways = {
+    arguments = {
         "config": config,
         "config_params": config_params,
         "args.deepspeed_config": getattr(args, "deepspeed_config", None),
     }
-    given = {name: value for name, value in ways.items() if value is not None}
+    given = {name: value for name, value in arguments.items() if value is not None}
     if not given:
         raise ConfigError(
             "initialize() got no configuration",
@@ -67,21 +67,21 @@ def read_settings(
             f"initialize() got several configurations: {', '.join(given)}",
             remedy="keep one of them",
         )
-    found = find_translation(
+    translation = find_translation(
         first,
         client_optimizer=optimizer is not None,
         client_scheduler=lr_scheduler is not None,
         may_infer=(model_parameters is None or model_parameters == []) and optimizer is None,
         ranks=ranks,
     )
-    if found is None:
+    if translation is None:
         size = 1 if batch_size is None else batch_size
         return DeepSpeedSettings(load_config(first), size, given=first)
     return DeepSpeedSettings(
-        found.config,
-        found.batch_size if batch_size is None else batch_size,
-        found.drop_last,
-        trains=found.trains,
-        translation=found,
+        translation.config,
+        translation.batch_size if batch_size is None else batch_size,
+        translation.drop_last,
+        trains=translation.trains,
+        translation=translation,
         given=first,
     )

@@ -20,12 +20,12 @@ from infinity.config.schema import DEEPSPEED_NAMES, Config
 from infinity.config.source import json_and_repeated, read_config_file
 from infinity.errors import ConfigError
 
-_UNMISTAKABLE = (
+_DEEPSPEED_ONLY = (
     "zero_optimization", "train_batch_size", "train_micro_batch_size_per_gpu", "fp16", "bf16",
     "bfloat16",
 )  # fmt: skip
 _COMMON = ("optimizer", "scheduler", "gradient_clipping", "gradient_accumulation_steps", "compile")
-_MOST_BYTES = 1 << 24  # file size limit: a weights file may be passed by mistake
+_MAX_BYTES = 1 << 24  # file size limit: a weights file may be passed by mistake
 _STRING = r'"(?:\\.|[^"\\])*"'
 _COMMENTS = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
 _COMMAS = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
@@ -44,10 +44,10 @@ class Source:
 def is_deepspeed(raw: Mapping[str, Any]) -> bool:
     """Return whether a mapping is a DeepSpeed configuration: it has keys that infinity lacks.
 
-    If it has infinity's keys too, only the keys in `_UNMISTAKABLE` count. If both formats have all
-    keys, an optimizer with `params` is DeepSpeed's.
+    If it has infinity's keys too, only the keys in `_DEEPSPEED_ONLY` count. If both formats have
+    all keys, an optimizer with `params` is DeepSpeed's.
     """
-    if any(name in _UNMISTAKABLE for name in raw):
+    if any(name in _DEEPSPEED_ONLY for name in raw):
         return True
     if any(name in Config.model_fields and name not in _COMMON for name in raw):
         return False
@@ -63,19 +63,19 @@ def find_source(source: Any) -> Source | None:
     After None, `load_config` reads the source and reports its errors. Raises `ConfigError` if the
     source is DeepSpeed's, but cannot be parsed.
     """
-    found = None
+    candidate = None
     if isinstance(source, Mapping):
-        found = Source("the DeepSpeed configuration", source)
+        candidate = Source("the DeepSpeed configuration", source)
     elif isinstance(source, str | os.PathLike):
         text = os.fsdecode(source)
         path = Path(text).expanduser()
         if text.lstrip().startswith("{"):
-            found = _parsed("the JSON text", text)
+            candidate = _parse("the JSON text", text)
         elif _is_file(path):
-            found = _from_file(path)
+            candidate = _from_file(path)
         elif isinstance(source, str):
-            found = _from_base64(text)
-    return found if found is not None and is_deepspeed(found.raw) else None
+            candidate = _from_base64(text)
+    return candidate if candidate is not None and is_deepspeed(candidate.raw) else None
 
 
 def _is_file(path: Path) -> bool:
@@ -90,15 +90,15 @@ def _from_file(path: Path) -> Source | None:
     if suffix in (".yaml", ".yml"):
         return Source(str(path), read_config_file(path))
     try:
-        if path.stat().st_size > _MOST_BYTES:
+        if path.stat().st_size > _MAX_BYTES:
             return None
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return None
     try:
-        return _parsed(str(path), text)
+        return _parse(str(path), text)
     except ConfigError:
-        if suffix != ".hjson" and not any(name in text for name in _UNMISTAKABLE):
+        if suffix != ".hjson" and not any(name in text for name in _DEEPSPEED_ONLY):
             return None
         raise
 
@@ -106,15 +106,15 @@ def _from_file(path: Path) -> Source | None:
 def _from_base64(text: str) -> Source | None:
     if not _BASE64.fullmatch(text):
         return None
-    letters = "".join(text.split()).rstrip("=")
+    encoded = "".join(text.split()).rstrip("=")
     try:
-        plain = base64.urlsafe_b64decode(letters + "=" * (-len(letters) % 4)).decode()
+        decoded = base64.urlsafe_b64decode(encoded + "=" * (-len(encoded) % 4)).decode()
     except ValueError:
         return None
-    return _parsed("the base64 text", plain) if plain.lstrip().startswith("{") else None
+    return _parse("the base64 text", decoded) if decoded.lstrip().startswith("{") else None
 
 
-def _parsed(where: str, text: str) -> Source:
+def _parse(where: str, text: str) -> Source:
     """Parse JSON, with or without comments and trailing commas, or Hjson."""
     try:
         raw, repeated = json_and_repeated(text)
@@ -122,7 +122,7 @@ def _parsed(where: str, text: str) -> Source:
         try:
             raw, repeated = json_and_repeated(_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)))
         except (ValueError, RecursionError) as error:
-            raw, repeated = _hjson(where, text, error)
+            raw, repeated = _parse_hjson(where, text, error)
     if not isinstance(raw, dict):
         raise ConfigError(f"{where}: not a configuration", because="it is not keys and values")
     return Source(where, raw, tuple(repeated))
@@ -130,11 +130,11 @@ def _parsed(where: str, text: str) -> Source:
 
 def _blank(match: re.Match[str]) -> str:
     """Replace a comment or comma by spaces; strings and line numbers stay unchanged."""
-    found = match[0]
-    return found if found.startswith('"') else re.sub(r"[^\n]", " ", found)
+    text = match[0]
+    return text if text.startswith('"') else re.sub(r"[^\n]", " ", text)
 
 
-def _hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
+def _parse_hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[str]]:
     """Parse Hjson; `problem` is the error of the JSON parser."""
     try:
         library = importlib.import_module("hjson")

@@ -20,18 +20,20 @@ def watch(engine: DeepSpeedEngine) -> None:
 
     If `deepspeed` is an alias of this library, write a summary of the configuration to stderr.
     """
-    first = not engine.ranks.rank
-    profiles = first and engine._said("flops_profiler.enabled")
-    every = (engine._said("steps_per_print") if first else None) or math.inf
-    if first and engine.translation is not None and "deepspeed" in sys.modules:
+    is_first = not engine.ranks.rank
+    profiled = is_first and engine._config_value("flops_profiler.enabled")
+    print_every = (engine._config_value("steps_per_print") if is_first else None) or math.inf
+    if is_first and engine.translation is not None and "deepspeed" in sys.modules:
         sys.stderr.write(f"infinity: {engine.translation.summary()}\ninfinity: {engine!r}\n")
-    watched = engine.monitor.enabled or profiles or every < math.inf
+    watched = engine.monitor.enabled or profiled or print_every < math.inf
     if watched and type(engine) is DeepSpeedEngine:
         engine.__class__ = _WatchedEngine  # a subclass, so that other engines pay nothing
         assert isinstance(engine, _WatchedEngine)
-        engine._print_every = every
-        engine._profile_step = engine._said("flops_profiler.profile_step") if profiles else None
-        engine._since = time.perf_counter(), engine.global_samples
+        engine._print_every = print_every
+        engine._profile_step = (
+            engine._config_value("flops_profiler.profile_step") if profiled else None
+        )
+        engine._last_print = time.perf_counter(), engine.global_samples
         engine._components.add_cleanup(engine.monitor.close)
         engine.optimizer.connect(engine.step, engine._drop_arrivals)
 
@@ -46,7 +48,7 @@ class _WatchedEngine(DeepSpeedEngine):
     _losses: Any = None
     _profile_step: int | None = None
     _print_every = math.inf  # steps
-    _since = (0.0, 0)  # time and number of samples at the last printed line
+    _last_print = (0.0, 0)  # time and number of samples at the last printed line
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self._profile_step != self.global_steps or not torch.is_grad_enabled():
@@ -58,44 +60,44 @@ class _WatchedEngine(DeepSpeedEngine):
         finally:
             profiler.stop_profile()
             names = ("module_depth", "top_modules", "detailed", "output_file")
-            options = (self._said(f"flops_profiler.{name}") for name in names)
+            options = (self._config_value(f"flops_profiler.{name}") for name in names)
             profiler.print_model_profile(step, *options)
 
-    def _known(self) -> Any:
+    def _known_loss(self) -> Any:
         if self._window.has_news:
             return None
         return self._losses if self._window.is_open else 0.0
 
     def _end_users_backward(self) -> None:
-        self._losses = self._known()
+        self._losses = self._known_loss()
         super()._end_users_backward()
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True
     ) -> Tensor:
-        known = self._known()
+        previous = self._known_loss()
         scaled = super().backward(loss, retain_graph, scale_wrt_gas)
-        self._losses = None if known is None else known + scaled
+        self._losses = None if previous is None else previous + scaled
         return scaled
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         before = self.global_steps
         super().step(lr_kwargs)
         if self.global_steps > before:
-            known = {} if self._losses is None else {"train_loss": float(self._losses)}
-            values = {**known, "lr": self.get_lr()[0]}
+            loss = {} if self._losses is None else {"train_loss": float(self._losses)}
+            values = {**loss, "lr": self.get_lr()[0]}
             values |= {"loss_scale": float(self.loss_scale)} if self.fp16_enabled() else {}
             events = [(f"Train/Samples/{n}", v, self.global_samples) for n, v in values.items()]
             self.monitor.write_events(events)
             if self.global_steps % self._print_every == 0:
-                self._print_step(known)
+                self._print_step(loss)
 
     def _print_step(self, loss: Mapping[str, float]) -> None:
         now, samples = time.perf_counter(), self.global_samples
-        speed = (samples - self._since[1]) / max(now - self._since[0], 1e-9)
-        self._since = now, samples
-        fields = [f"step={self.global_steps}", f"skipped={self.skipped_steps}"]
-        fields += [f"loss={value:.4f}" for value in loss.values()]
-        fields += [f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}"]
-        fields += [f"{speed:.1f} samples/s"]
-        sys.stdout.write(", ".join(fields) + "\n")
+        speed = (samples - self._last_print[1]) / max(now - self._last_print[0], 1e-9)
+        self._last_print = now, samples
+        columns = [f"step={self.global_steps}", f"skipped={self.skipped_steps}"]
+        columns += [f"loss={value:.4f}" for value in loss.values()]
+        columns += [f"lr={[float(f'{rate:.6g}') for rate in self.get_lr()]}"]
+        columns += [f"{speed:.1f} samples/s"]
+        sys.stdout.write(", ".join(columns) + "\n")

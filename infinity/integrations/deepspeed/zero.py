@@ -135,10 +135,10 @@ class Init:
                 "set zero_optimization.zero_quantized_nontrainable_weights in the configuration",
             ),
         }
-        for name, (given, why, remedy) in refused.items():
-            if given:
+        for name, (is_given, reason, remedy) in refused.items():
+            if is_given:
                 what = f"zero.Init({name}=...) is not supported"
-                raise ConfigError(what, because=why, remedy=remedy)
+                raise ConfigError(what, because=reason, remedy=remedy)
         source = config_dict_or_path if config_dict_or_path is not None else config
         self._seed = None if source is None else _seed_in(source)
         self._enabled = enabled and not _is_transformers(source)
@@ -182,21 +182,21 @@ class GatheredParameters:
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
     ) -> None:
-        given = [params] if isinstance(params, Tensor) else list(params)
-        self._params = given if enabled else []
+        tensors = [params] if isinstance(params, Tensor) else list(params)
+        self._params = tensors if enabled else []
         self._modifier_rank = modifier_rank
-        self._owned: list[tuple[Engine, list[nn.Parameter]]] = []
+        self._gathered: list[tuple[Engine, list[nn.Parameter]]] = []
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
-        owned: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
+        gathered: dict[int, tuple[Engine, list[nn.Parameter]]] = {}
         for parameter in {id(p): p for p in self._params}.values():
             engine = engine_of(parameter)
             if isinstance(engine, Engine) and isinstance(parameter, nn.Parameter):
                 if torch.is_grad_enabled() and engine._components.hooks.saved.depth:
-                    raise _in_a_forward(parameter)
+                    raise _forward_error(parameter)
                 if not engine.is_materialized(parameter):
-                    owned.setdefault(id(engine), (engine, []))[1].append(parameter)
+                    gathered.setdefault(id(engine), (engine, []))[1].append(parameter)
             elif parameter.is_meta:
                 raise ResidencyError(
                     f"a parameter of shape {tuple(parameter.shape)} has no values yet",
@@ -205,10 +205,10 @@ class GatheredParameters:
                     "`with zero.Init()` block",
                 )
         with ExitStack() as undo:
-            for engine, parameters in owned.values():
+            for engine, parameters in gathered.values():
                 undo.enter_context(engine.materialized(parameters))
-                undo.enter_context(_available(parameters))
-            self._owned, self._undo = list(owned.values()), undo.pop_all()
+                undo.enter_context(_marked_available(parameters))
+            self._gathered, self._undo = list(gathered.values()), undo.pop_all()
         return self
 
     def __exit__(self, *exc_info: Any) -> None:
@@ -216,21 +216,21 @@ class GatheredParameters:
             self._undo.__exit__(*exc_info)
             return
         with self._undo:
-            for engine, parameters in self._owned:
+            for engine, parameters in self._gathered:
                 if self._modifier_rank is not None:
-                    _share_values(engine, parameters, self._modifier_rank)
-        many = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if many and self._modifier_rank is not None:
-            gpu = dist.get_backend() == "nccl"
+                    _broadcast_values(engine, parameters, self._modifier_rank)
+        is_distributed = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if is_distributed and self._modifier_rank is not None:
+            uses_nccl = dist.get_backend() == "nccl"
             for parameter in self._params:
                 if engine_of(parameter) is None:
                     value = parameter.detach()
-                    sent = value.cuda() if gpu else value
-                    dist.broadcast(sent, self._modifier_rank)
-                    value.copy_(sent)
+                    buffer = value.cuda() if uses_nccl else value
+                    dist.broadcast(buffer, self._modifier_rank)
+                    value.copy_(buffer)
 
 
-def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
+def _forward_error(parameter: nn.Parameter) -> ConfigError:
     return ConfigError(
         f"zero.GatheredParameters of a parameter of shape {tuple(parameter.shape)} in a forward "
         "that has a backward",
@@ -241,7 +241,7 @@ def _in_a_forward(parameter: nn.Parameter) -> ConfigError:
     )
 
 
-def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
+def _broadcast_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
     """Broadcast materialized values from rank `source`; each rank then writes back its shard."""
     if engine.ranks.count > 1:
         engine.ranks.synchronize("leaves gathered parameters")
@@ -252,7 +252,7 @@ def _share_values(engine: Engine, parameters: list[nn.Parameter], source: int) -
 
 
 @contextmanager
-def _available(parameters: list[nn.Parameter]) -> Iterator[None]:
+def _marked_available(parameters: list[nn.Parameter]) -> Iterator[None]:
     """Set `ds_status` of marked parameters to `AVAILABLE` in the block."""
     marked = [parameter for parameter in parameters if is_zero_param(parameter)]
     for parameter in marked:
@@ -276,8 +276,8 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 
 def _is_transformers(source: Any) -> bool:
     """Return whether `source` is the configuration object that transformers builds models with."""
-    found = sys.modules.get("transformers.integrations.deepspeed")
-    return found is not None and source is not None and found.deepspeed_config() is source
+    module = sys.modules.get("transformers.integrations.deepspeed")
+    return module is not None and source is not None and module.deepspeed_config() is source
 
 
 def _seed_in(source: Any) -> int | None:

@@ -146,24 +146,24 @@ def set_z3_leaf_modules(
     Raises `ConfigError` if no module matches.
     """
     wanted = leaf_module_classes
-    if isinstance(wanted, str | type) or not all(isinstance(one, str | type) for one in wanted):
+    if isinstance(wanted, str | type) or not all(isinstance(item, str | type) for item in wanted):
         raise ConfigError(f"leaf_module_classes is {wanted!r}", remedy="a list of classes or names")
-    names = {one for one in wanted if isinstance(one, str)}
-    classes = tuple(one for one in wanted if isinstance(one, type))
-    found = []
+    names = {item for item in wanted if isinstance(item, str)}
+    classes = tuple(item for item in wanted if isinstance(item, type))
+    marked = []
     for module in model.modules():
         kind = type(module)
-        called = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
-        if isinstance(module, classes) or not names.isdisjoint(called):
+        class_names = {kind.__name__, f"{kind.__module__}.{kind.__qualname__}"}
+        if isinstance(module, classes) or not names.isdisjoint(class_names):
             set_z3_leaf_module(module, flag)
-            found.append(module)
-    if raise_if_not_found and not found:
+            marked.append(module)
+    if raise_if_not_found and not marked:
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"no module is one of {', '.join(map(str, wanted))}",
             remedy=f"this model has {', '.join(kinds)}; no mark is needed here at all",
         )
-    return found
+    return marked
 
 
 unset_z3_leaf_modules = partial(set_z3_leaf_modules, flag=False)
@@ -195,14 +195,14 @@ def warning_once(*args: Any, **kwargs: Any) -> None:
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the RAM and torch's GPU memory of this process, if `force`."""
     if force:
-        found = {"RAM": read_machine().process_rss_bytes}
+        sizes = {"RAM": read_machine().process_rss_bytes}
         if torch.cuda.is_available():
-            found |= {
+            sizes |= {
                 "GPU": torch.cuda.memory_allocated(),
                 "GPU at most": torch.cuda.max_memory_allocated(),
             }
-        sizes = ", ".join(f"{name} {format_size(n)}" for name, n in found.items())
-        logger.info("%s: %s", message, sizes)
+        text = ", ".join(f"{name} {format_size(n)}" for name, n in sizes.items())
+        logger.info("%s: %s", message, text)
 
 
 def set_random_seed(seed: int) -> None:

@@ -20,11 +20,11 @@ from infinity.integrations.deepspeed.import_checkpoint import deepspeed_weights,
 from infinity.integrations.deepspeed.names import getter
 from infinity.model.weight_files import Outgoing, write_shards
 
-Where = str | os.PathLike[str]
+StrPath = str | os.PathLike[str]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: Where,
+    checkpoint_dir: StrPath,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
@@ -42,8 +42,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: Where,
-    output_dir: Where,
+    checkpoint_dir: StrPath,
+    output_dir: StrPath,
     max_shard_size: int | str = "5GB",
     safe_serialization: bool = True,
     tag: str | None = None,
@@ -68,7 +68,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
 
 def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: Where, tag: str | None = None
+    model: nn.Module, checkpoint_dir: StrPath, tag: str | None = None
 ) -> nn.Module:
     """Load the fp32 weights into a model, with or without an engine, and return it."""
     state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
@@ -78,25 +78,25 @@ def load_state_dict_from_zero_checkpoint(
 
 @contextmanager
 def _tensors(
-    checkpoint_dir: Where, tag: str | None, exclude_frozen: bool
+    checkpoint_dir: StrPath, tag: str | None, exclude_frozen: bool
 ) -> Iterator[tuple[list[Outgoing], Mapping[str, str]]]:
     """Yield the tensors to write, tied ones once, and their aliases (alias -> name)."""
     root = Path(checkpoint_dir).expanduser()
     if is_zero(root, tag):
         yield deepspeed_weights(root, tag, frozen=not exclude_frozen)
         return
-    found = find_tag(root, tag)
-    if found is None:
+    found_tag = find_tag(root, tag)
+    if found_tag is None:
         raise CheckpointError(
             f"{root} has no checkpoint that is called the latest", remedy="pass tag=..."
         )
-    with CheckpointReader(root, found) as reader:
+    with CheckpointReader(root, found_tag) as reader:
         parameters = reader.manifest.parameters
-        left_out = {p.name for p in parameters if exclude_frozen and not p.trained}
-        every = reader.outgoing(torch.float32)
-        tensors = [tensor for tensor in every if tensor.name not in left_out]
-        kept = [p for p in parameters if p.name not in left_out]
-        yield tensors, {alias: p.name for p in kept for alias in p.aliases}
+        excluded = {p.name for p in parameters if exclude_frozen and not p.trained}
+        all_tensors = reader.outgoing(torch.float32)
+        tensors = [tensor for tensor in all_tensors if tensor.name not in excluded]
+        included = [p for p in parameters if p.name not in excluded]
+        yield tensors, {alias: p.name for p in included for alias in p.aliases}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -109,13 +109,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("-t", "--tag", help="default: the latest")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
     parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
-        given.checkpoint_dir,
-        given.output_dir,
-        given.max_shard_size,
-        tag=given.tag,
-        exclude_frozen_parameters=given.exclude_frozen_parameters,
+        options.checkpoint_dir,
+        options.output_dir,
+        options.max_shard_size,
+        tag=options.tag,
+        exclude_frozen_parameters=options.exclude_frozen_parameters,
     )
 
 

@@ -524,7 +524,7 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
             {**HALF, "fp16.min_loss_scale": 100, "fp16.initial_scale_power": 3},
             "fp16.min_loss_scale: 100 is above the first scale",
         ),
-        (rule("Lamb"), "needs the norm of each whole parameter"),
+        (rule("Lamb"), "needs the norm of each full parameter"),
         (rule("OneBitAdam", freeze_step=3), "compressed gradients"),
         (rule("Muon", adam_betas=[0.9, 0.9]), "did you mean 'betas'?"),
         (
@@ -561,7 +561,7 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
         ({"offload_optimizer": {}}, f"did you mean '{OFFLOAD}'?"),
         ({"aio.threads_count": 2}, "did you mean 'aio.thread_count'?"),
         ({"nvme_path": "/x"}, 'write "infinity": {"nvme_path": ...}'),
-        ({"qqqq": 1}, "unknown key; known here: train_batch_size"),
+        ({"qqqq": 1}, "unknown key; known at the top: train_batch_size"),
         ({"aio": 3}, "aio: should be a section of keys and values, got 3"),
         ({"bf16": True}, "bf16: should be a section"),
         ({"infinity": {"placement": {"gradient": "host"}}}, "placement.gradient: unknown key"),
@@ -587,7 +587,7 @@ def test_the_loss_scale_of_a_run_that_has_none_or_one_that_stays() -> None:
     assert (dynamic.value, dynamic.initial_power, dynamic.hysteresis) == (0.0, 5, 4)
     static = translated({**HALF, **given, "fp16.loss_scale": 64})
     assert static.config.loss_scale == LossScaleConfig(value=64.0)
-    assert row(static, "fp16.hysteresis")["note"] == "not used: the scale is 64 all the time"
+    assert row(static, "fp16.hysteresis")["note"] == "not used: the scale is constant, 64"
 
 
 def test_schedules_that_are_auto() -> None:
@@ -629,7 +629,7 @@ def test_what_initialize_got_wins() -> None:
     assert not found.config.optimizer.model_fields_set
     assert found.config.scheduler is None
     for key in ("optimizer.type", f"{PARAMS}.lr", "scheduler.type"):
-        assert "wins, as there" in row(found, key)["note"]
+        assert "takes precedence" in row(found, key)["note"]
     assert "must be given" in refusal({"optimizer.type": None})
     assert translated({"optimizer.type": None}, lenient=True).config.optimizer.type == "AdamW"
 
@@ -847,7 +847,7 @@ def test_hjson_is_asked_for_where_json_will_not_do(
     monkeypatch.setitem(sys.modules, "hjson", None)  # as if it were not installed
     for name in ("ds.hjson", "ds.json"):
         (tmp_path / name).write_text(QUOTELESS)
-        with pytest.raises(ConfigError, match="try: pip install hjson; or write it as JSON"):
+        with pytest.raises(ConfigError, match="try: pip install hjson; or write JSON"):
             translate_deepspeed(tmp_path / name)
     (tmp_path / "ds.hjson").write_text(COMMENTED)
     assert translate_deepspeed(tmp_path / "ds.hjson").config.precision == "bf16"

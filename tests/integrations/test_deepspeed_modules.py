@@ -526,7 +526,7 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
     )
     assert torch.load(file, weights_only=True).keys() == state.keys()
     (tmp_path / "empty").mkdir()
-    with pytest.raises(CheckpointError, match="no checkpoint that is called the latest"):
+    with pytest.raises(CheckpointError, match="has no latest checkpoint"):
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "empty")
 
 

@@ -304,7 +304,7 @@ def test_the_accelerator_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
     found.set_rng_state(state)
     assert torch.equal(first, torch.rand(2, device=found.current_device_name()))
     assert found.LongTensor([1]).dtype is torch.int64
-    with pytest.raises(ConfigError, match="create_op_builder is not here"):
+    with pytest.raises(ConfigError, match="create_op_builder is not supported"):
         found.create_op_builder("CPUAdam")
     with caplog.at_level("INFO", logger="infinity"):
         see_memory_usage("before", force=True)

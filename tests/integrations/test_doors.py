@@ -259,7 +259,7 @@ def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
         code, told, error = program.end()
     assert code == 0, error
     assert "deepspeed is imported already" in told
-    assert "deepspeed.inference.v2.engine_factory.build_engine is not here" in told
+    assert "deepspeed.inference.v2.engine_factory.build_engine is not supported" in told
     assert "engine for inference" in told
 
 

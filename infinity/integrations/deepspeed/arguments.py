@@ -37,8 +37,8 @@ _DEEPSPEED_ORDER = (
     "config_params",
 )  # fmt: skip
 _UNSUPPORTED = {
-    "mpu": "it names the processes that share a model; here all share all of it",
-    "mesh_param": "it lays processes out in a mesh; here all share all of the model",
+    "mpu": "it selects the processes that share a model; here the model is sharded over all",
+    "mesh_param": "it arranges processes in a mesh; here the model is sharded over all",
 }
 
 
@@ -90,9 +90,9 @@ class DeepSpeedArguments:
         )
         if len(positional) > len(order):
             raise ConfigError(
-                f"initialize() got {len(positional)} arguments without a name; in this order there "
-                f"are {', '.join(order)}",
-                remedy="pass all by name: initialize(model=..., config=...)",
+                f"initialize() got {len(positional)} positional arguments; the order "
+                f"is {', '.join(order)}",
+                remedy="pass keyword arguments: initialize(model=..., config=...)",
             )
         given = dict(named)
         for name in given.keys() - {field.name for field in fields(cls)}:
@@ -100,9 +100,9 @@ class DeepSpeedArguments:
         for name, value in zip(order, positional, strict=False):
             if given.get(name) is not None:
                 raise ConfigError(
-                    f"initialize() got {name} twice: by its place, and by its name",
-                    because=f"without names the order is {', '.join(order)}",
-                    remedy="pass all by name: initialize(model=..., config=...)",
+                    f"initialize() got {name} twice: as a positional and as a keyword argument",
+                    because=f"the positional order is {', '.join(order)}",
+                    remedy="pass keyword arguments: initialize(model=..., config=...)",
                 )
             given[name] = value
         for name, reason in _UNSUPPORTED.items():
@@ -118,7 +118,7 @@ class DeepSpeedArguments:
             got = "no model" if model is None else f"a {kind} where the model belongs"
             raise ConfigError(
                 f"initialize() got {got}",
-                because=f"without names the order is {', '.join(order)}" if positional else None,
+                because=f"the positional order is {', '.join(order)}" if positional else None,
                 remedy="initialize(model=..., config=...), with a torch.nn.Module",
             )
         return cls(**given)

@@ -168,7 +168,7 @@ def _validated(
         if key in draft.rows:
             key = draft.rows[key].key  # as it was written
         renamed = key is not None and key != name
-        draft.problems.append(f"{key}: {text} (here {name})" if renamed else problem)
+        draft.problems.append(f"{key}: {text} (infinity's {name})" if renamed else problem)
     return None
 
 
@@ -247,7 +247,7 @@ class _Draft:
         """Note that an argument of `initialize` replaces a section."""
         for key in [name for name in self.rows if name.startswith(f"{section}.")]:
             self.note(
-                key, f"not used: initialize({argument}=...) wins, as there", KeyStatus.ACCEPTED
+                key, f"not used: initialize({argument}=...) takes precedence", KeyStatus.ACCEPTED
             )
 
     def read(self, section: str, section_path: str, name: object, value: Any) -> None:
@@ -259,12 +259,12 @@ class _Draft:
         full = f"{section}.{name}" if section else name
         full = OLD_NAMES.get(full, full)
         if not section and "." in name and full in KEYS:  # as TRL writes for a reference model
-            note = "not looked at, as there: it stands outside its section"
+            note = "not used, as in DeepSpeed: it is outside its section"
             self.rows[f'"{name}"'] = Row(f'"{name}"', value, KeyStatus.ACCEPTED, note)
             return
         key = KEYS.get(full)
         if key is None and section in OPEN:
-            key = Key(full, "anything", "its own default", KeyStatus.DONE, "passed on")
+            key = Key(full, "anything", "its default", KeyStatus.DONE, "passed on")
         if key is not None:
             self._read_key(key, path, value)
         elif full in SECTIONS:
@@ -307,7 +307,7 @@ class _Draft:
             what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
             self.problem(path, f"{what} is refused: {key.note}; {key.remedy}")
         elif key.verdict is KeyStatus.REFUSED:
-            self.note(name, "off, as here", KeyStatus.ACCEPTED)
+            self.note(name, "off", KeyStatus.ACCEPTED)
 
 
 def _auto_note(key: Key) -> str:
@@ -317,8 +317,8 @@ def _auto_note(key: Key) -> str:
     if key.verdict is KeyStatus.REFUSED:
         return "off"
     if key.name.startswith(("zero_optimization.", "aio.")):
-        return "left to the plan, and our defaults"
-    return f"as there, {key.default}"
+        return "left to the plan and infinity's defaults"
+    return f"as in DeepSpeed, {key.default}"
 
 
 def _unknown_key(section: str, name: str) -> str:
@@ -334,7 +334,7 @@ def _unknown_key(section: str, name: str) -> str:
     hint = f"did you mean {exact[0]!r}?" if exact else did_you_mean(name, known, prefix).strip()
     if hint:
         return f"unknown key; {hint}"
-    return f"unknown key; known {f'in {section}' if section else 'here'}: {', '.join(known)}"
+    return f"unknown key; known {f'in {section}' if section else 'at the top'}: {', '.join(known)}"
 
 
 # --- translation of single keys ------------------------------------------------------------------
@@ -343,10 +343,10 @@ _ZERO = "zero_optimization"
 _SCALE = "loss_scale."  # infinity's section that fp16 sets, if it is enabled
 _NO_LIVE_BOUND = 10**9  # DeepSpeed's default; this value or more is no bound
 _STAGES = (
-    "nothing leaves the GPU but what offload_* names, or what does not fit; ranks share all state",
-    "the number of a stage changes nothing: ranks share all state, as in stage 3",
-    "the number of a stage changes nothing: ranks share all state, as in stage 3",
-    "offload works at any stage here",
+    "only state that offload_* names or that does not fit leaves the GPU; ranks shard all state",
+    "the stage has no effect: ranks shard all state, as in stage 3",
+    "the stage has no effect: ranks shard all state, as in stage 3",
+    "offload works at any stage",
 )
 
 
@@ -382,7 +382,7 @@ def _prefetch(draft: _Draft, key: str, value: int) -> str | None:
     if value:
         return None
     draft.set("prefetch_units", 0, key)
-    return "nothing is fetched ahead of its use: slow"
+    return "no prefetch: slow"
 
 
 def _max_live(draft: _Draft, key: str, value: int) -> str | None:
@@ -393,7 +393,7 @@ def _max_live(draft: _Draft, key: str, value: int) -> str | None:
 
 
 def _pinned(draft: _Draft, key: str, value: bool) -> str | None:
-    return None if value else f"not kept apart: {KEYS[key].note} where the system allows it"
+    return None if value else f"no effect: {KEYS[key].note} where the system allows it"
 
 
 def _quantized_frozen(draft: _Draft, key: str, value: bool) -> str | None:
@@ -439,7 +439,7 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
 # raises `ValueError` if the value is invalid.
 _TRANSLATORS: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "bf16.check_grad_overflow": lambda draft, key, value: (
-        None if value else "kept on: a step whose gradients are not finite is skipped"
+        None if value else "always on: a step whose gradients are not finite is skipped"
     ),
     f"{_ZERO}.stage": _stage,
     f"{_ZERO}.sub_group_size": _sub_group,
@@ -524,7 +524,7 @@ def _precision(draft: _Draft) -> None:
         draft.note("bf16.enabled", "auto was not resolved: bf16", KeyStatus.DONE)
     precision = "bf16" if bf16 else "fp16" if fp16 else "fp32"
     if precision == "fp32":
-        text = "neither bf16 nor fp16 is enabled: fp32, as there"
+        text = "neither bf16 nor fp16 is enabled: fp32, as in DeepSpeed"
         draft.note("bf16.enabled", text, KeyStatus.DONE)
     draft.set("precision", precision, "fp16.enabled" if precision == "fp16" else "bf16.enabled")
     if draft.given.get(f"{precision}.auto_cast"):
@@ -538,7 +538,7 @@ def _precision(draft: _Draft) -> None:
         if precision != "fp16":
             draft.note(key.name, "not used: fp16 is not enabled", KeyStatus.ACCEPTED)
         elif static_scale and key.name != "fp16.loss_scale":
-            text = f"not used: the scale is {static_scale:g} all the time"
+            text = f"not used: the scale is constant, {static_scale:g}"
             draft.note(key.name, text, KeyStatus.ACCEPTED)
         else:
             draft.set(key.ours, draft.given[key.name], key.name)
@@ -554,8 +554,7 @@ _OFFLOADED = {
     "offload_optimizer": ("optimizer_state", "cpu_offload"),
 }
 _TIERS = {
-    "none": ("device", "on the GPU at all times, where there is one; without a GPU the device is "
-             "the RAM"),
+    "none": ("device", "on the GPU; without a GPU in RAM"),
     "cpu": ("host", "in RAM"),
     "nvme": ("disk", "on disk"),
 }  # fmt: skip
@@ -606,7 +605,7 @@ def _tier_for_ratio(draft: _Draft, tier: str) -> str:
     if ratio >= 1.0 or tier == "device":
         return tier
     if tier == "disk":
-        draft.note(key, "not used with nvme, as there", KeyStatus.ACCEPTED)
+        draft.note(key, "not used with nvme, as in DeepSpeed", KeyStatus.ACCEPTED)
         return tier
     placement = "device" if ratio == 0 else "auto"
     text = "none is offloaded" if ratio == 0 else "the plan decides which units' moments stay"
@@ -625,14 +624,14 @@ _SCALED = "scales rates by width with the mup package, which is not built in"
 _NOT_BUILT_IN = {
     **dict.fromkeys(("onebitadam", "zerooneadam", "onebitlamb"), _COMPRESSED),
     **dict.fromkeys(("muadam", "muadamw", "musgd"), _SCALED),
-    "lamb": "needs the norm of each whole parameter, which no kernel here has; remove the section "
-    "and pass a library's, which torch runs: initialize(optimizer=pytorch_optimizer.Lamb)",
+    "lamb": "needs the norm of each full parameter, which no kernel has; remove the section and "
+    "pass an implementation in torch: initialize(optimizer=pytorch_optimizer.Lamb)",
 }
 # Implementation choices of torch's optimizers, without effect here.
 _HINTS = ("fused", "foreach", "capturable", "differentiable", "set_grad_none")
 _NS_METHOD = (
-    "matrices are made orthogonal by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
-    "standard); DeepSpeed's default, gram, multiplies smaller matrices and rounds otherwise"
+    "matrices are orthogonalized by Newton-Schulz in bf16, as in torch.optim.Muon (ns_method "
+    "standard); DeepSpeed's default, gram, multiplies smaller matrices and rounds differently"
 )
 _ADAM_ONLY = ("torch_adam", "adam_w_mode", "bias_correction")
 _SWITCHES = (*_ADAM_ONLY, "amsgrad", "fp32_optimizer_states", "max_grad_norm", *_HINTS)
@@ -669,7 +668,7 @@ def _built_in(draft: _Draft, kind: str) -> None:
     if RULES[base_rule].decoupled is False:  # DeepSpeed's "Adam" is AdamW by default
         decoupled = bool(params.get("adam_w_mode", True))
         rule = twin_of(base_rule, decoupled=decoupled)
-        reason = ", as there: adam_w_mode is true" if decoupled else " with L2 decay"
+        reason = ", as in DeepSpeed: adam_w_mode is true" if decoupled else " with L2 decay"
         description = f"{rule}{reason}"
     rule_defaults = RULES[rule].defaults()
     if params.get("torch_adam") and RULES[rule].decoupled:
@@ -734,7 +733,7 @@ def _unsupported_optimizer(kind: str, params: Mapping[str, Any]) -> str:
     if reason is not None:
         return f"{kind} {reason}; or use one of {_RULES}"
     hint = did_you_mean(kind, [*BUILT_IN.values(), *names.values()])
-    return f"{kind!r} is no optimizer that is known; {hint}built in: {_RULES}"
+    return f"{kind!r} is not a known optimizer; {hint}built in: {_RULES}"
 
 
 # --- the schedule --------------------------------------------------------------------------------

@@ -50,7 +50,7 @@ def as_deepspeed() -> None:
         )
     if imported is None and "transformers.integrations.deepspeed" in sys.modules:
         raise ConfigError(
-            "infinity.as_deepspeed() comes after transformers, which has looked for DeepSpeed",
+            "infinity.as_deepspeed() is called after transformers has looked for DeepSpeed",
             remedy="make it the first line, or start with `infinity run`",
         )
     if STAND_IN not in sys.path:

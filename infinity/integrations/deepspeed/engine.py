@@ -90,9 +90,9 @@ def _reject_deepspeed_checkpoint(root: Path, tag: str | None, universal: bool) -
         command = f"infinity checkpoint import-deepspeed {root} OUT"
         raise CheckpointError(
             f"{root / (tag or '')} has a {kind}checkpoint that DeepSpeed wrote",
-            remedy=f"{command}, of the ZeRO checkpoint that it was made of, and load OUT"
+            remedy=f"{command} on the ZeRO checkpoint that it was converted from, then load OUT"
             if kind
-            else f"{command}, and load OUT",
+            else f"{command}, then load OUT",
         )
 
 
@@ -254,7 +254,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         if self._window.is_open:
             raise TrainingError(
                 f"the window of {self._window.length} micro-batches has begun: "
-                f"{self._window.micro_step} are behind us",
+                f"{self._window.micro_step} are complete",
                 remedy="change it right after the step() that updates; Engine.zero_grad(engine) "
                 "drops the window",
             )
@@ -540,7 +540,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         check_tag(name)
         directory = Path(save_dir).expanduser() / name
         replaced = directory.with_name(name + _REPLACED)
-        with self.ranks.collective_section("makes room for a checkpoint"):
+        with self.ranks.collective_section("renames the previous checkpoint"):
             if not self.ranks.rank:
                 make_directories(directory.parent)
                 _restore_replaced(directory.parent)
@@ -548,13 +548,13 @@ class DeepSpeedEngine(Engine, nn.Module):
             if replaces:
                 if not is_ours_alone(directory):
                     raise ConfigError(
-                        f"{directory} holds other files than those of a checkpoint",
+                        f"{directory} holds files that do not belong to a checkpoint",
                         because="a checkpoint of that tag would replace it",
-                        remedy="another tag; or keep those files elsewhere",
+                        remedy="use another tag, or move those files",
                     )
                 shutil.rmtree(replaced, ignore_errors=True)
                 directory.rename(replaced)
-        waits = self.ranks.synchronize("makes room for a checkpoint", int(wait or replaces))
+        waits = self.ranks.synchronize("renames the previous checkpoint", int(wait or replaces))
         try:
             saved = super().save_checkpoint(
                 save_dir, name, client_state, save_latest, exclude_frozen_parameters,
@@ -890,7 +890,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             raise EngineClosedError(
                 "the engine was destroyed",
                 because="engine.destroy() was called, as accelerate's free_memory() does",
-                remedy="initialize() the module anew: it has its weights",
+                remedy="call initialize() on the module again: it has its weights",
             )
         super()._check_open()
 

@@ -45,7 +45,7 @@ from infinity.optim.rules import RULES, AdamW, twin_of
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
 _EXPERT = re.compile(r"(?:layer_[0-9]+_)?expert_[0-9]+_.*\.pt|layer_[0-9]+-.*\.pt")
-_REMEDY = "export the weights there as safetensors (zero_to_fp32.py --safe_serialization)"
+_REMEDY = "export the weights with DeepSpeed (zero_to_fp32.py --safe_serialization)"
 
 
 class _Shell:
@@ -76,7 +76,7 @@ class ZeroFiles:
     def refuse(self, problem: str) -> NoReturn:
         """Raise `CheckpointError` for an unsupported checkpoint."""
         raise CheckpointError(
-            f"{self.directory} is not understood: {problem}",
+            f"{self.directory} is not supported: {problem}",
             because="ZeRO stages 1, 2 and 3 without model parallelism or experts are imported",
             remedy=_REMEDY,
         )
@@ -127,7 +127,7 @@ def _directory(root: Path, tag: str | None) -> Path:
     if tag is None:
         return root
     if Path(tag).name != tag or tag in ("", ".", ".."):
-        raise ConfigError(f"the tag {tag!r:.80} is no plain name")
+        raise ConfigError(f"the tag {tag!r:.80} is not a plain name")
     if not (root / tag).is_dir():
         raise ConfigError(f"there is no directory {root / tag}")
     return root / tag
@@ -141,11 +141,13 @@ def _by_rank(directory: Path, names: Sequence[str], pattern: re.Pattern[str]) ->
             continue
         rank = int(match[1] or 0)
         if int(match[2]) or rank in by_rank:
-            ZeroFiles(directory, 0, (), ()).refuse(f"{name} is of a model-parallel rank, or twice")
+            ZeroFiles(directory, 0, (), ()).refuse(
+                f"{name} belongs to a model-parallel rank, or is a duplicate"
+            )
         by_rank[rank] = directory / name
     if sorted(by_rank) != list(range(len(by_rank))):
         ZeroFiles(directory, 0, (), ()).refuse(
-            f"files of ranks are missing among {sorted(by_rank)}"
+            f"files of ranks are missing: there are only {sorted(by_rank)}"
         )
     return [by_rank[rank] for rank in sorted(by_rank)]
 
@@ -168,7 +170,9 @@ def _load(path: Path) -> Mapping[str, Any]:
 def _read_member(path: Path, key: str) -> Mapping[str, Any]:
     value = _load(path).get(key)
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} has no {key!r}", because="it is not of ZeRO", remedy=_REMEDY)
+        raise CheckpointError(
+            f"{path} has no {key!r}", because="it is not a ZeRO checkpoint file", remedy=_REMEDY
+        )
     return value
 
 
@@ -324,7 +328,7 @@ def _manifest(files: ZeroFiles, engine_version: str, contents: _Contents) -> Man
     aliases: dict[str, list[str]] = {}
     for alias, name in contents.shared.items():
         if name not in contents.trained and name not in contents.frozen:
-            files.refuse(f"{alias!r} is tied to {name!r}, which is not there")
+            files.refuse(f"{alias!r} is tied to {name!r}, which is missing")
         aliases.setdefault(name, []).append(alias)
 
     def record(
@@ -411,7 +415,7 @@ def _read_trained(files: ZeroFiles, module: Mapping[str, Tensor]) -> dict[str, _
     )
     for name, shape, group, ranges in locations:
         if name not in module:
-            files.refuse(f"{name!r} has a shape, and is not in the model")
+            files.refuse(f"{name!r} has a shape, but is not in the model")
         slices: dict[str, list[Tensor]] = {}
         for kind in ("master", *_MOMENTS):
             by_rank: Sequence[Any] = masters
@@ -496,7 +500,7 @@ def _locations_3(
 ) -> Iterator[_Location]:
     lengths = [tensor.numel() for tensor in masters[0] or ()]
     if any([tensor.numel() for tensor in tensors or ()] != lengths for tensors in masters):
-        files.refuse("its ranks hold parts of different sizes")
+        files.refuse("its ranks have partitions of different sizes")
     ranks, offset = len(masters), 0
     for name, shape in ((n, s) for shapes in groups for n, s in shapes.items()):
         shard_size = -(-prod(shape) // ranks)
@@ -517,7 +521,7 @@ def _gather(
     slices = [flats[rank][flat][first : first + count] for rank, flat, first, count in ranges]
     available = sum(item.numel() for item in slices)
     if available != numel:
-        files.refuse(f"{name!r} has {numel} elements, and {available} of them are there")
+        files.refuse(f"{name!r} has {numel} elements, but the files have {available}")
     return slices
 
 
@@ -542,7 +546,7 @@ def _read_frozen(
             slices.append(tensor.reshape(-1)[:remaining])
             remaining -= slices[-1].numel()
         if remaining or not slices or len({tensor.dtype for tensor in slices}) > 1:
-            files.refuse(f"the frozen parameter {name!r} is not there as a whole")
+            files.refuse(f"the frozen parameter {name!r} is incomplete")
         frozen[name] = (shape, slices)
     return frozen
 

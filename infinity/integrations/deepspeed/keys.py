@@ -183,7 +183,7 @@ def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else value
     if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
         return tuple(names)
-    raise ValueError("should be a list of texts")
+    raise ValueError("should be a list of strings")
 
 
 def _paths(value: Any) -> list[str]:

@@ -131,56 +131,56 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("", "it is internal to DeepSpeed, or no name of DeepSpeed",
      "docs/migrating-from-deepspeed.md lists the names that work"),
     ("PipelineModule PipelineEngine DualPipeVEngine DualPipeVModule pipe runtime.pipe",
-     "layers are not laid out over GPUs: each GPU has all of them in turn",
-     "pass the model whole, such as nn.Sequential(*layers), to initialize()"),
+     "there is no pipeline parallelism: each GPU runs all layers",
+     "pass the complete model, such as nn.Sequential(*layers), to initialize()"),
     ("InferenceEngine DeepSpeedInferenceConfig default_inference_config init_inference inference "
      "module_inject replace_transformer_layer model_implementations",
      "no layers are replaced; a model of frozen parameters makes an engine for inference",
      "engine, *_ = deepspeed.initialize(model=model.requires_grad_(False), config=config), then "
      "engine.generate(...) or engine(...)"),
-    ("tp_model_init set_autotp_mode runtime.tensor_parallel", "layers are not cut over GPUs",
+    ("tp_model_init set_autotp_mode runtime.tensor_parallel", "layers are not split over GPUs",
      "leave it out: `infinity run --gpus N script.py` shares weights between GPUs"),
-    ("sequence runtime.sequence_parallel", "sequences are not cut over GPUs",
+    ("sequence runtime.sequence_parallel", "sequences are not split over GPUs",
      "leave it out; for long sequences `activations: {checkpoint: units, offload: host}`"),
-    ("moe", "experts are not laid out over GPUs",
+    ("moe", "there is no expert parallelism",
      "the MoE layers of your model unchanged, such as transformers': experts are fetched when "
      "they are used"),
     ("autotuning", "the plan chooses what autotuning would try",
      "`infinity plan --config ds_config.json`"),
     ("compression", "weights are not compressed while they train",
      "leave it out, or torchao on the model before initialize()"),
-    ("linear", "", "peft's LoRA on the model before initialize(): frozen weights rest anywhere"),
+    ("linear", "", "peft's LoRA on the model before initialize(): any tier for frozen weights"),
     ("compile runtime.compiler", "", "engine.compile()"),
-    ("launcher", "processes are started by our launcher or torch's",
+    ("launcher", "infinity's launcher or torchrun starts processes",
      "`infinity run --gpus N script.py`, or torchrun"),
-    ("nvme io ops.aio ops.gds", "files are read and written by our own engine",
+    ("nvme io ops.aio ops.gds", "infinity reads and writes files itself",
      "`infinity bench DIR` measures a drive, `nvme_path` in the configuration names it"),
-    ("ops.op_builder", "nothing is built at run time",
+    ("ops.op_builder", "no operators are built at run time",
      "leave it out; `infinity doctor` lists the features of this machine"),
     ("ops", "", "torch's own layers and optimizers: initialize(optimizer=...) takes any"),
     ("ops.lion runtime.zero.muon", "", 'the configuration: {"optimizer": {"type": "Lion", ...}}'),
     ("ops.transformer DeepSpeedTransformerLayer DeepSpeedTransformerConfig", "",
      "torch.nn.TransformerEncoderLayer, or the model's own attention"),
     ("runtime.hybrid_engine runtime.rollout DeepSpeedHybridEngine", "",
-     "engine.generate(...) between steps, as it is"),
+     "engine.generate(...) between steps"),
     ("runtime.zero.stage3 runtime.zero.stage_1_and_2 runtime.bf16_optimizer runtime.fp16 "
-     "runtime.base_optimizer", "optimizer state rests in the engine",
+     "runtime.base_optimizer", "the engine stores optimizer state",
      "engine.optimizer; `infinity plan` estimates memory"),
-    ("runtime.zero.tiling", "a layer need not be cut to be offloaded", "torch.nn.Linear"),
+    ("runtime.zero.tiling", "layers are offloaded without tiling", "torch.nn.Linear"),
     ("runtime.zero.config runtime.zero.offload_config runtime.config DeepSpeedConfig",
      "a configuration is translated",
-     "infinity.translate_deepspeed(config), or engine.config and the engine's own answers"),
+     "infinity.translate_deepspeed(config), or engine.config and methods of the engine"),
     ("runtime.zero.offload_states", "", "engine.offload_states(), engine.reload_states()"),
     ("runtime.data_pipeline", "batches come from the script's own loader",
-     "torch.utils.data.DataLoader; curricula are not there"),
+     "torch.utils.data.DataLoader; curricula are not supported"),
     ("runtime.dataloader DeepSpeedDataLoader", "",
      "initialize(training_data=...), engine.deepspeed_io(dataset), or any DataLoader"),
-    ("runtime.activation_checkpointing", "nothing is cut over GPUs",
+    ("runtime.activation_checkpointing", "activations are not partitioned over GPUs",
      "checkpointing.checkpoint(function, *args), or `activations: {checkpoint: units}`"),
     ("runtime.utils.clip_grad_norm_ runtime.utils.get_grad_norm runtime.utils.get_global_norm",
-     "gradients have left for their tier", "gradient_clipping in the configuration; "
+     "gradients have been moved to their tier", "gradient_clipping in the configuration; "
      "engine.get_global_grad_norm()"),
-    ("checkpoint", "checkpoints hold whole tensors by name, of any number of GPUs",
+    ("checkpoint", "checkpoints hold full tensors by name, for any number of GPUs",
      "engine.save_checkpoint, engine.load_checkpoint, or `infinity checkpoint`"),
     ("comm", "", "torch.distributed"),
     ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
@@ -188,7 +188,7 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` shows the waits of a "
      "run"),
     ("utils.timer", "", "engine.last_report, or `infinity trace`"),
-    ("utils.groups utils.bwc", "all GPUs share all of the model", "torch.distributed"),
+    ("utils.groups utils.bwc", "the model is sharded over all GPUs", "torch.distributed"),
     ("utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix",
      "weights are fetched when they are used, in any order", "leave it out"),
     ("env_report", "", "`infinity doctor`"),
@@ -266,7 +266,7 @@ def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError
     """Return the error for a name without implementation, by its path below `deepspeed`."""
     _, because, remedy = max(_remedies(path))
     hint = did_you_mean(path.rpartition(".")[2], _implementations(), cutoff=0.88)
-    what = f"deepspeed.{path} is not here"
+    what = f"deepspeed.{path} is not supported"
     return kind(what, because=because or None, remedy=hint + remedy)
 
 

@@ -82,8 +82,8 @@ def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
         breakdown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in reserved.items())
         raise ConfigError(
             f"offload_states({', '.join(kind.value for kind in kinds)}): "
-            f"{format_size(sum(reserved.values()))} on the GPU cannot be given back for a while",
-            because=f"placement is fixed when the engine is made; the plan has there: {breakdown}",
-            remedy="plan with less: a smaller budget.device, placement.optimizer_state: host; or "
+            f"{format_size(sum(reserved.values()))} on the GPU cannot be released temporarily",
+            because=f"placement is fixed when the engine is made; the plan reserves: {breakdown}",
+            remedy="plan less device memory (budget.device, placement.optimizer_state: host); or "
             "save_checkpoint(), close(), and initialize() and load_checkpoint() later",
         )

@@ -41,14 +41,14 @@ def add_config_arguments(parser: Any) -> Any:
         "--deepspeed",
         default=False,
         action="store_true",
-        help="taken for scripts that were written for DeepSpeed; changes nothing",
+        help="accepted for scripts written for DeepSpeed; has no effect",
     )
     group.add_argument(
         "--deepspeed_config",
         default=None,
         type=str,
         metavar="PATH",
-        help="a configuration, DeepSpeed's or ours",
+        help="a configuration in DeepSpeed's or infinity's format",
     )
     return parser
 
@@ -205,7 +205,7 @@ def _collective(
         return Finished() if arguments.get("async_op") else None
 
     function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"`torch.distributed.{name}`; what would be logged of it is not."
+    function.__doc__ = f"`torch.distributed.{name}`; arguments for DeepSpeed's log are ignored."
     return function
 
 
@@ -290,12 +290,12 @@ def configure(
     if mpu_ is not None:
         raise ConfigError(
             "checkpointing.configure(mpu_=...) is not supported",
-            because="it selects processes that share a model; here all processes share it",
+            because="it selects processes that share a model; here the model is sharded over all",
             remedy="pass None",
         )
     if checkpoint_in_cpu:
         raise ConfigError(
-            "checkpointing.configure(checkpoint_in_cpu=True) is not built here",
+            "checkpointing.configure(checkpoint_in_cpu=True) is not supported",
             remedy="write activations: {checkpoint: units, offload: host} in the config, or "
             "`with torch.autograd.graph.save_on_cpu():` around the forward",
         )
@@ -407,7 +407,7 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad):
     ) -> None:
         if amsgrad or not fp32_optimizer_states:
             raise ConfigError(
-                "DeepSpeedCPUAdagrad keeps fp32 sums of squares",
+                "DeepSpeedCPUAdagrad stores fp32 sums of squares",
                 remedy="leave amsgrad and fp32_optimizer_states out",
             )
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)

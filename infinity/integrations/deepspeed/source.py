@@ -124,7 +124,9 @@ def _parse(where: str, text: str) -> Source:
         except (ValueError, RecursionError) as error:
             raw, repeated = _parse_hjson(where, text, error)
     if not isinstance(raw, dict):
-        raise ConfigError(f"{where}: not a configuration", because="it is not keys and values")
+        raise ConfigError(
+            f"{where}: not a configuration", because="it is not a mapping of keys to values"
+        )
     return Source(where, raw, tuple(repeated))
 
 
@@ -142,7 +144,7 @@ def _parse_hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[s
         raise ConfigError(
             f"{where}: not valid JSON: {problem}",
             because="if it is Hjson: the package that reads it is not installed",
-            remedy="pip install hjson; or write it as JSON, comments and trailing commas may stay",
+            remedy="pip install hjson; or write JSON, with comments and trailing commas if needed",
         ) from problem
     try:
         return json_and_repeated(text, library.loads)

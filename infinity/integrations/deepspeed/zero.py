@@ -123,15 +123,15 @@ class Init:
         tensor_overrides: Any = None,
     ) -> None:
         refused = {
-            "mpu": (mpu is not None, "all processes share all of the model", "leave it out"),
+            "mpu": (mpu is not None, "the model is sharded over all processes", "leave it out"),
             "zero_quantized_weights": (
                 zero_quantized_weights,
-                "weights are not quantised on their way between processes",
+                "weights are not quantized in communication",
                 "leave it out",
             ),
             "zero_quantized_nontrainable_weights": (
                 zero_quantized_nontrainable_weights,
-                "the engine quantises frozen weights when it is made",
+                "the engine quantizes frozen weights when it is created",
                 "set zero_optimization.zero_quantized_nontrainable_weights in the configuration",
             ),
         }
@@ -234,10 +234,10 @@ def _forward_error(parameter: nn.Parameter) -> ConfigError:
     return ConfigError(
         f"zero.GatheredParameters of a parameter of shape {tuple(parameter.shape)} in a forward "
         "that has a backward",
-        because="the block lends values until its end, and backward comes later; without it they "
-        "are fetched where they are used, then too",
-        remedy="leave the block out; where a library opens it at stage 3, as TRL does around a "
-        'loss, write "stage": 2 in zero_optimization: offload_param works there too',
+        because="values are available until the end of the block, but backward needs them later; "
+        "without the block they are fetched on use, in backward too",
+        remedy="remove the block; where a library opens it at stage 3, as TRL does around a "
+        'loss, write "stage": 2 in zero_optimization: offload_param works at stage 2 too',
     )
 
 

@@ -133,7 +133,7 @@ def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
             seen += first.tolist()
         engine.save_checkpoint(tmp_path, "saved")
         (tmp_path / "saved" / "notes.txt").write_text("mine")
-        with pytest.raises(ConfigError, match="holds other files than those of a checkpoint"):
+        with pytest.raises(ConfigError, match="holds files that do not belong to a checkpoint"):
             engine.save_checkpoint(tmp_path, "saved")
         (tmp_path / "saved" / "notes.txt").unlink()
         (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as a save that is killed
@@ -242,7 +242,7 @@ def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
         ((), {"model": nn.Linear(1, 1), "mpu": object()}, "mpu.*not supported"),
         ((), {"model": nn.Linear(1, 1), "mesh_param": (1, 1)}, "mesh_param.*not supported"),
         ((nn.Linear(1, 1), {}), {"config": {}}, "config twice"),
-        ((nn.Linear(1, 1), {}, None), {}, "3 arguments without a name"),
+        ((nn.Linear(1, 1), {}, None), {}, "3 positional arguments"),
         ((None, None), {"config": {}}, "no model"),
         ((), {"config": {}}, "no model"),
         ((nn.Linear(1, 1),), {}, "no configuration"),
@@ -1114,7 +1114,7 @@ def test_states_of_a_gpu_stay_and_it_is_said(tmp_path: Path) -> None:
     device = FakeAccelerator(1)
     with small_engine(tmp_path, ON_DEVICE, arguments={"device": device}) as engine:
         assert engine.get_state_devices(OffloadStateTypeEnum.optim_states) == {engine.device}
-        with pytest.raises(ConfigError, match=r"on the GPU cannot be given back.*\n.*placement"):
+        with pytest.raises(ConfigError, match=r"on the GPU cannot be released.*\n.*placement"):
             engine.offload_states()
 
 

@@ -161,7 +161,7 @@ def set_z3_leaf_modules(
         kinds = sorted({type(module).__name__ for module in model.modules()})
         raise ConfigError(
             f"no module is one of {', '.join(map(str, wanted))}",
-            remedy=f"this model has {', '.join(kinds)}; no mark is needed here at all",
+            remedy=f"this model has {', '.join(kinds)}; marks are not needed",
         )
     return marked
 

@@ -87,9 +87,7 @@ def _tensors(
         return
     found_tag = find_tag(root, tag)
     if found_tag is None:
-        raise CheckpointError(
-            f"{root} has no checkpoint that is called the latest", remedy="pass tag=..."
-        )
+        raise CheckpointError(f"{root} has no latest checkpoint", remedy="pass tag=...")
     with CheckpointReader(root, found_tag) as reader:
         parameters = reader.manifest.parameters
         excluded = {p.name for p in parameters if exclude_frozen and not p.trained}
@@ -101,14 +99,14 @@ def _tensors(
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """`python -m infinity.deepspeed.utils.zero_to_fp32 CHECKPOINT_DIR OUTPUT_DIR`."""
-    parser = argparse.ArgumentParser(description="fp32 weights out of a checkpoint")
-    parser.add_argument("checkpoint_dir", help="ours or DeepSpeed's")
-    parser.add_argument("output_dir", help="where the safetensors go")
-    parser.add_argument("--max_shard_size", default="5GB", help="of a file")
-    parser.add_argument("--safe_serialization", action="store_true", help="is so anyway")
-    parser.add_argument("-t", "--tag", help="default: the latest")
+    parser = argparse.ArgumentParser(description="write the fp32 weights of a checkpoint")
+    parser.add_argument("checkpoint_dir", help="directory of infinity's or DeepSpeed's checkpoints")
+    parser.add_argument("output_dir", help="directory of the safetensors")
+    parser.add_argument("--max_shard_size", default="5GB", help="maximum size of a file")
+    parser.add_argument("--safe_serialization", action="store_true", help="always on")
+    parser.add_argument("-t", "--tag", help="default: the latest checkpoint")
     parser.add_argument("--exclude_frozen_parameters", action="store_true")
-    parser.add_argument("-d", "--debug", action="store_true", help="changes nothing")
+    parser.add_argument("-d", "--debug", action="store_true", help="no effect")
     options = parser.parse_args(arguments)
     convert_zero_checkpoint_to_fp32_state_dict(
         options.checkpoint_dir,

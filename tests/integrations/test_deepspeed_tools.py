@@ -12,6 +12,7 @@ import pytest
 import torch
 from support.small import ON_DISK, batch, small_engine, small_model, train
 from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import infinity
 from infinity.engine import Engine
@@ -51,6 +52,21 @@ def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> N
         assert forward > 0
         assert profiler.get_total_flops() >= forward
         assert profiler.get_total_params() == sum(p.numel() for p in engine.module.parameters())
+
+
+def test_profiler_restarted_or_reset_leaves_no_mode_active() -> None:
+    model = nn.Linear(8, 4)
+    profiler = FlopsProfiler(model)
+    before = len(_get_current_dispatch_mode_stack())
+    profiler.start_profile()
+    model(torch.zeros(3, 8))
+    profiler.start_profile()
+    model(torch.zeros(3, 8))
+    profiler.reset_profile()
+    model(torch.zeros(3, 8))
+    profiler.stop_profile()
+    assert profiler.get_total_flops() == 2 * 3 * 8 * 4
+    assert len(_get_current_dispatch_mode_stack()) == before
 
 
 def test_the_configuration_profiles_one_forward(

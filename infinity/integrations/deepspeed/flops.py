@@ -37,6 +37,7 @@ class FlopsProfiler:
 
     def start_profile(self, ignore_list: Any = None) -> None:
         """Start counting from zero; `ignore_list` is not used."""
+        self.stop_profile()  # the mode of an earlier start would stay active
         self._counter = FlopCounterMode(display=False)
         self._counter.__enter__()
         self.started, self._start_s = True, time.perf_counter()
@@ -51,8 +52,12 @@ class FlopsProfiler:
             self.started = False
 
     def reset_profile(self) -> None:
-        """Reset the counts."""
+        """Reset the counts; a profile in progress goes on from zero."""
+        was_started = self.started
+        self.stop_profile()
         self._counter, self._duration_s = FlopCounterMode(display=False), 0.0
+        if was_started:
+            self.start_profile()
 
     def end_profile(self) -> None:
         """Stop counting and reset the counts."""

@@ -64,7 +64,7 @@ def empty(nbytes: int) -> Tensor:
 @pytest.mark.parametrize("verify", [False, True])
 @pytest.mark.parametrize("backend", ["threads", "io_uring"])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
-def test_any_part_of_any_extent_comes_back(
+def test_random_extent_ranges_round_trip(
     tmp_path: Path, num_paths: int, backend: str, verify: bool
 ) -> None:
     if backend == "io_uring":
@@ -102,7 +102,7 @@ def test_any_part_of_any_extent_comes_back(
                 assert torch.equal(buffer, plain[which][place])
 
 
-def test_weights_share_the_bytes(tmp_path: Path) -> None:
+def test_extents_striped_by_weights(tmp_path: Path) -> None:
     sizes = [64 * PAGE] * 12
     with disk_over(tmp_path, 2, sizes, weights=(3.0, 1.0), block_size=PAGE) as (disk, _):
         assert disk.used == (48 * PAGE * 12, 16 * PAGE * 12)
@@ -115,7 +115,7 @@ def test_weights_share_the_bytes(tmp_path: Path) -> None:
         assert [drive["speed"] for drive in drives.values()] == [3.0, 1.0]
 
 
-def test_an_error_says_whose_bytes_they_are(tmp_path: Path) -> None:
+def test_read_error_names_owner_and_file(tmp_path: Path) -> None:
     with disk_over(tmp_path, 2) as (disk, extents):
         (file,) = disk.paths[1].glob("*/state.bin")
         os.truncate(file, 0)  # behind the engine's back: reading finds the end of the file
@@ -131,7 +131,7 @@ def test_an_error_says_whose_bytes_they_are(tmp_path: Path) -> None:
             ticket.wait()  # said again to whoever asks again
 
 
-def test_a_full_path_is_named_and_the_others_take_the_rest(tmp_path: Path) -> None:
+def test_small_drive_filled_and_overflow_error_names_drives(tmp_path: Path) -> None:
     """Two drives of 8 and 24 MiB for 20 MiB: the small one is filled, never over its room."""
     sizes = [1 << 20] * 20
     with loop_mount(tmp_path, mib=16) as small, loop_mount(tmp_path, mib=64) as large:
@@ -164,7 +164,7 @@ def test_a_full_path_is_named_and_the_others_take_the_rest(tmp_path: Path) -> No
             assert part in str(caught.value)
 
 
-def test_a_path_that_fills_up_while_it_is_reserved_is_named(
+def test_enospc_during_reservation_names_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Free space may vanish between looking and reserving."""
@@ -183,7 +183,7 @@ def test_a_path_that_fills_up_while_it_is_reserved_is_named(
         assert not list(path.iterdir())
 
 
-def test_speeds_are_measured(tmp_path: Path) -> None:
+def test_measure_speeds_skips_path_without_space(tmp_path: Path) -> None:
     """Of two files on one device; a path without room counts nothing."""
     engine = _aio.Engine()
     files = [_aio.File(str(tmp_path / name), create=True) for name in "abc"]
@@ -194,7 +194,7 @@ def test_speeds_are_measured(tmp_path: Path) -> None:
 
 
 @pytest.mark.clock
-def test_speeds_are_measured_briefly(tmp_path: Path) -> None:
+def test_measure_speeds_duration_and_agreement(tmp_path: Path) -> None:
     """Of two files on one device: alike, in half a second."""
     engine = _aio.Engine()
     files = [_aio.File(str(tmp_path / name), create=True) for name in "ab"]
@@ -210,7 +210,7 @@ def test_speeds_are_measured_briefly(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])
-def test_bytes_that_were_changed_on_disk_are_found(tmp_path: Path, num_paths: int) -> None:
+def test_corrupted_page_detected(tmp_path: Path, num_paths: int) -> None:
     """Every single page is changed in turn, behind the engine's back; every change is found."""
     with disk_over(tmp_path, num_paths, verify=True) as (disk, extents):
         data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
@@ -241,7 +241,7 @@ def test_bytes_that_were_changed_on_disk_are_found(tmp_path: Path, num_paths: in
             assert torch.equal(back, expected)
 
 
-def test_without_verify_nothing_is_checked(tmp_path: Path) -> None:
+def test_no_checksums_without_verify(tmp_path: Path) -> None:
     with disk_over(tmp_path) as (disk, extents):
         disk.write([(extents[0], noise(PAGE, 0))]).wait()
         (file,) = disk.paths[0].glob("*/state.bin")
@@ -253,7 +253,7 @@ def test_without_verify_nothing_is_checked(tmp_path: Path) -> None:
         assert bytes(back[:5].tolist()) == b"other"
 
 
-def test_a_write_that_was_lost_is_found(tmp_path: Path) -> None:
+def test_lost_write_detected(tmp_path: Path) -> None:
     """The older bytes of a page are as wrong as any others."""
     with disk_over(tmp_path, verify=True) as (disk, extents):
         extent = extents[3]
@@ -270,14 +270,14 @@ def test_a_write_that_was_lost_is_found(tmp_path: Path) -> None:
         assert caught.value.offset == piece.offset
 
 
-def test_a_page_that_was_never_written_is_not_believed(tmp_path: Path) -> None:
+def test_read_of_unwritten_page_raises(tmp_path: Path) -> None:
     with disk_over(tmp_path, verify=True) as (disk, extents):
         ticket = disk.read([(extents[0], empty(PAGE))])
         with pytest.raises(TransferError, match="are not the bytes written"):
             ticket.wait()
 
 
-def test_a_read_is_checked_against_what_was_there_when_it_was_asked(tmp_path: Path) -> None:
+def test_late_wait_checks_sums_at_submission(tmp_path: Path) -> None:
     """Waiting late, after a later write to the same place was submitted, is no false alarm."""
     with disk_over(tmp_path, verify=True) as (disk, extents):
         first, second, back = noise(PAGE, 1), noise(PAGE, 2), empty(PAGE)
@@ -296,7 +296,7 @@ def test_a_read_is_checked_against_what_was_there_when_it_was_asked(tmp_path: Pa
 # --- what the kernel does not give back ----------------------------------------------------------
 
 
-def test_a_stuck_request_is_an_error_and_close_returns(tmp_path: Path) -> None:
+def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
     path = tmp_path / "drive"
     path.mkdir()
     with rough_io(faults="seed=1,kinds=stuck,rate=1"):
@@ -313,7 +313,7 @@ def test_a_stuck_request_is_an_error_and_close_returns(tmp_path: Path) -> None:
     assert not list(path.iterdir())  # all the same
 
 
-def test_what_the_native_engine_refuses_is_a_mistake_in_the_configuration(tmp_path: Path) -> None:
+def test_native_engine_rejection_raises_config_error(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="io: "), rough_io(faults="seed=1,kinds=fire"):
         Disk([tmp_path], IoConfig())
     assert not list(tmp_path.iterdir())

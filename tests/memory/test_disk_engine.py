@@ -40,7 +40,7 @@ def over(request: _aio.Ticket | None) -> int:
     return request.times_ns[2]
 
 
-def test_what_somebody_waits_for_goes_first(tmp_path: Path) -> None:
+def test_urgent_read_finishes_first(tmp_path: Path) -> None:
     """Behind a long write-back and a read-ahead, an urgent read is over first."""
     with rough_io(slow_bytes_per_s=20 << 20):
         disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
@@ -57,7 +57,7 @@ def test_what_somebody_waits_for_goes_first(tmp_path: Path) -> None:
         disk.close()
 
 
-def test_waiting_makes_urgent(tmp_path: Path) -> None:
+def test_waiting_promotes_request(tmp_path: Path) -> None:
     with rough_io(slow_bytes_per_s=4 << 20):
         disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
@@ -73,9 +73,7 @@ def test_waiting_makes_urgent(tmp_path: Path) -> None:
         disk.close()
 
 
-def test_the_engine_asks_with_the_right_priority(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engine_request_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Demands are urgent, prefetch and update reads normal, all write-back in the background."""
     seen: Counter[tuple[str, str, Priority]] = Counter()
 
@@ -117,7 +115,7 @@ def test_the_engine_asks_with_the_right_priority(
 # --- what is reported ----------------------------------------------------------------------------
 
 
-def test_the_report_says_how_long_the_disk_took(tmp_path: Path) -> None:
+def test_report_contains_disk_times(tmp_path: Path) -> None:
     with small_engine(tmp_path, io={"slow_bytes_per_s": 20_000_000}) as engine:
         train(engine, 3)
         report = engine.last_report
@@ -170,7 +168,7 @@ def unwritten_bytes(path: Path) -> int:
     return total
 
 
-def test_every_extent_is_written_before_training(tmp_path: Path) -> None:
+def test_all_extents_written_before_training(tmp_path: Path) -> None:
     """The gradients' too: a first write of reserved space takes the file system's locks."""
     with small_engine(tmp_path) as engine:
         (file,) = tmp_path.glob("*/state.bin")
@@ -188,7 +186,7 @@ def test_every_extent_is_written_before_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_verify_changes_no_bit(
+def test_verify_does_not_change_results(
     tmp_path: Path, placement: dict[str, str], micro_batches: int
 ) -> None:
     results = []
@@ -214,9 +212,7 @@ def flip(path: Path, offset: int) -> None:
 
 
 @pytest.mark.parametrize("what", ["unit 'blocks.1', chunk 0", "unit 'blocks.2', gradients"])
-def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
-    tmp_path: Path, what: str
-) -> None:
+def test_bit_flip_on_disk_stops_training(tmp_path: Path, what: str) -> None:
     with small_engine(tmp_path, io={"verify": True}, gradient_accumulation_steps=2) as engine:
         train(engine, 1)
         engine.backward(engine(batch(2)))
@@ -241,9 +237,7 @@ def test_a_bit_that_turned_on_disk_is_named_and_nothing_is_trained_with_it(
         assert "saved state" in str(error)
 
 
-def test_an_edit_that_is_lost_on_its_way_is_not_trained_with(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lost_edit_stops_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lost = TransferError("write failed", path="p", offset=0, length=1, errno=errno.EIO)
 
     def lose(*_: object) -> None:
@@ -271,18 +265,18 @@ def test_an_edit_that_is_lost_on_its_way_is_not_trained_with(
         ({"verify": "perhaps"}, "io.verify"),
     ],
 )
-def test_settings_that_mean_nothing_are_refused(io: dict[str, Any], words: str) -> None:
+def test_invalid_io_settings_rejected(io: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"nvme_path": ["/a", "/b"], "io": io})
     assert words in str(caught.value)
 
 
-def test_the_defaults() -> None:
+def test_io_defaults() -> None:
     io = load_config({}).io
     assert (io.verify, io.weights, io.timeout_s) == ("auto", None, 120.0)
 
 
-def test_a_failure_that_is_remembered_keeps_nothing_alive() -> None:
+def test_untraced_error_has_no_traceback() -> None:
     def fail() -> TransferError:
         big = torch.zeros(4)  # a local of a frame on the way
         try:

@@ -40,7 +40,7 @@ def told(path: Path, **facts: Any) -> str:
     return "\n".join(file_system_warnings(path, FakeFile(**facts), 3 << 30))  # type: ignore[arg-type]
 
 
-def test_a_good_local_drive_needs_no_words(tmp_path: Path) -> None:
+def test_local_ext4_and_xfs_give_no_warning(tmp_path: Path) -> None:
     assert not told(tmp_path)
     assert not told(tmp_path, file_system="xfs")
 
@@ -58,7 +58,7 @@ def test_a_good_local_drive_needs_no_words(tmp_path: Path) -> None:
         ({"file_system": "btrfs"}, ["is btrfs", "copies on write", "chattr +C"]),
     ],
 )
-def test_what_costs_is_named(tmp_path: Path, facts: dict[str, Any], words: list[str]) -> None:
+def test_slow_file_system_warnings(tmp_path: Path, facts: dict[str, Any], words: list[str]) -> None:
     with open(tmp_path / "f", "wb") as file:
         text = told(tmp_path, fd=file.fileno(), **facts)
     assert str(tmp_path) in text
@@ -66,7 +66,7 @@ def test_what_costs_is_named(tmp_path: Path, facts: dict[str, Any], words: list[
         assert word in text
 
 
-def test_a_tmpfs_is_told_and_trained_on() -> None:
+def test_tmpfs_warns_and_trains() -> None:
     if not SHM.is_dir() or not os.access(SHM, os.W_OK):
         pytest.skip("no /dev/shm")
     path = SHM / f"infinity-test-{os.getpid()}"
@@ -100,7 +100,7 @@ def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs"])
-def test_training_on_a_file_system_of_its_own(tmp_path: Path, kind: str) -> None:
+def test_training_on_mounted_file_systems(tmp_path: Path, kind: str) -> None:
     with small_engine(tmp_path) as engine:
         expected = train(engine, 3)
     with loop_mount(tmp_path, kind) as path:
@@ -130,7 +130,7 @@ def partition_tree(root: Path, devices: dict[str, str | None]) -> None:
         os.symlink(folder, root / "dev/block" / device)
 
 
-def test_partitions_of_one_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_partitions_of_one_drive_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     partition_tree(tmp_path, {"8:0": None, "8:1": "8:0", "8:2": "8:0", "259:0": None})
     assert [drive_of(d, tmp_path) for d in ("8:0", "8:1", "259:0", "0:45")] == [
         "8:0",
@@ -144,7 +144,7 @@ def test_partitions_of_one_drive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "/a and /b share one drive (8:0)" in warning
 
 
-def test_two_directories_on_one_device(tmp_path: Path) -> None:
+def test_second_directory_on_one_device_unused(tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     first.mkdir()
     second.mkdir()
@@ -159,7 +159,7 @@ def test_two_directories_on_one_device(tmp_path: Path) -> None:
         assert not list(second.iterdir())
 
 
-def test_a_path_that_does_not_exist_is_not_a_device(tmp_path: Path) -> None:
+def test_missing_path_has_no_device(tmp_path: Path) -> None:
     paths = [tmp_path / "none", tmp_path / "nothing"]
     assert device_of(paths[0]) == ""
     assert one_per_file_system(paths) == (paths, [])
@@ -167,7 +167,7 @@ def test_a_path_that_does_not_exist_is_not_a_device(tmp_path: Path) -> None:
         infinity.initialize(small_model(), settings(tmp_path, nvme_path=[str(p) for p in paths]))
 
 
-def test_the_file_knows_where_it_lies(tmp_path: Path) -> None:
+def test_file_reports_device_and_direct_io(tmp_path: Path) -> None:
     file = _aio.File(str(tmp_path / "f"), create=True)
     assert file.device == device_of(tmp_path)
     assert bool(file.direct_reason) != file.direct

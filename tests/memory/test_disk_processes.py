@@ -45,7 +45,7 @@ def finished(program: Program) -> list[str]:
     return out.splitlines()
 
 
-def test_two_processes_on_one_path(tmp_path: Path) -> None:
+def test_two_processes_share_one_path(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 6)
         expected = digest(masters(engine))
@@ -55,7 +55,7 @@ def test_two_processes_on_one_path(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_killed_run_is_cleaned_up_by_the_next(tmp_path: Path) -> None:
+def test_killed_run_cleaned_up_by_next(tmp_path: Path) -> None:
     with trainer(tmp_path, 0) as program:
         assert wait_until(lambda: program.said('{"step": 1'))
         program.signal(signal.SIGKILL)
@@ -86,7 +86,7 @@ class Batches(torch.utils.data.Dataset[torch.Tensor]):
 
 
 @pytest.mark.parametrize("verify", [False, True])
-def test_data_loader_workers_forked_while_a_pass_is_in_flight(tmp_path: Path, verify: bool) -> None:
+def test_data_loader_fork_during_optimizer_pass(tmp_path: Path, verify: bool) -> None:
     with small_engine(tmp_path) as engine:
         expected, state = train(engine, 8), masters(engine)
     io = {"verify": verify, **SLOW["io"]}
@@ -112,7 +112,7 @@ def test_data_loader_workers_forked_while_a_pass_is_in_flight(tmp_path: Path, ve
         assert same(masters(engine), state)
 
 
-def test_a_fork_in_flight_leaves_the_parent_alone(tmp_path: Path) -> None:
+def test_fork_during_pass_does_not_affect_parent(tmp_path: Path) -> None:
     """The child's copy of the engine does nothing, and its end takes nothing with it."""
     with small_engine(tmp_path) as engine:
         expected, state = train(engine, 4), masters(engine)
@@ -151,7 +151,7 @@ def transfer_error(error: BaseException | None) -> TransferError:
     return error
 
 
-def test_a_file_system_that_becomes_read_only_while_training(tmp_path: Path) -> None:
+def test_file_system_remounted_read_only(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with loop_mount(tmp_path, "ext4", options="errors=remount-ro") as path:
         trigger = Path(f"/sys/fs/ext4/{loop_name(path)}/trigger_fs_error")
@@ -173,7 +173,7 @@ def test_a_file_system_that_becomes_read_only_while_training(tmp_path: Path) -> 
         assert left.name.startswith("infinity-run-")
 
 
-def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
+def test_drive_shut_down_while_training(tmp_path: Path) -> None:
     """ext4 is shut down under the engine: every transfer fails from then on."""
     import fcntl
     import struct
@@ -198,7 +198,7 @@ def test_a_drive_that_dies_while_training(tmp_path: Path) -> None:
         assert infinity.storage.reservations.PROCESS.total("host") == reserved
 
 
-def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:
+def test_path_without_space_rejected_at_initialize(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     with loop_mount(tmp_path, "ext4", mib=16) as path:
         model = small_model(width=512, num_blocks=2)
@@ -210,7 +210,7 @@ def test_a_path_without_room_is_refused_before_training(tmp_path: Path) -> None:
 
 
 @pytest.mark.clock
-def test_two_drives_of_different_speed_share_by_speed(tmp_path: Path) -> None:
+def test_two_drives_striped_by_measured_speed(tmp_path: Path) -> None:
     """The probe finds the ratio, and a run over both drives computes the same."""
     with small_engine(tmp_path) as engine:
         train(engine, 4)

@@ -42,7 +42,7 @@ EXTENTS = st.lists(
     stripe_pages=st.integers(1, 8),
     tightness=st.lists(st.floats(0, 1), min_size=4, max_size=4),
 )
-def test_every_page_lies_somewhere_and_nowhere_twice(
+def test_every_page_mapped_exactly_once(
     extents: list[tuple[int, list[int]]],
     weights: list[float],
     stripe_pages: int,
@@ -83,7 +83,7 @@ def time_of(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float
 
 
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [2.0, 1.0], [3.0, 2.0], [1.9, 0.87], [5.0, 2, 1]])
-def test_all_drives_finish_together(weights: list[float]) -> None:
+def test_drives_finish_in_equal_time(weights: list[float]) -> None:
     stripes = Stripes(len(weights), MIB)
     records = [stripes.promise(RECORD, CUTS) for _ in range(96)]
     used = stripes.distribute(weights, [PLENTY] * len(weights))
@@ -97,7 +97,7 @@ def test_all_drives_finish_together(weights: list[float]) -> None:
         assert time_of(stripes, fetched, weights) < 1.25
 
 
-def test_a_small_drive_is_spread_over_all_records() -> None:
+def test_small_drive_spread_over_all_records() -> None:
     """Where one path has less room than its share, every record has a part of it."""
     stripes = Stripes(2, MIB)
     records = [stripes.promise(RECORD, CUTS) for _ in range(40)]
@@ -108,7 +108,7 @@ def test_a_small_drive_is_spread_over_all_records() -> None:
         assert MIB <= on_small <= 3 * MIB
 
 
-def test_one_path_is_one_stretch() -> None:
+def test_single_path_is_contiguous() -> None:
     stripes = Stripes(1, MIB)
     starts = [stripes.promise(n) for n in (5000, 4096, 3 * MIB)]
     assert starts == [0, 8192, 12288]
@@ -118,7 +118,7 @@ def test_one_path_is_one_stretch() -> None:
     ]
 
 
-def test_nothing_promised() -> None:
+def test_distribute_without_promises() -> None:
     for num_paths in (1, 2):
         assert (
             Stripes(num_paths, MIB).distribute([1.0] * num_paths, [0] * num_paths)
@@ -138,5 +138,7 @@ def test_nothing_promised() -> None:
         (0, [1, 3], [5, 5], [0, 0]),
     ],
 )
-def test_shares(total: int, weights: list[float], room: list[int], expected: list[float]) -> None:
+def test_fair_shares(
+    total: int, weights: list[float], room: list[int], expected: list[float]
+) -> None:
     assert fair_shares(total, weights, room) == pytest.approx(expected)

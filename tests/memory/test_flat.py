@@ -56,7 +56,7 @@ def open_files() -> Iterator[tuple[str, str]]:
     ("steps", "saves"), [(30, 10), pytest.param(200, 20, marks=pytest.mark.big)]
 )
 @pytest.mark.parametrize(("placement", "device"), diagonal([MIXED, ON_DISK], ["cpu", "fake"]))
-def test_many_steps_and_saves(
+def test_steps_and_saves_do_not_leak(
     tmp_path: Path, placement: dict[str, str], device: str, steps: int, saves: int
 ) -> None:
     before, after = forked.call(held_by_training, tmp_path, placement, device, steps, saves)
@@ -110,7 +110,7 @@ def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weights", ["host", "disk"])  # at rest, or in slots
-def test_a_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
+def test_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
     """Also while a reference to it is left; what an engine of one block left was there before."""
     grown, left = forked.call(held_by_an_engine, tmp_path, weights)
     assert grown > 256 << 20

@@ -74,7 +74,7 @@ def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
         assert THREAD not in {thread.name for thread in threading.enumerate()}
 
 
-def test_windows_are_read_in_the_order_in_which_they_are_expected(
+def test_windows_read_in_expected_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Those of ranks fill late: what was read for a later unit is not given up for an earlier."""
@@ -109,7 +109,7 @@ def test_windows_are_read_in_the_order_in_which_they_are_expected(
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_tasks_keep_their_order_and_their_bytes(seed: int) -> None:
+def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
     """Copies end in any order; no byte is given away before its task has run."""
     chosen = random.Random(seed)
     count, size = 400, 1000
@@ -146,7 +146,7 @@ def test_tasks_keep_their_order_and_their_bytes(seed: int) -> None:
     assert wrong == []
 
 
-def test_room_is_used_to_the_last_byte() -> None:
+def test_buffer_allocated_to_last_byte() -> None:
     with working(256) as worker:
         gate = Signal()
         for expected in (0, 64, 128, 192):
@@ -159,7 +159,7 @@ def test_room_is_used_to_the_last_byte() -> None:
         assert worker.allocate(256)[0] == 0
 
 
-def test_what_a_task_raises_is_raised_until_reset() -> None:
+def test_task_error_raised_until_reset() -> None:
     ran: list[str] = []
 
     def fail() -> None:
@@ -181,7 +181,7 @@ def test_what_a_task_raises_is_raised_until_reset() -> None:
 
 
 @pytest.mark.parametrize("end", ["reset", "close"])
-def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
+def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
     ran: list[int] = []
     begun, gate, last = Signal(), Signal(), Signal()
 
@@ -214,7 +214,7 @@ def test_what_is_queued_is_dropped_once_its_copies_have_ended(end: str) -> None:
     assert ran == ([9] if end == "reset" else [])
 
 
-def test_a_thread_that_has_ended_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ended_thread_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_worker, "_ALIVE_CHECK_S", 0.01)
     with working() as worker:
         worker.close()
@@ -224,7 +224,7 @@ def test_a_thread_that_has_ended_ends_waits(monkeypatch: pytest.MonkeyPatch) -> 
                 wait()
 
 
-def test_closing_twice_or_before_it_began_is_no_error() -> None:
+def test_close_before_open_or_twice() -> None:
     worker = GradientWorker(Transfers(CpuDevice(), None), torch.zeros(0, dtype=torch.uint8))
     worker.close()
     worker.close()
@@ -267,14 +267,14 @@ def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_a_backward_ends_before_its_first_copy_has(tmp_path: Path, precision: str) -> None:
+def test_backward_returns_before_first_copy(tmp_path: Path, precision: str) -> None:
     more = {"precision": precision, "gradient_accumulation_steps": 2}
     expected = trained(tmp_path, None, placement=ON_DEVICE, **more)
     assert same(trained(tmp_path, Gated(), placement=SUMMED, **more), expected)
 
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
-def test_a_step_ends_before_its_copies_have(tmp_path: Path, update: str) -> None:
+def test_step_returns_before_gradient_copies(tmp_path: Path, update: str) -> None:
     """The optimizer pass waits for them, a unit at a time, and then lets the gradients go."""
     num_parameters = sum(1 for _ in small_model().parameters())
     device = Gated(num_parameters - 1, kernels=True)
@@ -297,7 +297,7 @@ def test_a_step_ends_before_its_copies_have(tmp_path: Path, update: str) -> None
 
 @pytest.mark.parametrize("kernels", [False, True], ids=["no_kernels", "kernels"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_training_thread_waits_for_no_gradient(
+def test_training_thread_never_waits_for_gradients(
     tmp_path: Path, kernels: bool, micro_batches: int
 ) -> None:
     """Not for a copy; for compute at most once a step, where the device sums squares."""
@@ -327,7 +327,7 @@ def threads_of(path: Path, device: FakeAccelerator | str, placement: dict[str, s
         return [thread.name for thread in threading.enumerate()].count(THREAD)
 
 
-def test_there_is_a_thread_where_there_is_work_for_it(tmp_path: Path) -> None:
+def test_gradient_thread_started_only_if_needed(tmp_path: Path) -> None:
     for placement in (ON_DISK, MIXED, ON_DEVICE):
         assert threads_of(tmp_path, "cpu", placement) == 0
     assert threads_of(tmp_path, FakeAccelerator(1), ON_DEVICE) == 0
@@ -335,7 +335,7 @@ def test_there_is_a_thread_where_there_is_work_for_it(tmp_path: Path) -> None:
         assert threads_of(tmp_path, FakeAccelerator(1), placement) == 1
 
 
-def test_an_error_of_the_thread_starts_the_window_over(
+def test_gradient_thread_error_restarts_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever it is; and then the same bits."""
@@ -365,7 +365,7 @@ def test_an_error_of_the_thread_starts_the_window_over(
         assert same(masters(engine), expected)
 
 
-def test_sums_are_a_track_of_a_trace(tmp_path: Path) -> None:
+def test_trace_has_gradient_sums(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     found = {}
     for name, device in (("cpu", "cpu"), ("fake", FakeAccelerator(2))):

@@ -21,7 +21,7 @@ def grown(path: Path, way: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("way", ["init", "meta", "read"])
-def test_a_model_larger_than_ram_is_initialised(tmp_path: Path, way: str) -> None:
+def test_initialize_peak_within_plan(tmp_path: Path, way: str) -> None:
     """The peak is what the plan reserves and the operands of one operation of an initialiser."""
     found = grown(tmp_path, way)
     more = 4 * found["largest"] + SMALL_BYTES  # truncation compares and draws again
@@ -30,6 +30,6 @@ def test_a_model_larger_than_ram_is_initialised(tmp_path: Path, way: str) -> Non
     assert found["model"] > 2 * (found["planned"] + more), "or nothing is shown"
 
 
-def test_the_measurement_sees_a_model_in_ram(tmp_path: Path) -> None:
+def test_measurement_includes_model_in_ram(tmp_path: Path) -> None:
     found = grown(tmp_path, "real")
     assert found["built"] > 0.9 * found["model"]

@@ -110,7 +110,7 @@ def check_state(tmp_path: Path, times: float, room: int, width: int, layers_per_
 
 
 @pytest.mark.timeout(1200)
-def test_a_layer_of_experts_larger_than_the_memory(tmp_path: Path) -> None:
+def test_expert_layer_larger_than_memory(tmp_path: Path) -> None:
     """Weights of one layer alone are more than the process may have, its libraries included."""
     width, share = 512, 1.1
     stack_share = share / NUM_STACKS  # a parameter is made in one
@@ -126,20 +126,20 @@ def test_a_layer_of_experts_larger_than_the_memory(tmp_path: Path) -> None:
 
 @pytest.mark.big
 @pytest.mark.timeout(1200)
-def test_state_larger_than_the_memory(tmp_path: Path) -> None:
+def test_state_larger_than_memory(tmp_path: Path) -> None:
     """The weights, a third of the state, are larger than the room."""
     check_state(tmp_path, 1.25, 150 * MIB, 384, 64)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(7200)
-def test_state_eight_times_the_memory(tmp_path: Path) -> None:
+def test_state_eight_times_memory(tmp_path: Path) -> None:
     check_state(tmp_path, 8, 340 * MIB, 640, 150)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(7200)
-def test_1_3_billion_parameters_in_two_gibibytes(tmp_path: Path) -> None:
+def test_1_3_billion_parameters_in_2_gib(tmp_path: Path) -> None:
     job = {
         "width": 2048,
         "num_layers": 24,

@@ -28,7 +28,7 @@ def preferred_node(address: int) -> int | None:
 
 
 @pytest.mark.skipif(not HAS_NODES, reason="the kernel knows no NUMA nodes")
-def test_a_range_is_taken_from_a_node_and_its_bytes_stay() -> None:
+def test_prefer_node_sets_policy_and_keeps_bytes() -> None:
     arena = HostArena(1 << 20)
     bytes_of = arena.view(0, arena.nbytes)
     bytes_of.fill_(7)
@@ -41,7 +41,7 @@ def test_a_range_is_taken_from_a_node_and_its_bytes_stay() -> None:
 
 
 @pytest.mark.parametrize("node", [-1, 1023, 5000])
-def test_a_node_that_is_not_there_changes_nothing(node: int) -> None:
+def test_prefer_missing_node_has_no_effect(node: int) -> None:
     arena = HostArena(4096)
     address = arena.view(0, 4096).data_ptr()
     assert not prefer_node(address, 4096, node)
@@ -49,7 +49,7 @@ def test_a_node_that_is_not_there_changes_nothing(node: int) -> None:
 
 
 @pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
-def test_the_node_of_a_card(tmp_path: Path, told: str, node: int | None) -> None:
+def test_node_of_pci_reads_sysfs(tmp_path: Path, told: str, node: int | None) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
     (folder / "numa_node").write_text(told)

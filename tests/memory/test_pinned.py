@@ -56,9 +56,7 @@ def resident_bytes(arena: HostArena) -> int:
 
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 5 * MIB, 65 * MIB + PAGE])
-def test_an_arena_is_as_large_as_asked_and_no_larger(
-    nbytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arena_rounds_up_to_pages_only(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's own pinned memory would be rounded up to a power of two."""
     asked: list[int] = []
     make = mmap.mmap
@@ -75,19 +73,19 @@ def test_an_arena_is_as_large_as_asked_and_no_larger(
     assert first <= address_of(arena) <= end - arena.nbytes
 
 
-def test_an_arena_for_ranges_holds_them_and_no_more() -> None:
+def test_arena_for_ranges_has_exact_size() -> None:
     arena = arena_for([1, PAGE, PAGE + 1])
     assert arena.nbytes == 4 * PAGE
     parts = [arena.carve(size) for size in (1, PAGE, PAGE + 1)]
     assert [part.data_ptr() - address_of(arena) for part in parts] == [0, PAGE, 2 * PAGE]
 
 
-def test_reserving_takes_no_memory_until_it_is_used() -> None:
+def test_arena_not_resident_until_used() -> None:
     arena = HostArena(4 * GIB)
     assert (arena.nbytes, resident_bytes(arena)) == (4 * GIB, 0)
 
 
-def test_an_arena_may_have_huge_pages() -> None:
+def test_arena_advises_huge_pages() -> None:
     if not THP.exists():
         pytest.skip("the kernel has no transparent huge pages")
     arena = HostArena(8 * MIB)
@@ -95,7 +93,7 @@ def test_an_arena_may_have_huge_pages() -> None:
     assert "hg" in flags
 
 
-def test_a_forked_child_does_not_inherit_an_arena() -> None:
+def test_arena_not_inherited_by_fork() -> None:
     arena = HostArena(8 * MIB)
     address = address_of(arena)
     first, end, flags = mapping_at(address)
@@ -120,7 +118,7 @@ def test_a_forked_child_does_not_inherit_an_arena() -> None:
         (2 * GIB + GIB // 2, [GIB, GIB, GIB // 2]),
     ],
 )
-def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
+def test_arena_pinned_in_slices_of_one_gib(
     nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, int, int]] = []
@@ -140,7 +138,7 @@ def test_an_arena_is_pinned_in_slices_of_at_most_one_gib(
     assert list(device._registered_ranges(base, nbytes)) == list(zip(starts, ends, strict=True))
 
 
-def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_prefaulted_before_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
     """Made by several threads, whatever they hold; the driver would make them with one."""
     monkeypatch.setattr(prefault_module, "_PREFAULT_SLICE", 16 * MIB)
     arena = HostArena(80 * MIB + PAGE)
@@ -153,7 +151,7 @@ def test_pages_are_there_before_they_are_pinned(monkeypatch: pytest.MonkeyPatch)
     assert arena.view(0, PAGE + 4).sum() == 21
 
 
-def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
+def test_pin_works_without_prefault(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(prefault_module, "_POPULATE_WRITE", 0x7FFF)  # EINVAL
@@ -165,9 +163,7 @@ def test_a_system_that_cannot_make_pages_ahead_pins_all_the_same(
 
 
 @pytest.mark.parametrize("allowed", [0, 1])
-def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
-    allowed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_pin_warns_and_memory_is_used(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The driver refuses a slice twice, after `allowed` others."""
     calls: list[int] = []
     freed: list[int] = []
@@ -187,7 +183,7 @@ def test_memory_that_cannot_be_pinned_is_told_and_used_all_the_same(
     assert freed == calls[:allowed]
 
 
-def test_a_slice_that_was_refused_once_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pin_retried_after_one_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """As memory is that the kernel must move first."""
     calls: list[int] = []
 
@@ -204,7 +200,7 @@ def test_a_slice_that_was_refused_once_is_pinned(monkeypatch: pytest.MonkeyPatch
     assert device._pinned_ranges == [(n, n + PAGE) for n in sorted(set(calls))]
 
 
-def test_memory_is_registered_where_the_engine_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_memory_registered_on_engine_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else every rank makes a context on the first GPU."""
     seen: list[Any] = []
     here: list[torch.device | None] = [None]
@@ -226,7 +222,7 @@ def test_memory_is_registered_where_the_engine_computes(monkeypatch: pytest.Monk
     assert seen == 2 * [device.torch_device]
 
 
-def test_a_copy_does_not_cross_from_one_registration_into_the_next(
+def test_copies_split_at_registration_boundaries(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     device = bare_cuda_device(monkeypatch)
@@ -239,7 +235,7 @@ def test_a_copy_does_not_cross_from_one_registration_into_the_next(
     assert list(device._registered_ranges(4990, 20)) == [(0, 10), (10, 20)]
 
 
-def test_moments_that_begin_with_zeros_are_not_written_to_ram(
+def test_zero_moments_not_written_to_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fresh mapping is zero; two thirds of an initial write are moments."""

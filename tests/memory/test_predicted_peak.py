@@ -60,7 +60,7 @@ QUICK = ("a device of its own", "gradients in RAM", "all in RAM", "by budget")
 
 @needs_peak
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(RUNS), marks=pytest.mark.big)])
-def test_the_peaks_are_those_that_were_planned(tmp_path: Path, names: tuple[str, ...]) -> None:
+def test_measured_peaks_match_plan(tmp_path: Path, names: tuple[str, ...]) -> None:
     runs = {name: RUNS[name] for name in names}
     found = found_by(tmp_path, runs | {"initial_write": INITIAL_WRITE})
     assert_initial_write_takes_one_large_value_more(found.pop("initial_write"))

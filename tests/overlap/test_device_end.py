@@ -53,7 +53,7 @@ class Watched(FakeAccelerator):
 @pytest.mark.parametrize("update", ["cpu", "device"])
 @pytest.mark.parametrize("placement", [IN_RAM, ON_DEVICE, ON_DISK], ids=["ram", "device", "disk"])
 @pytest.mark.parametrize("until", ["backward", "step"])
-def test_nothing_moves_when_memory_is_given_back(
+def test_no_copy_in_flight_when_memory_freed(
     tmp_path: Path, placement: dict[str, str], update: str, until: str
 ) -> None:
     device = Watched(max_delay_s=0.05)
@@ -66,7 +66,9 @@ def test_nothing_moves_when_memory_is_given_back(
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
-def test_only_training_computes(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_only_training_thread_uses_compute_stream(
+    tmp_path: Path, placement: dict[str, str]
+) -> None:
     """A thread that copies waits for the training thread's stream, not for one of its own."""
     device, scratch = Watched(max_delay_s=0.001), tmp_path / "nvme"
     scratch.mkdir()
@@ -79,7 +81,7 @@ def test_only_training_computes(tmp_path: Path, placement: dict[str, str]) -> No
     assert len(device.followers) >= 2  # the optimizer pass and a copier at least
 
 
-def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
+def test_gradients_released_after_their_copies(tmp_path: Path) -> None:
     """Only the first micro-batch of a window sends gradients straight to RAM."""
     device = FakeAccelerator(1, max_delay_s=0.001)
     more: dict[str, Any] = {"precision": "fp32", "gradient_accumulation_steps": 2}
@@ -94,7 +96,7 @@ def test_gradients_go_when_their_copies_have_ended(tmp_path: Path) -> None:
         assert homeward._nbytes == 0
 
 
-def test_state_comes_back_for_the_cpu_without_waiting_for_compute(tmp_path: Path) -> None:
+def test_cpu_update_copies_state_unordered(tmp_path: Path) -> None:
     """Of what rests on the device, compute touches weights and gradients only."""
     device, placement = Watched(max_delay_s=0.001), {**IN_RAM, "optimizer_state": "device"}
     more: dict[str, Any] = {"arguments": {"device": device}, "update": "cpu", "precision": "bf16"}
@@ -115,7 +117,7 @@ class NoFollowers(FakeAccelerator):
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])  # two are summed by a thread
-def test_a_thread_that_cannot_begin_ends_training(tmp_path: Path, micro_batches: int) -> None:
+def test_worker_thread_start_failure_raises(tmp_path: Path, micro_batches: int) -> None:
     device, told = NoFollowers(1, kernels=True), "the driver is not to be found"
     config = {"precision": "fp32", "gradient_accumulation_steps": micro_batches}
     given: dict[str, Any] = {"arguments": {"device": device}, **config}

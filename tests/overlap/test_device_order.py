@@ -102,21 +102,23 @@ ORDERED.append((1, 1, 1, "no_kernels"))
 
 
 @pytest.mark.parametrize(("weights", "moments", "gradients", "update"), ORDERED)
-def test_every_access_is_ordered(weights: int, moments: int, gradients: int, update: str) -> None:
+def test_device_order_each_placement_pair(
+    weights: int, moments: int, gradients: int, update: str
+) -> None:
     micro_batches, soon = 1 + (moments + gradients) % 2, bool((weights + gradients) % 2)
     placement = (TIERS[weights], TIERS[moments], TIERS[gradients])
     ordered(placement, update, micro_batches, soon)
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_so_is_every_access_of_what_the_cpu_updates_beside_streamed_chunks(number: int) -> None:
+def test_device_order_streamed_with_cpu_share(number: int) -> None:
     placement = tuple(("host", "device")[number >> bit & 1] for bit in range(3))
     with cpu_beside(0.4):
         ordered(placement, "device", 1 + number % 2, soon=number in (1, 2, 4))
 
 
 @pytest.mark.parametrize("placement", [(tier,) * 3 for tier in TIERS], ids="-".join)
-def test_so_is_every_access_of_sliced_logits(placement: tuple[str, str, str]) -> None:
+def test_device_order_chunked_logits(placement: tuple[str, str, str]) -> None:
     sliced = {"activations": {"logits": "chunked"}}
     done = run(placement, kernels=True, **sliced)
     near = train(CASE.build(), CASE.batches(3), make_config(**sliced))
@@ -128,7 +130,7 @@ def test_so_is_every_access_of_sliced_logits(placement: tuple[str, str, str]) ->
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("update", UPDATES)
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
-def test_every_access_is_ordered_in_all_of_them(
+def test_device_order_all_placements(
     placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool
 ) -> None:
     ordered(placement, update, micro_batches, soon)
@@ -149,7 +151,7 @@ def ordered(placement: tuple[str, str, str], update: str, micro_batches: int, so
         (("disk", "host", "device"), "no_kernels"),
     ],
 )
-def test_every_access_of_several_ranks_is_ordered(
+def test_device_order_two_ranks(
     placement: tuple[str, str, str], update: str, tmp_path: Path
 ) -> None:
     more: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": 2}
@@ -172,7 +174,7 @@ def test_every_access_of_several_ranks_is_ordered(
 
 
 @pytest.mark.parametrize(("place", "offload"), diagonal(range(4), [*OFFLOADS]))
-def test_every_access_is_ordered_where_activations_leave(place: int, offload: str) -> None:
+def test_device_order_offloaded_activations(place: int, offload: str) -> None:
     number = place + list(OFFLOADS).index(offload)
     placement = (IN_RAM, ON_DEVICE, ON_DISK, MIXED)[place]
     delay_s, more = (AT_LAST, 0.002)[number // 2 % 2], {"activations": OFFLOADS[offload]}
@@ -254,7 +256,7 @@ def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     "mistake",
     [update_at_once, go_back_at_once, reuse_at_once, forget_what_is_landing, land_at_once],
 )
-def test_a_missing_wait_of_a_streamed_update_is_seen(
+def test_missing_wait_in_streamed_update_detected(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
@@ -272,7 +274,7 @@ def some_runs(*placement: Any, **more: Any) -> None:
 
 
 @pytest.mark.parametrize("mistake", [forget_the_readers, publish_at_once, compute_at_once])
-def test_a_missing_wait_is_seen_though_the_bytes_are_right(
+def test_missing_wait_detected_with_correct_bytes(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
@@ -337,7 +339,7 @@ def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
         (let_restored_tensors_go, {"activations": OFFLOADS["disk"]}),
     ],
 )
-def test_memory_that_is_let_go_under_a_copy_is_seen(
+def test_memory_freed_during_copy_detected(
     mistake: Callable[[pytest.MonkeyPatch], None],
     changes: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
@@ -349,7 +351,7 @@ def test_memory_that_is_let_go_under_a_copy_is_seen(
         some_runs(IN_RAM, kernels=True, **changes)
 
 
-def test_memory_beside_what_was_reserved_is_filled_after_compute_that_may_have_used_it(
+def test_unreserved_memory_filled_before_compute_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(activations_module, "after_all", lambda compute, left: left)
@@ -357,7 +359,7 @@ def test_memory_beside_what_was_reserved_is_filled_after_compute_that_may_have_u
         some_runs(IN_RAM, kernels=True, activations=OFFLOADS["host"])
 
 
-def test_what_is_being_copied_may_not_be_written_by_compute() -> None:
+def test_compute_write_during_copy_detected() -> None:
     with ordered_device(seed=1, max_delay_s=AT_LAST) as device:
         arena = HostArena(4096)
         device.pin(arena)
@@ -424,7 +426,7 @@ NOT_IN_RAM_FOR_LONG = {
 }
 
 
-def test_all_who_pin_are_known() -> None:
+def test_pinned_table_lists_every_pinning_function() -> None:
     reserving = {each for each in functions_that_call("reserve") if ".offload." in each[0]}
     who = reserving | functions_that_call("pin") | functions_that_call("BufferPool")
     who = {each for each in who if each[0] not in PASSED_ON_BY}
@@ -437,7 +439,7 @@ def test_all_who_pin_are_known() -> None:
 
 
 @pytest.mark.parametrize("who", PINNED, ids=".".join)
-def test_a_forgotten_pin_is_seen(
+def test_missing_pin_detected(
     tmp_path: Path, who: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = OrderedAccelerator.pin
@@ -500,7 +502,7 @@ def waits_by_step(
         (("host", "host", "device"), "device", 2),
     ],
 )
-def test_the_host_waits_once_a_step_for_the_norm(
+def test_host_waits_at_most_once_per_step(
     placement: tuple[str, str, str], update: str, micro_batches: int
 ) -> None:
     """No copy is waited for, only sums of squares: those that the device takes."""
@@ -517,7 +519,7 @@ def test_the_host_waits_once_a_step_for_the_norm(
 @pytest.mark.parametrize(
     ("placement", "offload"), diagonal([IN_RAM, ON_DISK, ON_DEVICE], ["disk", "host", "disk"])
 )
-def test_the_host_does_not_wait_for_activations(
+def test_host_waits_with_offloaded_activations_bounded(
     placement: tuple[str, str, str], offload: str
 ) -> None:
     """But where more of them leave than may be kept: four do, three may."""
@@ -533,7 +535,7 @@ def test_close_synchronizes_once() -> None:
     assert device.host_waits["synchronize"] == 1
 
 
-def test_a_wait_of_the_host_is_counted() -> None:
+def test_host_wait_for_gradient_copy_counted() -> None:
     with (
         ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device,
         Run(CASE.build(), make_config(IN_RAM), device=device, poison=None) as r,
@@ -546,7 +548,7 @@ def test_a_wait_of_the_host_is_counted() -> None:
         assert device.host_waits["copy"] > before
 
 
-def test_compute_through_an_alias_of_stale_weights_is_waited_for() -> None:
+def test_slot_reuse_waits_for_compute_on_alias() -> None:
     """The slot is reused when the alias dies, but what was computed with it may not be over."""
     config = make_config(IN_RAM, prefetch_units=0)
     with (
@@ -568,7 +570,7 @@ def test_compute_through_an_alias_of_stale_weights_is_waited_for() -> None:
         assert device.violations == []
 
 
-def test_what_a_device_warns_of_is_told_at_the_start() -> None:
+def test_device_warnings_reported_at_initialize() -> None:
     with ordered_device(seed=1) as device:
         device.warnings = ["not pinned, slow"]
         config = make_config(IN_RAM)

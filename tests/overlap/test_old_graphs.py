@@ -44,7 +44,7 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
         return engine.state_dict(master=True)["bias"]
 
 
-def test_an_old_graph_waits_for_the_pass(tmp_path: Path) -> None:
+def test_backward_of_old_graph_waits_for_optimizer_pass(tmp_path: Path) -> None:
     expected = masters_after_an_old_backward(tmp_path, "device", 0)
     slow = masters_after_an_old_backward(tmp_path, "disk", 2_000_000)
     assert torch.equal(slow, expected)

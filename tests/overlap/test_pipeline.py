@@ -92,7 +92,7 @@ def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, 
     return min(seconds[1:]), losses
 
 
-def test_the_next_forward_runs_while_the_pass_does(
+def test_next_forward_overlaps_optimizer_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The optimizer pass waits at its last unit for a block that the next step computes."""
@@ -117,7 +117,7 @@ def test_the_next_forward_runs_while_the_pass_does(
 
 
 @pytest.mark.clock
-def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
+def test_pipelined_step_faster_than_serial(tmp_path: Path) -> None:
     """An optimizer pass takes about as long as a forward; behind it, it costs next to nothing."""
     # Both directions of all blocks in one forward's time: the optimizer pass then fits behind it.
     rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
@@ -132,7 +132,7 @@ def test_a_pipelined_step_beats_the_serial_sum(tmp_path: Path) -> None:
 
 
 @pytest.mark.clock
-def test_stalls_add_up_to_wall_time(tmp_path: Path) -> None:
+def test_stall_times_account_for_wall_time(tmp_path: Path) -> None:
     """What is not compute is accounted for, by cause."""
     rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk binds
     with make_engine(tmp_path, prefetch_units=1, slow_bytes_per_s=rate) as engine:

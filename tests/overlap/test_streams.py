@@ -60,7 +60,9 @@ def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
 
 @pytest.mark.parametrize("more", [{}, {"update": "cpu"}, {"update": "device"}], ids=str)
 @pytest.mark.parametrize("placement", TRIPLES.values(), ids=TRIPLES)
-def test_side_streams_are_one_chain(placement: tuple[str, str, str], more: dict[str, Any]) -> None:
+def test_compute_on_many_streams_ordered(
+    placement: tuple[str, str, str], more: dict[str, Any]
+) -> None:
     assert on_many_streams(placement, **more) == []
 
 
@@ -77,7 +79,7 @@ def apart(self: OrderedAccelerator) -> Past:
 @pytest.mark.parametrize(
     ("name", "mistake"), [("sync_compute_stream", never_asked), ("_chain", apart)]
 )
-def test_streams_that_are_no_chain_are_seen(
+def test_unchained_streams_detected(
     name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OrderedAccelerator, name, mistake)
@@ -96,7 +98,7 @@ class Stream:
         self._waits.append((self.name, other.name))
 
 
-def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_compute_stream_waits_for_previous(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[str, str]] = []
     one, other = Stream("one", waits), Stream("other", waits)
     current, capturing = [one], [False]
@@ -128,7 +130,7 @@ def test_another_stream_than_before_waits_for_that(monkeypatch: pytest.MonkeyPat
         device.sync_compute_stream()
 
 
-def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
+def test_cuda_graph_capture_rejected_engine_usable(tmp_path: Path) -> None:
     """Around a call or inside one; where one is under way, CUDA lets nobody wait for the device."""
 
     class Capturing(FakeAccelerator):
@@ -176,7 +178,7 @@ def test_a_capture_is_refused_and_the_engine_lives(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [IN_RAM, MIXED, ON_DISK], ids=["ram", "mixed", "disk"])
 @pytest.mark.parametrize("checkpoint", ["none", "units"])
-def test_a_backward_on_another_thread_computes_the_same(
+def test_backward_on_another_thread_gives_same_results(
     tmp_path: Path,
     placement: dict[str, str],
     checkpoint: str,
@@ -196,7 +198,7 @@ def test_a_backward_on_another_thread_computes_the_same(
 
 
 @pytest.mark.parametrize("placement", TRIPLES.values(), ids=TRIPLES)
-def test_its_every_access_is_ordered(
+def test_backward_on_another_thread_ordered(
     placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device:
@@ -236,7 +238,7 @@ class Idle(Refused):
     ("launcher", "reason"),
     [(Refused, "CUDA_ERROR_NO_BINARY_FOR_GPU"), (Idle, "10 ones squared are 0, and 1 - 0.25 is 1")],
 )
-def test_a_launch_that_fails_means_no_kernels(
+def test_failed_kernel_launch_disables_kernels(
     launcher: type[Refused], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_module, "CudaLauncher", launcher)

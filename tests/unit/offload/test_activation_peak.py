@@ -20,7 +20,7 @@ LONG = ("gpt, 1024 tokens", "gated, grouped queries", "gpt, 1024 tokens, bf16",
         if "4096" not in name
     ],
 )
-def test_the_estimate_is_near_what_lives(name: str) -> None:
+def test_activation_estimate_close_to_measured_peak(name: str) -> None:
     model = build(name)
     found, measured = estimated(name, model).total, counted(name, model)
     assert 0.92 * measured < found < 1.10 * measured, (
@@ -28,7 +28,7 @@ def test_the_estimate_is_near_what_lives(name: str) -> None:
     )
 
 
-def test_what_lives_is_counted_storage_by_storage() -> None:
+def test_live_bytes_counts_storages_not_views() -> None:
     x, weight = torch.randn(100, 100), torch.randn(100, 100, requires_grad=True)
     with LiveBytes([x, weight]) as live:
         y = x @ weight

@@ -88,7 +88,7 @@ def slow_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
     return [Tier.DEVICE] * len(sizes)
 
 
-def test_tiers_are_those_of_the_rule_in_words() -> None:
+def test_tiers_of_matches_brute_force_placement() -> None:
     chosen = random.Random(1)
     for _ in range(400):
         sizes = tuple(chosen.choice((100, 4096, 5000, 9000)) for _ in range(chosen.randint(0, 9)))
@@ -111,7 +111,7 @@ def test_tiers_are_those_of_the_rule_in_words() -> None:
         assert forward.get("disk_write", 0) == backward.get("disk_read", 0) <= plan.disk_bytes
 
 
-def test_ranges_against_a_list_of_pages() -> None:
+def test_ranges_match_list_of_pages() -> None:
     chosen = random.Random(2)
     for _ in range(50):
         pages = [False] * 24
@@ -139,7 +139,7 @@ def test_ranges_against_a_list_of_pages() -> None:
 # --- what torch tells us -------------------------------------------------------------------------
 
 
-def test_inputs_of_checkpoints_are_known_by_who_saves_them() -> None:
+def test_saved_by_checkpoint_detects_checkpoint_inputs() -> None:
     seen: list[tuple[bool, tuple[int, ...]]] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def test_inputs_of_checkpoints_are_known_by_who_saves_them() -> None:
         assert len(seen) >= 3
 
 
-def test_a_checkpoints_pair_is_told_from_others() -> None:
+def test_checkpoint_packs_identifies_checkpoint_hooks() -> None:
     seen: list[bool] = []
 
     def run(x: Tensor) -> Tensor:
@@ -174,7 +174,7 @@ def test_a_checkpoints_pair_is_told_from_others() -> None:
     assert not checkpoint_packs(None)
 
 
-def test_a_backward_is_known_from_inside() -> None:
+def test_inside_backward_true_only_during_backward() -> None:
     assert not inside_backward()
     seen: list[bool] = []
     x = torch.ones(2, requires_grad=True)
@@ -184,7 +184,7 @@ def test_a_backward_is_known_from_inside() -> None:
     assert not inside_backward()
 
 
-def test_an_identity_is_of_values_and_keeps_nothing_alive() -> None:
+def test_tensor_identity_compares_values_without_reference() -> None:
     x = torch.randn(4, 4)
     one = TensorIdentity(x)
     assert one == TensorIdentity(x.detach())
@@ -217,7 +217,9 @@ def reference(count: int) -> list[Tensor]:
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("kind", ["disk", "tight", "host"])
-def test_graphs_of_every_fate(tmp_path: Path, kind: str, device: str) -> None:
+def test_saved_graphs_dropped_reordered_retained_partial(
+    tmp_path: Path, kind: str, device: str
+) -> None:
     if (kind, device) == ("host", "cpu"):
         pytest.skip("nothing moves there")
     expected = reference(3)
@@ -261,7 +263,7 @@ def test_graphs_of_every_fate(tmp_path: Path, kind: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_an_exception_in_forward_or_backward_loses_no_place(tmp_path: Path, device: str) -> None:
+def test_exception_releases_all_activation_memory(tmp_path: Path, device: str) -> None:
     (expected,) = reference(1)
     with small_engine(
         tmp_path, model=deep_model(), activations=DISK, arguments=device_for(device)
@@ -289,7 +291,7 @@ def test_an_exception_in_forward_or_backward_loses_no_place(tmp_path: Path, devi
         assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
 
 
-def test_what_finds_no_room_stays(tmp_path: Path) -> None:
+def test_activations_beyond_capacity_stay_on_device(tmp_path: Path) -> None:
     with small_engine(tmp_path, model=deep_model(), activations=TIGHT) as engine:
         for index in range(2):
             engine.backward(engine(batch(index)))
@@ -308,7 +310,7 @@ def test_what_finds_no_room_stays(tmp_path: Path) -> None:
         assert engine.last_report.moved == engine.forecast()
 
 
-def test_small_and_scattered_tensors_stay(tmp_path: Path) -> None:
+def test_small_and_noncontiguous_tensors_not_offloaded(tmp_path: Path) -> None:
     with small_engine(tmp_path, activations={**DISK, "min_bytes": "1MiB"}) as engine:
         engine.backward(engine(batch(0)))
         assert store_of(engine).num_saved == 0
@@ -330,7 +332,7 @@ class Spoiler(SmallModel):
         return self.norm(y)
 
 
-def test_a_late_copy_of_a_tensor_that_was_changed_is_an_error(tmp_path: Path) -> None:
+def test_tensor_modified_before_copy_raises(tmp_path: Path) -> None:
     torch.manual_seed(0)
     slow = FakeAccelerator(0, max_delay_s=600.0, on_demand=True)
     arguments = {"device": slow}
@@ -350,7 +352,7 @@ def test_close_with_graphs_alive(tmp_path: Path) -> None:
             loss.backward()
 
 
-def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> None:
+def test_disk_write_error_raises_and_frees_memory(tmp_path: Path) -> None:
     on_device = {"weights": "device", "optimizer_state": "device", "gradients": "device"}
     with small_engine(tmp_path, on_device, model=deep_model(), activations=DISK) as engine:
         store = store_of(engine)
@@ -377,7 +379,7 @@ def test_a_drive_that_fails_is_an_error_and_no_place_is_lost(tmp_path: Path) -> 
         assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
 
 
-def test_places_are_not_used_again_while_late_copies_read_them(tmp_path: Path) -> None:
+def test_ranges_not_reused_during_pending_copies(tmp_path: Path) -> None:
     expected = reference(2)
     late = FakeAccelerator(1, max_delay_s=0.06, workers=1)
     on_device = {"weights": "device", "optimizer_state": "device", "gradients": "device"}
@@ -409,14 +411,14 @@ def test_places_are_not_used_again_while_late_copies_read_them(tmp_path: Path) -
         ),
     ],
 )
-def test_what_the_configuration_refuses(
+def test_invalid_activations_config_rejected(
     activations: dict[str, Any], more: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said):
         load_config({"activations": activations, **more})
 
 
-def test_sizes_must_follow_from_something(tmp_path: Path) -> None:
+def test_disk_size_without_tokens_or_blocks_rejected(tmp_path: Path) -> None:
     disk = {"offload": "disk", "host": "1MiB"}
     with (
         pytest.raises(ConfigError, match=r"activations\.tokens"),

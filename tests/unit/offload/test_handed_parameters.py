@@ -72,7 +72,7 @@ def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str,
         return losses, dict(engine.state_dict(master=True)), stuck
 
 
-def test_it_is_there_when_it_is_computed_with(tmp_path: Path) -> None:
+def test_parameter_read_by_another_module_stays_resident(tmp_path: Path) -> None:
     losses, state, stuck = train(tmp_path, ON_DISK)
     same_losses, same, _ = train(tmp_path, ON_DEVICE)
     assert losses == same_losses
@@ -83,7 +83,7 @@ def test_it_is_there_when_it_is_computed_with(tmp_path: Path) -> None:
     assert losses[0] == pytest.approx(plain(x).item(), rel=1e-6)
 
 
-def test_an_exception_inside_gives_it_back(tmp_path: Path) -> None:
+def test_forward_exception_releases_shared_parameter(tmp_path: Path) -> None:
     model = build()
     engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK, prefetch_units=0))
     with engine:

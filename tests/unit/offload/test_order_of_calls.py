@@ -21,15 +21,13 @@ def masters_with_a_stray_backward(path: Path, placement: dict[str, str]) -> dict
         return masters(engine)
 
 
-def test_a_backward_the_engine_did_not_see_reaches_the_update(tmp_path: Path) -> None:
+def test_torch_backward_gradients_reach_update(tmp_path: Path) -> None:
     expected = masters_with_a_stray_backward(tmp_path, ON_DEVICE)
     assert same(masters_with_a_stray_backward(tmp_path, ON_DISK), expected)
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, {**ON_DEVICE, "weights": "host"}])
-def test_values_read_right_after_a_step_are_whole(
-    tmp_path: Path, placement: dict[str, str]
-) -> None:
+def test_state_dict_right_after_step_is_complete(tmp_path: Path, placement: dict[str, str]) -> None:
     found = []
     for delay_s in (0.0, 0.03):
         device = FakeAccelerator(1, max_delay_s=delay_s)
@@ -41,7 +39,7 @@ def test_values_read_right_after_a_step_are_whole(
     assert same(found[0], found[1])
 
 
-def test_an_edit_between_forward_and_backward_is_refused(tmp_path: Path) -> None:
+def test_edit_between_forward_and_backward_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         loss = engine(batch(0))
         weight = engine.module.blocks[0].down.weight
@@ -52,7 +50,7 @@ def test_an_edit_between_forward_and_backward_is_refused(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
-def test_reading_between_forward_and_backward_changes_nothing(
+def test_read_between_forward_and_backward_has_no_effect(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
     found = []
@@ -68,7 +66,7 @@ def test_reading_between_forward_and_backward_changes_nothing(
     assert same(found[0], found[1])
 
 
-def test_the_sibling_of_a_materialized_parameter_is_refused(tmp_path: Path) -> None:
+def test_sibling_of_materialized_parameter_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         up = engine.module.blocks[1].up
         with engine.materialized(up.weight), torch.no_grad():
@@ -79,7 +77,7 @@ def test_the_sibling_of_a_materialized_parameter_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
-def test_loaded_values_are_used_by_a_module_called_directly(
+def test_load_state_dict_on_submodule_takes_effect(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
     with small_engine(tmp_path, placement) as engine, torch.no_grad():
@@ -89,7 +87,7 @@ def test_loaded_values_are_used_by_a_module_called_directly(
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
-def test_after_close_parameters_and_lazy_values_refuse(
+def test_parameters_and_lazy_values_raise_after_close(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
     with small_engine(tmp_path, placement) as engine:

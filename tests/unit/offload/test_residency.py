@@ -49,7 +49,7 @@ def resident(engine: Engine) -> set[str]:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_a_placeholder_of_a_float_is_nan(dtype: torch.dtype) -> None:
+def test_float_placeholder_is_nan(dtype: torch.dtype) -> None:
     stand_in = placeholder(torch.Size([3, 4]), dtype, CPU)
     assert (stand_in.shape, stand_in.dtype, stand_in.stride()) == ((3, 4), dtype, (0, 0))
     assert stand_in.untyped_storage().nbytes() == dtype.itemsize
@@ -57,25 +57,25 @@ def test_a_placeholder_of_a_float_is_nan(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", INTEGERS)
-def test_a_placeholder_of_an_integer_is_its_largest_value(dtype: torch.dtype) -> None:
+def test_integer_placeholder_is_dtype_max(dtype: torch.dtype) -> None:
     stand_in = placeholder(torch.Size([2, 2]), dtype, CPU)
     assert (stand_in == torch.iinfo(dtype).max).all()
 
 
-def test_placeholders_of_odd_shapes_and_types() -> None:
+def test_placeholder_of_bool_scalar_and_empty_shapes() -> None:
     assert bool(placeholder(torch.Size([2]), torch.bool, CPU).all())
     assert placeholder(torch.Size([]), torch.float32, CPU).isnan()
     assert placeholder(torch.Size([0, 3]), torch.float32, CPU).shape == (0, 3)
 
 
-def test_a_placeholder_made_in_inference_mode_may_be_used_outside() -> None:
+def test_placeholder_made_in_inference_mode_is_normal_tensor() -> None:
     with torch.inference_mode():
         stand_in = placeholder(torch.Size([2]), torch.float32, CPU)
     assert not stand_in.is_inference()
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_shapes_and_dtypes_are_true_everywhere(tmp_path: Path, precision: str) -> None:
+def test_parameters_keep_shape_and_dtype(tmp_path: Path, precision: str) -> None:
     plain = dict(small_model().named_parameters())
     with small_engine(tmp_path, precision=precision) as engine:
         for when in range(2):
@@ -88,7 +88,7 @@ def test_shapes_and_dtypes_are_true_everywhere(tmp_path: Path, precision: str) -
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
-def test_attribute_access_fetches(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_attribute_access_fetches_parameter(tmp_path: Path, placement: dict[str, str]) -> None:
     plain = small_model()
     with small_engine(tmp_path, placement) as engine:
         module = engine.module
@@ -98,7 +98,7 @@ def test_attribute_access_fetches(tmp_path: Path, placement: dict[str, str]) -> 
         assert torch.equal(module.head.weight, plain.embedding.weight)  # tied
 
 
-def test_access_fetches_on_an_accelerator(tmp_path: Path) -> None:
+def test_attribute_access_fetches_on_accelerator(tmp_path: Path) -> None:
     plain = small_model()
     fake = FakeAccelerator(3)
     with small_engine(tmp_path, arguments={"device": fake}) as engine:
@@ -108,7 +108,7 @@ def test_access_fetches_on_an_accelerator(tmp_path: Path) -> None:
     assert not fake.violations
 
 
-def test_a_borrowed_weight_is_fetched(tmp_path: Path) -> None:
+def test_weight_used_by_another_module_fetched(tmp_path: Path) -> None:
     """One module computes with another's weight, reached through the other module."""
 
     class Borrower(nn.Module):
@@ -134,7 +134,7 @@ def test_a_borrowed_weight_is_fetched(tmp_path: Path) -> None:
             assert torch.equal(engine.gradient(mine), theirs.grad)
 
 
-def test_tied_weights_sum_their_gradients(tmp_path: Path) -> None:
+def test_tied_weight_gradients_summed(tmp_path: Path) -> None:
     plain = small_model()
     plain(batch(0)).backward()
     with small_engine(tmp_path) as engine:
@@ -143,7 +143,7 @@ def test_tied_weights_sum_their_gradients(tmp_path: Path) -> None:
         assert torch.allclose(grad, plain.embedding.weight.grad, rtol=0, atol=1e-7)
 
 
-def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> None:
+def test_eviction_invalidates_tensors_saved_by_autograd(tmp_path: Path) -> None:
     """What autograd saved behind the engine's back must not read another unit's bytes."""
     with small_engine(tmp_path) as engine:
         weight = engine.module.blocks[0].up.weight
@@ -154,7 +154,7 @@ def test_leaving_bumps_the_version_so_that_stale_saves_raise(tmp_path: Path) -> 
             saved.backward()
 
 
-def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
+def test_slot_not_reused_while_alias_alive(tmp_path: Path) -> None:
     plain = small_model(num_blocks=6)
     with (
         small_engine(tmp_path, model=small_model(num_blocks=6), prefetch_units=1) as engine,
@@ -166,7 +166,7 @@ def test_a_slot_is_not_reused_while_an_alias_lives(tmp_path: Path) -> None:
         assert torch.equal(alias, plain.blocks[0].up.weight[1:3])
 
 
-def test_when_every_slot_is_held_the_error_names_units_and_holders(tmp_path: Path) -> None:
+def test_no_free_slot_error_names_units_and_holders(tmp_path: Path) -> None:
     with (
         small_engine(tmp_path, model=small_model(num_blocks=6), prefetch_units=0) as engine,
         torch.no_grad(),
@@ -184,7 +184,7 @@ def test_when_every_slot_is_held_the_error_names_units_and_holders(tmp_path: Pat
         assert engine(batch(0)).isfinite()
 
 
-def test_a_saved_tensor_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
+def test_backward_of_graph_before_update_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         loss = engine(batch(0))
         other = engine(batch(1))
@@ -210,7 +210,7 @@ def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
         engine.backward(loss)
 
 
-def test_other_saved_tensors_are_checked_for_edits(tmp_path: Path) -> None:
+def test_inplace_edit_of_saved_activation_raises(tmp_path: Path) -> None:
     class Editor(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_other_saved_tensors_are_checked_for_edits(tmp_path: Path) -> None:
 # --- the mapping ---------------------------------------------------------------------------------
 
 
-def test_parameters_cannot_be_replaced_added_or_removed(tmp_path: Path) -> None:
+def test_replacing_adding_or_removing_parameters_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         norm = engine.module.norm
         with pytest.raises(ResidencyError, match=r"cannot be replaced or added[\s\S]*materialized"):
@@ -258,7 +258,7 @@ def test_parameters_cannot_be_replaced_added_or_removed(tmp_path: Path) -> None:
         assert len(train(engine, 1)) == 1
 
 
-def test_get_and_contains_of_the_mapping(tmp_path: Path) -> None:
+def test_parameter_map_get_and_contains(tmp_path: Path) -> None:
     plain = small_model()
     with small_engine(tmp_path) as engine:
         parameters = engine.module.norm._parameters
@@ -269,7 +269,7 @@ def test_get_and_contains_of_the_mapping(tmp_path: Path) -> None:
             _ = engine.module.norm.missing
 
 
-def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
+def test_copy_deepcopy_and_pickle_raise(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, engine.module.blocks[1].up, engine.module.norm):
             with pytest.raises(ResidencyError, match=r"engine\.state_dict\(\)"):
@@ -296,7 +296,7 @@ def test_copy_deepcopy_and_pickle_are_refused(tmp_path: Path) -> None:
         lambda m: m.share_memory(),
     ],
 )
-def test_moving_and_casting_is_refused(tmp_path: Path, move: object) -> None:
+def test_moving_or_casting_module_raises(tmp_path: Path, move: object) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, engine.module.blocks[0], engine.module.norm):
             with pytest.raises(ResidencyError, match=r"cannot be moved or cast[\s\S]*precision"):
@@ -304,7 +304,7 @@ def test_moving_and_casting_is_refused(tmp_path: Path, move: object) -> None:
         assert len(train(engine, 1)) == 1
 
 
-def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
+def test_move_to_same_device_and_dtype_is_noop(tmp_path: Path) -> None:
     with small_engine(tmp_path) as other:
         expected = train(other, 2)
     with small_engine(tmp_path) as engine:
@@ -318,7 +318,7 @@ def test_moving_to_where_it_is_changes_nothing(tmp_path: Path) -> None:
 # --- modules that come later ---------------------------------------------------------------------
 
 
-def test_modules_with_parameters_of_their_own_do_not_come_in(tmp_path: Path) -> None:
+def test_adding_module_with_parameters_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         model = engine.module
         with pytest.raises(ResidencyError, match=r"'blocks\.1\.up' becomes a Linear[\s\S]*before"):
@@ -335,7 +335,7 @@ def test_modules_with_parameters_of_their_own_do_not_come_in(tmp_path: Path) -> 
     assert all(type(m._modules) is dict for m in model.modules())
 
 
-def test_a_parameter_that_is_resized_is_named_with_both_shapes(tmp_path: Path) -> None:
+def test_resized_parameter_error_gives_both_shapes(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         engine.module.embedding.weight.data = torch.zeros(60, 16)
         with pytest.raises(ResidencyError, match=r"from \(50, 16\) to \(60, 16\)[\s\S]*restore"):
@@ -345,7 +345,7 @@ def test_a_parameter_that_is_resized_is_named_with_both_shapes(tmp_path: Path) -
 # --- close ---------------------------------------------------------------------------------------
 
 
-def test_close_gives_plain_dicts_and_takes_every_hook_back(tmp_path: Path) -> None:
+def test_close_restores_plain_dicts_and_removes_hooks(tmp_path: Path) -> None:
     model = small_model()
     with small_engine(tmp_path, model=model) as engine:
         assert all(isinstance(m._parameters, ParameterMap) for m in model.modules())
@@ -374,7 +374,7 @@ def test_close_gives_plain_dicts_and_takes_every_hook_back(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_close_with_restore_gives_the_values(
+def test_close_with_restore_restores_values(
     tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     model = small_model()
@@ -389,7 +389,7 @@ def test_close_with_restore_gives_the_values(
     assert model.head.weight is model.embedding.weight
 
 
-def test_a_restored_model_may_be_trained_again(tmp_path: Path) -> None:
+def test_restored_model_can_be_trained_again(tmp_path: Path) -> None:
     model = small_model()
     with small_engine(tmp_path, model=model) as engine:
         train(engine, 2)
@@ -401,7 +401,7 @@ def test_a_restored_model_may_be_trained_again(tmp_path: Path) -> None:
         train(engine, 1)
 
 
-def test_a_module_in_two_places_is_owned_once(tmp_path: Path) -> None:
+def test_module_registered_twice_owned_once(tmp_path: Path) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -420,7 +420,7 @@ def test_a_module_in_two_places_is_owned_once(tmp_path: Path) -> None:
     assert type(model.first._parameters) is dict
 
 
-def test_a_frozen_parameter_of_any_dtype_is_served_as_it_was(tmp_path: Path) -> None:
+def test_frozen_parameters_of_any_dtype_unchanged(tmp_path: Path) -> None:
     class Mixed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -448,7 +448,7 @@ def test_a_frozen_parameter_of_any_dtype_is_served_as_it_was(tmp_path: Path) -> 
         assert state["mask"].dtype is torch.bool
 
 
-def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
+def test_bound_parameters_share_slot_memory(tmp_path: Path) -> None:
     """Bound parameters, and only those, share memory with their unit's slot."""
     with small_engine(tmp_path, prefetch_units=1, model=SmallModel(num_blocks=5)) as engine:
         prefetcher = components(engine).prefetcher
@@ -465,7 +465,7 @@ def test_where_units_are_is_what_the_ledger_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
-def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_scalar_and_empty_parameters_trained(tmp_path: Path, placement: dict[str, str]) -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -489,7 +489,7 @@ def test_scalar_and_empty_parameters_are_trained(tmp_path: Path, placement: dict
         assert state["empty"].shape == (0, 3)
 
 
-def test_views_that_live_a_moment_longer_than_their_eviction(
+def test_view_outliving_eviction_keeps_losses_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where another thread looks at the frames of this one while it evicts."""
@@ -511,7 +511,7 @@ def test_views_that_live_a_moment_longer_than_their_eviction(
         late.clear()
 
 
-def test_an_alias_of_weights_shows_what_they_were(tmp_path: Path) -> None:
+def test_alias_of_weights_keeps_values_before_update(tmp_path: Path) -> None:
     """Its slot is nobody else's while it is kept, though its unit was updated meanwhile."""
     kept: list[torch.Tensor] = []
 
@@ -540,7 +540,7 @@ class Nothing(nn.Module):
         return x
 
 
-def test_a_unit_without_elements_is_no_end_of_memory(tmp_path: Path) -> None:
+def test_empty_unit_does_not_affect_loss(tmp_path: Path) -> None:
     """Saved weights are known by their address, and such a unit has none."""
     losses = []
     for blocks in ([], [Nothing()]):

@@ -59,7 +59,7 @@ def by_cpu(engine: infinity.Engine) -> bool:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_save_is_of_the_moment_of_the_call(
+def test_checkpoint_holds_state_at_time_of_call(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of a unit comes back before the copier has what was there."""
@@ -90,7 +90,7 @@ def test_a_save_is_of_the_moment_of_the_call(
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, placement: str) -> None:
+def test_durable_run_resumes_with_same_state(tmp_path: Path, placement: str) -> None:
     more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
     for at in (0, 2):
         fake = with_kernels(at)
@@ -111,7 +111,7 @@ def test_a_durable_run_goes_on_where_it_was_closed(tmp_path: Path, placement: st
         ["cpu", "device"],
     ),
 )
-def test_a_commit_reads_state_after_what_is_queued_for_them(
+def test_commit_reads_after_queued_updates_and_copies(
     tmp_path: Path, placement: dict[str, str], update: str
 ) -> None:
     """Updates, and copies to where they rest, that are asked for but not over on the device."""
@@ -128,7 +128,7 @@ def test_a_commit_reads_state_after_what_is_queued_for_them(
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
+def test_close_waits_for_in_flight_chunks(tmp_path: Path, place: str) -> None:
     """They move into and out of memory that is given back."""
     fake = with_kernels(max_delay_s=0.2)
     more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
@@ -149,7 +149,7 @@ def test_a_close_waits_for_chunks_under_way(tmp_path: Path, place: str) -> None:
 # --- a trace --------------------------------------------------------------------------------------
 
 
-def test_a_trace_shows_every_chunk_on_its_way(tmp_path: Path) -> None:
+def test_trace_records_every_streamed_chunk(tmp_path: Path) -> None:
     fake, nvme = with_kernels(), tmp_path / "nvme"
     nvme.mkdir()
     config = settings(nvme, IN_RAM, update="device", trace=str(tmp_path / "t.json"))

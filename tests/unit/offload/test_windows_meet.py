@@ -40,7 +40,7 @@ def loss_of(engine: Engine, factor: float = 1.0) -> Tensor:
 
 
 @pytest.mark.parametrize("factor", [3.0, float("nan")])
-def test_a_sum_taken_on_the_device_does_not_outlive_what_it_was_taken_of(factor: float) -> None:
+def test_device_norm_recomputed_after_accumulation(factor: float) -> None:
     norms = []
     for device in (torch.device("cpu"), FakeAccelerator(kernels=True)):
         with make(device=device) as engine:
@@ -54,7 +54,7 @@ def test_a_sum_taken_on_the_device_does_not_outlive_what_it_was_taken_of(factor:
 
 
 @pytest.mark.parametrize("by_engine", [True, False])
-def test_an_unscaled_backward_does_not_hide_behind_a_scaled_one(by_engine: bool) -> None:
+def test_unscaled_backward_detected_before_scaled_one(by_engine: bool) -> None:
     with make("fp16") as engine:
         y = engine(inputs(torch.float16))
         y.float().pow(2).mean().backward(retain_graph=True)
@@ -76,7 +76,7 @@ class _Fails(torch.autograd.Function):
         raise RuntimeError("out of memory")
 
 
-def test_zero_grad_drops_what_a_failed_backward_left() -> None:
+def test_zero_grad_after_failed_backward_resets_window() -> None:
     with make() as engine:
         engine.backward(loss_of(engine))
         engine.step()
@@ -92,14 +92,14 @@ def test_zero_grad_drops_what_a_failed_backward_left() -> None:
         assert engine.grad_norm == expected
 
 
-def test_a_gradient_that_is_still_under_way_can_be_read() -> None:
+def test_gradient_readable_while_copy_in_flight() -> None:
     with make("bf16", 2, device=FakeAccelerator(max_delay_s=0.05)) as engine:
         engine(inputs(torch.bfloat16)).float().pow(2).mean().backward()
         for parameter in engine.module.parameters():
             assert engine.gradient(parameter).abs().sum() > 0
 
 
-def test_a_checkpoint_after_a_backward_of_the_users_own(tmp_path: Path) -> None:
+def test_checkpoint_after_torch_backward_keeps_gradients(tmp_path: Path) -> None:
     norms = []
     with make() as engine:
         loss_of(engine).backward()
@@ -113,7 +113,7 @@ def test_a_checkpoint_after_a_backward_of_the_users_own(tmp_path: Path) -> None:
     assert norms[0] == norms[1] is not None
 
 
-def test_a_window_set_by_hand_is_that_of_the_checkpoint(tmp_path: Path) -> None:
+def test_checkpoint_requires_same_accumulation_steps(tmp_path: Path) -> None:
     with make(windows=2) as engine:
         engine.set_gradient_accumulation_steps(4)
         for _ in range(3):

@@ -68,14 +68,14 @@ def refusal(
     return text
 
 
-def test_a_missing_path(tmp_path: Path) -> None:
+def test_missing_nvme_path_raises(tmp_path: Path) -> None:
     text = refusal(MachineError, tmp_path, settings(tmp_path / "none"))
     assert f"{tmp_path / 'none'}" in text
     assert "mkdir -p" in text or "does not exist" in text
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
-def test_a_path_that_is_a_file(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_nvme_path_that_is_a_file_raises(tmp_path: Path, placement: dict[str, str]) -> None:
     file = tmp_path / "file"
     file.write_text("x")
     with pytest.raises(MachineError, match="not a directory"):
@@ -83,13 +83,13 @@ def test_a_path_that_is_a_file(tmp_path: Path, placement: dict[str, str]) -> Non
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_path_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_nvme_path_raises(tmp_path: Path) -> None:
     """/proc refuses new files to root too."""
     text = refusal(MachineError, tmp_path, settings(Path("/proc/self/task")))
     assert "/proc/self/task" in text
 
 
-def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_disk_raises_with_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = os.statvfs(tmp_path)
 
     class Full:
@@ -102,7 +102,7 @@ def test_a_disk_that_is_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert "12.00 KiB free" in text or "12.00 KiB" in text
 
 
-def test_a_disk_that_fills_up_while_it_is_reserved(
+def test_disk_full_during_reservation_raises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(self: Scratch, required: int) -> None:
@@ -112,13 +112,13 @@ def test_a_disk_that_fills_up_while_it_is_reserved(
     assert "disk: full" in refusal(DoesNotFitError, tmp_path, settings(tmp_path))
 
 
-def test_placement_on_disk_without_a_path(tmp_path: Path) -> None:
+def test_disk_placement_without_nvme_path_raises(tmp_path: Path) -> None:
     given = settings(tmp_path)
     del given["nvme_path"]
     assert "nvme_path must be given" in refusal(ConfigError, tmp_path, given)
 
 
-def test_a_budget_that_cannot_hold_two_slots(tmp_path: Path) -> None:
+def test_device_budget_below_two_slots_raises(tmp_path: Path) -> None:
     from support.fake_accelerator import FakeAccelerator
 
     fake = FakeAccelerator()
@@ -135,19 +135,19 @@ def test_a_budget_that_cannot_hold_two_slots(tmp_path: Path) -> None:
     fake.close()
 
 
-def test_a_host_budget_that_is_too_small(tmp_path: Path) -> None:
+def test_host_budget_too_small_raises(tmp_path: Path) -> None:
     text = refusal(DoesNotFitError, tmp_path, settings(tmp_path, ON_DISK, budget={"host": "1MiB"}))
     assert "1.00 MiB" in text
     assert "too much" in text or "cannot hold" in text
 
 
-def test_a_budget_above_the_machine(tmp_path: Path) -> None:
+def test_budget_above_machine_memory_raises(tmp_path: Path) -> None:
     text = refusal(ConfigError, tmp_path, settings(tmp_path, budget={"host": "900TiB"}))
     assert "budget.host" in text
     assert "may use at most" in text
 
 
-def test_unknown_keys_are_named_with_their_neighbours(tmp_path: Path) -> None:
+def test_unknown_config_keys_suggest_similar(tmp_path: Path) -> None:
     given = settings(tmp_path, gradient_acumulation_steps=2, optimiser={"lr": 1})
     with pytest.raises(ConfigError) as caught:
         infinity.initialize(small_model(), given)
@@ -156,12 +156,12 @@ def test_unknown_keys_are_named_with_their_neighbours(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_an_unknown_unit_leaves_nothing(tmp_path: Path) -> None:
+def test_unknown_unit_raises(tmp_path: Path) -> None:
     text = refusal(ConfigError, tmp_path, settings(tmp_path), units=["nothing"])
     assert "'nothing'" in text
 
 
-def test_a_batch_without_values(tmp_path: Path) -> None:
+def test_meta_batch_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         wrong = batch(0).to("meta")
         for arguments in ((wrong,), ([{"x": wrong}],)):
@@ -186,7 +186,7 @@ class Regression(nn.Module):
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("layer", [nn.Linear(4, 4), nn.LayerNorm(4), nn.Conv1d(4, 4, 1)], ids=str)
-def test_floats_in_another_dtype(
+def test_float_input_dtype_mismatch_raises_or_is_cast(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, layer: nn.Module, precision: str
 ) -> None:
     x, dtype = torch.randn(2, 4, 4), {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
@@ -204,7 +204,7 @@ def test_floats_in_another_dtype(
         assert [record.message.split(":")[0] for record in caplog.records] == ["cast_inputs"]
 
 
-def test_an_error_of_the_model_itself_comes_through(tmp_path: Path) -> None:
+def test_model_exception_propagates(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(IndexError):
             engine(torch.full((2, 4), 10_000))
@@ -213,7 +213,7 @@ def test_an_error_of_the_model_itself_comes_through(tmp_path: Path) -> None:
         assert len(train(engine, 1)) == 1
 
 
-def test_a_loss_that_is_nan_for_ever(tmp_path: Path) -> None:
+def test_permanent_nan_loss_raises(tmp_path: Path) -> None:
     class Broken(SmallModel):
         def forward(self, tokens: Tensor) -> Tensor:
             return super().forward(tokens) * math.nan
@@ -243,7 +243,7 @@ class Nosy(Dataset[Tensor]):
         return batch(index)[0]
 
 
-def test_a_worker_that_touches_the_engine(tmp_path: Path) -> None:
+def test_data_loader_worker_using_engine_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DEVICE) as engine:
         losses, expected = train(engine, 4), masters(engine)
     with small_engine(tmp_path) as engine:
@@ -272,7 +272,7 @@ def test_a_worker_that_touches_the_engine(tmp_path: Path) -> None:
         assert same(masters(engine), expected)
 
 
-def test_workers_that_only_load_do_no_harm(tmp_path: Path) -> None:
+def test_data_loader_workers_do_not_affect_training(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         loader = DataLoader(
@@ -284,7 +284,7 @@ def test_workers_that_only_load_do_no_harm(tmp_path: Path) -> None:
         assert engine.global_steps == 3
 
 
-def test_a_child_leaves_the_scratch_directory_to_its_parent(tmp_path: Path) -> None:
+def test_fork_close_keeps_parent_scratch_directory(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         child = os.fork()
@@ -299,7 +299,7 @@ def test_a_child_leaves_the_scratch_directory_to_its_parent(tmp_path: Path) -> N
         assert len(train(engine, 1)) == 1
 
 
-def test_a_file_in_the_place_of_checkpoints_or_weights(tmp_path: Path) -> None:
+def test_file_as_checkpoint_directory_raises(tmp_path: Path) -> None:
     file = tmp_path / "afile"
     file.write_text("x")
     (tmp_path / "nvme").mkdir()

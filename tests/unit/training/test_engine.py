@@ -81,7 +81,7 @@ def test_initialize_returns_engine_optimizer_loader_and_scheduler(tmp_path: Path
     engine.close()
 
 
-def test_the_scheduler_is_stepped_once_an_update(tmp_path: Path) -> None:
+def test_scheduler_stepped_once_per_update(tmp_path: Path) -> None:
     seen = []
 
     def halve(optimizer: Any) -> Any:
@@ -102,7 +102,7 @@ def train_one(engine: infinity.Engine, index: int) -> float:
     return float(loss.detach())
 
 
-def test_the_engine_steps_at_the_boundary_only(tmp_path: Path) -> None:
+def test_engine_updates_at_accumulation_boundary_only(tmp_path: Path) -> None:
     with small_engine(tmp_path, gradient_accumulation_steps=3) as engine:
         before = masters(engine)
         counts = []
@@ -117,13 +117,13 @@ def test_the_engine_steps_at_the_boundary_only(tmp_path: Path) -> None:
         assert not same(masters(engine), before)
 
 
-def test_backward_returns_the_scaled_loss(tmp_path: Path) -> None:
+def test_backward_returns_loss_divided_by_steps(tmp_path: Path) -> None:
     with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
         loss = engine(batch(0))
         assert torch.equal(engine.backward(loss), loss.detach() / 4)
 
 
-def test_step_without_backward_is_refused(tmp_path: Path) -> None:
+def test_step_without_backward_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for _ in range(2):
             with pytest.raises(TrainingError, match=r"without a backward[\s\S]*engine\.backward"):
@@ -135,7 +135,7 @@ def test_step_without_backward_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loss", [torch.ones(2, requires_grad=True), torch.ones(()), 3.0, None])
-def test_backward_needs_a_scalar_loss(tmp_path: Path, loss: Any) -> None:
+def test_backward_of_invalid_loss_raises(tmp_path: Path, loss: Any) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(TrainingError, match="scalar loss"):
             engine.backward(loss)
@@ -147,7 +147,7 @@ def test_backward_needs_a_scalar_loss(tmp_path: Path, loss: Any) -> None:
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_step_that_is_not_finite_is_skipped_and_counted(
+def test_non_finite_step_skipped_and_counted(
     tmp_path: Path, placement: dict[str, str], factor: float
 ) -> None:
     with small_engine(tmp_path, placement, model=Poisonable()) as engine:
@@ -165,7 +165,7 @@ def test_a_step_that_is_not_finite_is_skipped_and_counted(
         assert not same(masters(engine), before)
 
 
-def test_a_skipped_step_leaves_no_trace_in_what_follows(tmp_path: Path) -> None:
+def test_skipped_step_does_not_affect_later_steps(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DEVICE, model=Poisonable()) as engine:
         losses, expected = train(engine, 3), masters(engine)
     with small_engine(tmp_path, model=Poisonable()) as engine:
@@ -178,7 +178,7 @@ def test_a_skipped_step_leaves_no_trace_in_what_follows(tmp_path: Path) -> None:
         assert same(masters(engine), expected)
 
 
-def test_many_steps_in_a_row_that_are_not_finite_are_an_error(
+def test_many_consecutive_non_finite_steps_raise(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     with small_engine(tmp_path, model=Poisonable()) as engine:
@@ -194,7 +194,7 @@ def test_many_steps_in_a_row_that_are_not_finite_are_an_error(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_norm_and_the_factor_are_those_of_torch(tmp_path: Path, micro_batches: int) -> None:
+def test_grad_norm_and_clip_factor_match_torch(tmp_path: Path, micro_batches: int) -> None:
     plain = small_model()
     for index in range(micro_batches):
         (plain(batch(index)) / micro_batches).backward()
@@ -208,14 +208,14 @@ def test_the_norm_and_the_factor_are_those_of_torch(tmp_path: Path, micro_batche
         assert all(p.grad is None for p in engine.module.parameters())
 
 
-def test_clipping_can_be_off_and_a_small_norm_is_left_alone(tmp_path: Path) -> None:
+def test_clip_factor_is_one_without_clipping(tmp_path: Path) -> None:
     for clipping in (0, 1e6):
         with small_engine(tmp_path, gradient_clipping=clipping) as engine:
             train(engine, 1)
             assert engine.last_report.clip_factor == 1.0
 
 
-def test_a_step_matches_plain_torch(tmp_path: Path) -> None:
+def test_training_matches_plain_torch(tmp_path: Path) -> None:
     plain = small_model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=False)
     with small_engine(tmp_path) as engine:
@@ -233,7 +233,7 @@ def test_a_step_matches_plain_torch(tmp_path: Path) -> None:
 # --- hooks of the user ---------------------------------------------------------------------------
 
 
-def test_hooks_on_modules_and_parameters_see_what_they_should(tmp_path: Path) -> None:
+def test_user_hooks_see_resident_parameters(tmp_path: Path) -> None:
     plain, calls = small_model(), []
     with small_engine(tmp_path) as engine:
         block = engine.module.blocks[1]
@@ -272,7 +272,7 @@ def test_hooks_on_modules_and_parameters_see_what_they_should(tmp_path: Path) ->
         train(engine, 1)
 
 
-def test_a_tensor_hook_may_change_a_gradient(tmp_path: Path) -> None:
+def test_tensor_hook_can_change_gradient(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         weight = engine.module.norm.weight
         weight.register_hook(lambda gradient: gradient * 0)
@@ -283,7 +283,7 @@ def test_a_tensor_hook_may_change_a_gradient(tmp_path: Path) -> None:
         assert torch.allclose(engine.state_dict()["norm.weight"], before * (1 - 1e-4))
 
 
-def test_a_parameter_in_a_loss_outside_the_call(tmp_path: Path) -> None:
+def test_parameter_in_loss_outside_call_correct_or_raises(tmp_path: Path) -> None:
     """Right, or a clear error: here an L2 term over a parameter fetched by access."""
     plain = small_model()
     (plain(batch(0)) + plain.blocks[0].up.weight.square().sum()).backward()
@@ -299,7 +299,7 @@ def test_a_parameter_in_a_loss_outside_the_call(tmp_path: Path) -> None:
         assert torch.allclose(grad, plain.blocks[0].up.weight.grad, atol=1e-6)
 
 
-def test_a_module_used_outside_the_call(tmp_path: Path) -> None:
+def test_module_called_outside_engine_call(tmp_path: Path) -> None:
     plain = small_model()
     with small_engine(tmp_path) as engine:
         with torch.no_grad():
@@ -317,7 +317,7 @@ def test_a_module_used_outside_the_call(tmp_path: Path) -> None:
         train(engine, 1)
 
 
-def test_a_frozen_parameter_that_is_unfrozen_is_refused_by_name(tmp_path: Path) -> None:
+def test_unfreezing_parameter_raises_with_name(tmp_path: Path) -> None:
     model = small_model()
     model.norm.weight.requires_grad_(False)
     with small_engine(tmp_path, model=model) as engine:
@@ -329,7 +329,7 @@ def test_a_frozen_parameter_that_is_unfrozen_is_refused_by_name(tmp_path: Path) 
         train(engine, 1)
 
 
-def test_the_autocast_cache_is_off_inside_calls_only(tmp_path: Path) -> None:
+def test_autocast_cache_disabled_inside_calls_only(tmp_path: Path) -> None:
     seen = []
     with small_engine(tmp_path) as engine:
         handle = engine.module.norm.register_forward_hook(
@@ -348,7 +348,7 @@ def test_the_autocast_cache_is_off_inside_calls_only(tmp_path: Path) -> None:
 # --- several engines, closing --------------------------------------------------------------------
 
 
-def test_two_engines_share_nothing_but_the_budget(tmp_path: Path) -> None:
+def test_two_engines_train_independently(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DEVICE) as engine:
         losses, expected = train(engine, 3), masters(engine)
     one, two = tmp_path / "one", tmp_path / "two"
@@ -364,7 +364,7 @@ def test_two_engines_share_nothing_but_the_budget(tmp_path: Path) -> None:
         folder.rmdir()
 
 
-def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
+def test_second_engine_needs_memory_freed_by_first(
     tmp_path: Path,
 ) -> None:
     big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB with its state
@@ -386,7 +386,7 @@ def test_a_second_engine_that_does_not_fit_is_refused_until_the_first_closes(
     again.close()
 
 
-def test_an_owned_model_is_refused(tmp_path: Path) -> None:
+def test_model_of_another_engine_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, nn.Sequential(engine.module.blocks[0])):
             with pytest.raises(ConfigError, match="owned by another engine"):
@@ -398,7 +398,7 @@ def test_an_owned_model_is_refused(tmp_path: Path) -> None:
         train(engine, 1)
 
 
-def test_models_that_cannot_be_owned(tmp_path: Path) -> None:
+def test_unsupported_models_rejected(tmp_path: Path) -> None:
     """Each would be trained wrongly without a word, or break in the first step."""
     stale, shared, lazy, scripted = (small_model() for _ in range(4))
     stale.norm.register_buffer("copy", stale.blocks[0].up.weight.data[1:])
@@ -421,7 +421,7 @@ def test_models_that_cannot_be_owned(tmp_path: Path) -> None:
     infinity.initialize(shared, settings(tmp_path))[0].close()
 
 
-def test_buffers_are_where_the_weights_are_given_back(
+def test_restore_moves_buffers_to_weights_device(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     moved: list[torch.device] = []
@@ -433,7 +433,7 @@ def test_buffers_are_where_the_weights_are_given_back(
     assert moved == [torch.device("cpu")]
 
 
-def test_close_is_idempotent_and_everything_else_is_refused(tmp_path: Path) -> None:
+def test_closed_engine_refuses_calls(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         loss = engine(batch(0))
         engine.close()
@@ -458,7 +458,7 @@ def test_close_is_idempotent_and_everything_else_is_refused(tmp_path: Path) -> N
         assert engine.global_steps == 0
 
 
-def test_an_engine_that_is_dropped_cleans_up_after_itself(tmp_path: Path) -> None:
+def test_dropped_engine_removes_scratch(tmp_path: Path) -> None:
     engine = rough.initialize(small_model(), settings(tmp_path))[0]
     engine(batch(0))
     assert list(tmp_path.iterdir())
@@ -467,14 +467,14 @@ def test_an_engine_that_is_dropped_cleans_up_after_itself(tmp_path: Path) -> Non
     assert not list(tmp_path.iterdir())
 
 
-def test_the_with_block_closes_on_an_exception(tmp_path: Path) -> None:
+def test_with_block_closes_on_exception(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     with pytest.raises(ValueError, match="mine"), engine:
         raise ValueError("mine")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_failed_update_poisons_the_engine(
+def test_failed_update_fails_all_later_calls(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with small_engine(tmp_path) as engine:
@@ -511,7 +511,7 @@ def test_a_failed_update_poisons_the_engine(
 # --- refusals ------------------------------------------------------------------------------------
 
 
-def test_a_launcher_that_says_half_is_refused(
+def test_incomplete_launcher_environment_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -523,7 +523,7 @@ def test_a_launcher_that_says_half_is_refused(
     infinity.initialize(small_model(), settings(tmp_path))[0].close()
 
 
-def test_a_model_on_meta_with_a_buffer_that_nobody_makes_is_refused(tmp_path: Path) -> None:
+def test_meta_model_with_unset_buffer_rejected(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = SmallModel()
     with pytest.raises(ConfigError, match=r"1 tensor\(s\) on the meta device .*'offset'"):
@@ -531,7 +531,7 @@ def test_a_model_on_meta_with_a_buffer_that_nobody_makes_is_refused(tmp_path: Pa
     assert not list(tmp_path.iterdir())
 
 
-def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
+def test_sparse_gradient_raises(tmp_path: Path) -> None:
     class Sparse(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -548,7 +548,7 @@ def test_a_sparse_gradient_is_refused(tmp_path: Path) -> None:
         assert engine.micro_step == 0
 
 
-def test_function_transforms_are_refused(tmp_path: Path) -> None:
+def test_function_transforms_raise(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         module = engine.module
         x = torch.ones(3, 16)
@@ -562,7 +562,7 @@ def test_function_transforms_are_refused(tmp_path: Path) -> None:
         train(engine, 2)
 
 
-def test_model_parameters_and_optimizer_arguments_are_checked(tmp_path: Path) -> None:
+def test_initialize_arguments_validated(tmp_path: Path) -> None:
     model = small_model()
     stranger = nn.Parameter(torch.ones(3))
     own = next(model.parameters())
@@ -583,7 +583,7 @@ def test_model_parameters_and_optimizer_arguments_are_checked(tmp_path: Path) ->
     assert model(batch(0)).isfinite()
 
 
-def test_groups_keep_their_own_values(tmp_path: Path) -> None:
+def test_param_groups_keep_their_options(tmp_path: Path) -> None:
     model = small_model()
     groups = [
         {"params": list(model.blocks.parameters()), "lr": 0.0, "weight_decay": 0.0},

@@ -74,7 +74,7 @@ def deepspeed_config(**more: Any) -> dict[str, Any]:
 # --- who has these calls ----------------------------------------------------------------------
 
 
-def test_the_engine_has_deepspeeds_calls_where_its_words_are_used(tmp_path: Path) -> None:
+def test_engine_class_follows_config_style(tmp_path: Path) -> None:
     ours, theirs = settings(tmp_path), deepspeed_config()
     args = argparse.Namespace(deepspeed_config=ours)
     for initialize, how, kind in (
@@ -94,7 +94,7 @@ def test_the_engine_has_deepspeeds_calls_where_its_words_are_used(tmp_path: Path
 # --- the arguments of initialize ---------------------------------------------------------------
 
 
-def test_deepspeeds_order_of_arguments() -> None:
+def test_positional_arguments_in_deepspeed_order() -> None:
     model, data = small_model(), torch.utils.data.DataLoader([batch(0)])
     parameters = [p for p in model.parameters() if p.requires_grad]
     args = argparse.Namespace()
@@ -110,7 +110,7 @@ def test_deepspeeds_order_of_arguments() -> None:
         assert engine.config == deepspeed_config()
 
 
-def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
+def test_training_data_order_and_resume(tmp_path: Path) -> None:
     """Whatever has items, in the order of torch's `DistributedSampler`; a resume says that it is
     one.
     """
@@ -152,7 +152,7 @@ def test_training_data_are_dealt_as_by_deepspeed(tmp_path: Path) -> None:
     assert names == ["mine.replaced", "other", "saved"]
 
 
-def test_deepspeeds_zero_grad_drops_nothing_of_an_open_window(tmp_path: Path) -> None:
+def test_deepspeed_zero_grad_keeps_open_window(tmp_path: Path) -> None:
     config = deepspeed_config(gradient_accumulation_steps=2)
     engine, *_ = deepspeed.initialize(small_model(), config)
     with engine:
@@ -169,7 +169,7 @@ def test_deepspeeds_zero_grad_drops_nothing_of_an_open_window(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("by_place", [False, True])
-def test_the_configuration_comes_by_args(tmp_path: Path, by_place: bool) -> None:
+def test_config_file_passed_by_args(tmp_path: Path, by_place: bool) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text('{"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {}}}')
     parser = infinity.add_config_arguments(argparse.ArgumentParser())
@@ -182,7 +182,7 @@ def test_the_configuration_comes_by_args(tmp_path: Path, by_place: bool) -> None
     assert engine.train_batch_size() == 2
 
 
-def test_initialize_takes_deepspeed_arguments_by_name_and_by_place() -> None:
+def test_initialize_accepts_deepspeed_arguments() -> None:
     config = deepspeed_config()
     for by_place, named in (
         (False, {"config_params": config}),
@@ -206,7 +206,7 @@ def test_initialize_takes_deepspeed_arguments_by_name_and_by_place() -> None:
     assert type(plain) is Engine
 
 
-def test_the_core_initialize_has_no_arguments_of_deepspeed() -> None:
+def test_core_initialize_has_no_deepspeed_arguments() -> None:
     core, public = inspect.signature(_initialize.initialize), inspect.signature(infinity.initialize)
     assert public == core
     assert not core.parameters.keys() & {"args", "config_params", "mpu", "mesh_param"}
@@ -214,7 +214,7 @@ def test_the_core_initialize_has_no_arguments_of_deepspeed() -> None:
         _initialize.initialize(small_model(), {"zero_optimization": {"stage": 3}})
 
 
-def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
+def test_config_translation_logged_once_not_printed(
     caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
     caplog.set_level(logging.INFO, "infinity")
@@ -248,14 +248,14 @@ def test_what_became_of_each_key_is_logged_once_and_printed_nowhere(
         ((nn.Linear(1, 1),), {}, "no configuration"),
     ],
 )
-def test_arguments_that_make_no_sense(
+def test_invalid_deepspeed_arguments_rejected(
     positional: tuple[Any, ...], named: dict[str, Any], text: str
 ) -> None:
     with pytest.raises(ConfigError, match=text):
         deepspeed.initialize(*positional, **named)
 
 
-def test_an_optimizer_and_the_same_parameters() -> None:
+def test_optimizer_must_match_model_parameters() -> None:
     model = small_model()
     model.norm.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -286,7 +286,7 @@ def test_an_optimizer_and_the_same_parameters() -> None:
         )
 
 
-def test_a_schedule_object_over_the_optimizer_that_is_passed() -> None:
+def test_scheduler_of_passed_optimizer_matches_torch() -> None:
     model, plain = small_model(), small_model()
     rates: list[list[float]] = []
     for training in (model, plain):
@@ -313,7 +313,7 @@ def test_a_schedule_object_over_the_optimizer_that_is_passed() -> None:
     assert rates[0] == rates[1] == [0.5, 0.25, pytest.approx(1 / 6)]
 
 
-def test_schedules_that_are_not_plain_are_saved_and_gone_on_with(tmp_path: Path) -> None:
+def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
     """`MultiStepLR` keeps milestones in a `Counter`; others need no class of torch's."""
 
     class Own:
@@ -357,7 +357,7 @@ def test_schedules_that_are_not_plain_are_saved_and_gone_on_with(tmp_path: Path)
         deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=1, config=config)
 
 
-def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
+def test_step_passes_lr_kwargs_to_scheduler(tmp_path: Path) -> None:
     def plateau(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
 
@@ -370,7 +370,7 @@ def test_arguments_of_the_schedules_step(tmp_path: Path) -> None:
     assert rates == [1e-2, 5e-3, 2.5e-3]
 
 
-def test_a_schedule_of_the_loops_own_knows_that_the_engine_stepped(tmp_path: Path) -> None:
+def test_user_stepped_scheduler_does_not_warn(tmp_path: Path) -> None:
     """Torch would warn of an order that is right."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -385,7 +385,7 @@ def test_a_schedule_of_the_loops_own_knows_that_the_engine_stepped(tmp_path: Pat
         assert engine.optimizer.param_groups[0]["lr"] == 0.05
 
 
-def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None:
+def test_passed_optimizer_delegates_to_engine(tmp_path: Path) -> None:
     """Its step, zero_grad and load_state_dict; groups stay those that schedules hold."""
     found = []
     for by_engine, drops in ((True, True), (False, True), (True, False)):
@@ -418,7 +418,7 @@ def test_an_optimizer_that_was_passed_is_the_engines_own(tmp_path: Path) -> None
     assert small.same(found[0], found[2]), "what was dropped left nothing"
 
 
-def test_what_no_rule_here_does_is_refused(tmp_path: Path) -> None:
+def test_unsupported_group_options_and_hooks_rejected(tmp_path: Path) -> None:
     """Entries of groups that change what torch computes, and hooks on steps."""
     given = settings(tmp_path, ON_DISK)
     model = small_model()
@@ -433,7 +433,7 @@ def test_what_no_rule_here_does_is_refused(tmp_path: Path) -> None:
         infinity.initialize(model, given, optimizer=hooked)
 
 
-def test_groups_are_captured_when_no_update_is_under_way(
+def test_read_state_finishes_pass_before_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer of torch's tries edits of its groups on what the pass steps with."""
@@ -453,7 +453,7 @@ def test_groups_are_captured_when_no_update_is_under_way(
         monkeypatch.undo()
 
 
-def test_autocast_keeps_no_casts_of_weights_that_move(tmp_path: Path) -> None:
+def test_autocast_cache_disabled_in_module_calls(tmp_path: Path) -> None:
     """Whoever is called, with gradients or without."""
     kept: list[bool] = []
     model = small_model()
@@ -466,7 +466,7 @@ def test_autocast_keeps_no_casts_of_weights_that_move(tmp_path: Path) -> None:
         assert torch.is_autocast_cache_enabled()
 
 
-def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
+def test_meta_default_device_has_no_effect(tmp_path: Path) -> None:
     """A default device that has no values; as scripts for GPUs set one."""
 
     def maker(parameters: Any) -> Any:
@@ -489,7 +489,7 @@ def test_defaults_of_torch_change_nothing(tmp_path: Path) -> None:
             engine.close(restore=True)
 
 
-def test_inputs_are_moved_to_the_device_and_numbers_and_sizes_stay(tmp_path: Path) -> None:
+def test_inputs_moved_to_device_scalars_and_sizes_kept(tmp_path: Path) -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     Row = namedtuple("Row", "tokens label")
     given = {"packed": packed, "rows": [Row(torch.ones(2), 3)], "encoding": UserDict(x=batch(0))}
@@ -508,7 +508,7 @@ def test_inputs_are_moved_to_the_device_and_numbers_and_sizes_stay(tmp_path: Pat
         assert given["rows"][0].tokens.device.type == "cpu"  # what the caller holds is not changed
 
 
-def test_buffers_of_another_dtype_are_named(tmp_path: Path) -> None:
+def test_buffer_dtype_mismatch_error_names_buffer(tmp_path: Path) -> None:
     class Positions(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -531,7 +531,7 @@ def test_buffers_of_another_dtype_are_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_frozen_model_beside_a_trained_one(
+def test_frozen_reference_engine_with_trained_policy(
     tmp_path: Path, placement: str, precision: str
 ) -> None:
     """A reference model and a policy in one process, as in preference training."""
@@ -569,7 +569,7 @@ def test_a_frozen_model_beside_a_trained_one(
         )
 
 
-def test_one_budget_for_both(tmp_path: Path) -> None:
+def test_second_engine_gets_remaining_budget(tmp_path: Path) -> None:
     model = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))  # 16 MiB of fp32
     frozen = nn.Sequential(*(nn.Linear(512, 512, bias=False) for _ in range(16)))
     frozen.requires_grad_(False)
@@ -588,7 +588,7 @@ def test_one_budget_for_both(tmp_path: Path) -> None:
             policy.step()
 
 
-def test_a_deepspeed_configuration_without_an_optimizer() -> None:
+def test_config_without_optimizer_gives_inference_engine() -> None:
     config = deepspeed_config()
     del config["optimizer"]
     model = small_model()
@@ -633,7 +633,7 @@ FEW_OWN = [
 
 
 @pytest.mark.parametrize(("placement", "precision", "steps"), few_of(ALL_OWN, FEW_OWN))
-def test_a_backward_of_the_users_own_is_the_engines(
+def test_loss_backward_equals_engine_backward(
     tmp_path: Path, placement: str, precision: str, steps: int
 ) -> None:
     found = []
@@ -653,7 +653,7 @@ def test_a_backward_of_the_users_own_is_the_engines(
     assert same(found[0][1], found[1][1])
 
 
-def test_gradients_of_before_and_those_that_a_module_drops_do_not_count(tmp_path: Path) -> None:
+def test_gradients_before_or_dropped_by_zero_grad_ignored(tmp_path: Path) -> None:
     found = []
     for disturbed in (False, True):
         model = small_model()
@@ -672,7 +672,7 @@ def test_gradients_of_before_and_those_that_a_module_drops_do_not_count(tmp_path
     assert same(*found)
 
 
-def test_a_hook_that_takes_gradients_away_is_told(tmp_path: Path) -> None:
+def test_hook_that_drops_gradients_raises(tmp_path: Path) -> None:
     """As of an optimizer that steps in backward; one that only looks is left alone."""
     model, seen = small_model(), []
     model.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
@@ -688,7 +688,7 @@ def test_a_hook_that_takes_gradients_away_is_told(tmp_path: Path) -> None:
             engine.backward(loss)
 
 
-def test_a_loss_of_several_calls_and_a_gradient_of_the_users_own(tmp_path: Path) -> None:
+def test_loss_of_two_calls_with_user_gradient(tmp_path: Path) -> None:
     found = []
     for by_user in (False, True):
         with small_engine(tmp_path, gradient_accumulation_steps=2) as engine:
@@ -703,7 +703,7 @@ def test_a_loss_of_several_calls_and_a_gradient_of_the_users_own(tmp_path: Path)
     assert same(found[0], found[1])
 
 
-def test_in_fp16_a_loss_must_be_scaled(tmp_path: Path) -> None:
+def test_fp16_unscaled_backward_raises(tmp_path: Path) -> None:
     found = []
     for way in ("engine", "scale", "none"):
         with small_engine(tmp_path, precision="fp16", gradient_accumulation_steps=2) as engine:
@@ -725,7 +725,7 @@ def test_in_fp16_a_loss_must_be_scaled(tmp_path: Path) -> None:
     assert same(found[0][1], found[1][1])
 
 
-def test_several_backwards_add_up(tmp_path: Path) -> None:
+def test_coalesced_backwards_accumulate(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine, engine.coalesce_grad_reduction():
         engine.backward(engine(batch(0)))
         engine.backward(engine(batch(1)))
@@ -762,7 +762,7 @@ FEW_WINDOWS = [  # all pairs
 @pytest.mark.parametrize(
     ("placement", "precision", "count", "style"), few_of(ALL_WINDOWS, FEW_WINDOWS)
 )
-def test_windows_set_by_hand(
+def test_manual_windows_equal_configured_windows(
     tmp_path: Path, placement: str, precision: str, count: int, style: str
 ) -> None:
     """More and fewer micro-batches than configured, against as many as configured."""
@@ -798,7 +798,7 @@ def test_windows_set_by_hand(
         assert engine.is_gradient_accumulation_boundary() is False
 
 
-def test_a_window_by_hand_is_refused_where_sums_would_lose_bits(tmp_path: Path) -> None:
+def test_manual_window_with_bf16_gradients_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path, precision="bf16") as engine:
         engine.set_gradient_accumulation_boundary(False)
         loss = engine(batch(0))
@@ -818,7 +818,7 @@ def test_a_window_by_hand_is_refused_where_sums_would_lose_bits(tmp_path: Path) 
         assert engine.global_steps == 1
 
 
-def test_step_within_no_sync(tmp_path: Path) -> None:
+def test_step_within_no_sync_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with engine.no_sync():
             engine.backward(engine(batch(0)))
@@ -830,7 +830,7 @@ def test_step_within_no_sync(tmp_path: Path) -> None:
         assert engine.global_steps == 1
 
 
-def test_the_size_of_a_batch_may_change_between_updates(tmp_path: Path) -> None:
+def test_batch_size_can_change_between_updates(tmp_path: Path) -> None:
     arguments = {"batch_size": 2}
     with small_engine(tmp_path, gradient_accumulation_steps=3, arguments=arguments) as engine:
         assert engine.get_batch_info() == (6, 2, 3)
@@ -854,7 +854,7 @@ def test_the_size_of_a_batch_may_change_between_updates(tmp_path: Path) -> None:
             engine.set_train_micro_batch_size(0)
 
 
-def test_counters_go_on_after_a_checkpoint(tmp_path: Path) -> None:
+def test_counters_continue_after_checkpoint(tmp_path: Path) -> None:
     place = tmp_path / "nvme"
     place.mkdir()
     found = []
@@ -875,7 +875,7 @@ def test_counters_go_on_after_a_checkpoint(tmp_path: Path) -> None:
 # --- looking at it -----------------------------------------------------------------------------
 
 
-def test_what_was_chosen() -> None:
+def test_deepspeed_getters_report_configuration() -> None:
     config = deepspeed_config(
         bf16={"enabled": True},
         gradient_accumulation_steps=4,
@@ -910,14 +910,14 @@ def test_what_was_chosen() -> None:
         assert engine.get_global_grad_norm() is None
 
 
-def test_stages_of_our_own_configuration(tmp_path: Path) -> None:
+def test_zero_stage_of_native_configuration(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
         assert engine.zero_optimization_stage() == 0
         assert engine.zero_offload_param().device == OffloadDeviceEnum.nvme
         assert engine.zero_optimization() is False
 
 
-def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
+def test_was_step_applied_false_after_skipped_step(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
@@ -931,7 +931,7 @@ def test_a_skipped_step_was_not_applied(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_destroyed_engine_leaves_weights_that_the_next_one_takes(
+def test_destroyed_engine_weights_used_by_next_engine(
     tmp_path: Path, placement: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Into RAM if it has room for all, else one by one, also after an attempt that failed."""
@@ -973,7 +973,7 @@ class PlainLoss(nn.Module):
         return loss
 
 
-def test_the_engine_inside_another_module_trains_saves_and_loads_as_its_module(
+def test_engine_as_submodule_trains_saves_and_loads(
     tmp_path: Path,
 ) -> None:
     hooked: list[nn.Module] = []
@@ -1008,7 +1008,7 @@ def test_the_engine_inside_another_module_trains_saves_and_loads_as_its_module(
         assert engine.to("cpu") is engine
 
 
-def test_what_the_engine_has_not_is_the_modules(tmp_path: Path) -> None:
+def test_missing_attributes_delegate_to_module(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         assert isinstance(engine, infinity.DeepSpeedEngine)
         assert engine.embedding is engine.module.embedding
@@ -1024,7 +1024,7 @@ def test_what_the_engine_has_not_is_the_modules(tmp_path: Path) -> None:
     assert engine.module.embedding is engine.embedding
 
 
-def test_blocks_are_compiled_when_asked(tmp_path: Path) -> None:
+def test_compile_keeps_results(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         before = engine(batch(0))
         assert engine.is_compiled is False
@@ -1037,7 +1037,7 @@ def test_blocks_are_compiled_when_asked(tmp_path: Path) -> None:
 # --- values ------------------------------------------------------------------------------------
 
 
-def test_state_dicts_by_deepspeeds_names(tmp_path: Path) -> None:
+def test_module_state_dict_saves_and_loads(tmp_path: Path) -> None:
     model = small_model()
     model.norm.requires_grad_(False)
     with small_engine(tmp_path, model=model, precision="bf16") as engine:
@@ -1068,7 +1068,7 @@ def test_state_dicts_by_deepspeeds_names(tmp_path: Path) -> None:
         assert bool((engine.state_dict()["module.norm.bias"] == 7).all())
 
 
-def test_weights_are_saved_in_16_bits(tmp_path: Path) -> None:
+def test_save_16bit_model_formats(tmp_path: Path) -> None:
     place = tmp_path / "nvme"
     place.mkdir()
     model = small_model()
@@ -1093,7 +1093,7 @@ def test_weights_are_saved_in_16_bits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_states_are_off_the_device_where_the_cpu_computes(tmp_path: Path, placement: str) -> None:
+def test_offload_and_reload_states_on_cpu(tmp_path: Path, placement: str) -> None:
     with small_engine(tmp_path, PLACEMENTS[placement]) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
@@ -1110,7 +1110,7 @@ def test_states_are_off_the_device_where_the_cpu_computes(tmp_path: Path, placem
             engine.offload_states(include=["nothing"])
 
 
-def test_states_of_a_gpu_stay_and_it_is_said(tmp_path: Path) -> None:
+def test_offload_states_on_gpu_rejected(tmp_path: Path) -> None:
     device = FakeAccelerator(1)
     with small_engine(tmp_path, ON_DEVICE, arguments={"device": device}) as engine:
         assert engine.get_state_devices(OffloadStateTypeEnum.optim_states) == {engine.device}
@@ -1121,7 +1121,7 @@ def test_states_of_a_gpu_stay_and_it_is_said(tmp_path: Path) -> None:
 # --- owned parameters --------------------------------------------------------------------------
 
 
-def test_an_owned_parameter_is_pickled_and_copied_like_any_other(tmp_path: Path) -> None:
+def test_materialized_parameter_can_be_pickled(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         weight = engine.module.norm.weight
         with engine.materialized(weight):
@@ -1133,7 +1133,7 @@ def test_an_owned_parameter_is_pickled_and_copied_like_any_other(tmp_path: Path)
             engine.module.norm.weight = loaded
 
 
-def test_checkpoints_by_deepspeeds_arguments(tmp_path: Path) -> None:
+def test_checkpoint_with_deepspeed_arguments(tmp_path: Path) -> None:
     place = tmp_path / "nvme"
     place.mkdir()
     with small_engine(place) as engine:

@@ -115,7 +115,7 @@ def struck_once(engine: Engine, name: str, how: Callable[[], None] = ctrl_c) -> 
     ("device", "how"),
     diagonal(["cpu", "fake", "backward on a thread"], [ctrl_c, from_another_thread]),
 )
-def test_it_waits_for_the_end_of_the_call(
+def test_interrupt_raised_at_end_of_call(
     tmp_path: Path,
     device: str,
     how: Callable[[], None],
@@ -161,7 +161,7 @@ def test_it_waits_for_the_end_of_the_call(
         assert same(masters(engine), undisturbed[1])
 
 
-def test_a_call_of_the_model_and_a_backward_of_torch_are_calls_too(tmp_path: Path) -> None:
+def test_interrupt_deferred_in_module_and_torch_backward(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with struck_once(engine, "forward"):
             engine.module(batch(0))
@@ -172,7 +172,7 @@ def test_a_call_of_the_model_and_a_backward_of_torch_are_calls_too(tmp_path: Pat
         assert engine.global_steps == 1
 
 
-def test_an_edit_of_a_materialized_block_is_written(tmp_path: Path) -> None:
+def test_interrupt_in_materialized_block_keeps_edit(tmp_path: Path) -> None:
     """Struck in the block, which is the user's own code, and while it is left."""
     with small_engine(tmp_path) as engine:
         with pytest.raises(KeyboardInterrupt), engine.materialized(engine.module.norm):  # noqa: PT012
@@ -192,7 +192,7 @@ def test_an_edit_of_a_materialized_block_is_written(tmp_path: Path) -> None:
     ("name", "durable"),
     diagonal(["forward", "backward", "step", "commit", "save", "load", "read"], [False, True]),
 )
-def test_the_second_ends_the_call_and_the_engine(
+def test_second_interrupt_ends_call_and_engine(
     tmp_path: Path,
     name: str,
     durable: bool,
@@ -245,7 +245,7 @@ def small_engine_at(path: Path, **more: Any) -> Iterator[Engine]:
 
 
 @pytest.mark.parametrize("wait", ["for an update", "for a gradient", "for a save", "for a disk"])
-def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
+def test_second_interrupt_ends_blocking_wait(tmp_path: Path, wait: str) -> None:
     """The main thread sits in a lock, or in native code, that nobody lets go of."""
     nvme, gate = tmp_path / "nvme", threading.Event()
     nvme.mkdir()
@@ -285,9 +285,7 @@ def test_a_wait_is_ended_by_the_second(tmp_path: Path, wait: str) -> None:
             engine.settle()
 
 
-def test_close_can_be_called_again_when_it_was_ended(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set(threading.enumerate())
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     train(engine, 1)
@@ -302,7 +300,7 @@ def test_close_can_be_called_again_when_it_was_ended(
 # --- what is left alone ---------------------------------------------------------------------------
 
 
-def test_handlers_are_found_as_they_were(tmp_path: Path) -> None:
+def test_user_signal_handlers_preserved(tmp_path: Path) -> None:
     heard: list[str] = []
 
     def mine(signum: int, frame: object) -> None:
@@ -345,7 +343,7 @@ def test_handlers_are_found_as_they_were(tmp_path: Path) -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_call_that_ended_without_saying_so_defers_nothing(tmp_path: Path) -> None:
+def test_failed_backward_does_not_defer_interrupts(tmp_path: Path) -> None:
     """As a `loss.backward()` that raised. Within another one's call an engine's ends nothing."""
 
     def fail(_: Tensor) -> None:
@@ -374,7 +372,7 @@ def test_a_call_that_ended_without_saying_so_defers_nothing(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("moment", ["forward", "backward"])
-def test_an_ordinary_exception_loses_the_window_at_most(
+def test_exception_restarts_window_at_most(
     tmp_path: Path, moment: str, undisturbed: tuple[list[float], dict[str, Tensor]]
 ) -> None:
     def fail() -> None:
@@ -407,7 +405,7 @@ def test_an_ordinary_exception_loses_the_window_at_most(
         assert same(masters(engine), undisturbed[1])
 
 
-def test_an_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
+def test_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
     for after in range(1, 5):
         threads = set(threading.enumerate())
         seen = {"calls": 0}
@@ -425,7 +423,7 @@ def test_an_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
         assert not model.blocks[0]._forward_pre_hooks
 
 
-def test_an_edit_outside_is_refused_at_the_step_and_training_can_go_on(tmp_path: Path) -> None:
+def test_unmaterialized_edit_raises_at_step_and_training_continues(tmp_path: Path) -> None:
     """The commit of a step that raises must not leave units waiting for an update for ever."""
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))

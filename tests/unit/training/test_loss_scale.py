@@ -57,7 +57,7 @@ words_of_users = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(words_of_users, st.lists(st.sampled_from([False, False, False, True]), max_size=60))
-def test_any_trace_is_that_of_the_closed_form(words: ScaleWords, overflows: list[bool]) -> None:
+def test_scale_rules_match_closed_form(words: ScaleWords, overflows: list[bool]) -> None:
     rules = rules_of(words)
     state = rules.start()
     for number, overflow in enumerate(overflows):
@@ -75,7 +75,7 @@ def trace(words: ScaleWords, overflows: str) -> list[float]:
     return scales
 
 
-def test_traces_by_hand() -> None:
+def test_scale_traces_by_hand() -> None:
     three = ScaleWords(initial=16.0, window=3, hysteresis=1)
     # At the start, and after an overflow, the first good step does not count.
     assert trace(three, "........") == [16, 16, 16, 16, 32, 32, 32, 64]
@@ -89,7 +89,7 @@ def test_traces_by_hand() -> None:
     assert trace(low, "xxxx") == [2, 1, 0.75, 0.75]
 
 
-def test_a_static_scale_never_changes() -> None:
+def test_static_scale_rules_never_change() -> None:
     assert set(trace(ScaleWords(static=100.0), "." * 2000 + "x" * 50)) == {100.0}
 
 
@@ -108,7 +108,7 @@ def test_a_static_scale_never_changes() -> None:
         ({"precision": "half"}, "precision"),
     ],
 )  # fmt: skip
-def test_refusals(given: dict[str, Any], message: str) -> None:
+def test_invalid_loss_scale_config_rejected(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(given)
     assert message in str(caught.value)
@@ -157,7 +157,7 @@ def unchanged(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("bad", [INF, NAN])
-def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
+def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
     """Scale, counters, learning rate, weights, report and step log, at every step."""
     words = ScaleWords(initial=64.0, window=3, hysteresis=2)
     overflows = [step == "x" for step in ".x.xx....x.....x...."]
@@ -187,7 +187,7 @@ def test_an_engine_follows_the_closed_form(tmp_path: Path, bad: float) -> None:
     assert told == [closed_form_scale(words, overflows[:n]) for n in range(len(overflows))]
 
 
-def test_the_scale_finds_its_level_by_itself(
+def test_dynamic_scale_halves_until_finite(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Finite losses whose fp16 gradients overflow: halved until they do not."""
@@ -207,7 +207,7 @@ def test_the_scale_finds_its_level_by_itself(
         assert 1e-4 < norm < 10  # without the scale
 
 
-def test_skipped_steps_are_told_when_they_are_no_search_any_more(
+def test_warning_after_ten_consecutive_skipped_steps(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Of a dynamic scale overflows are how it is found; ten of them in a row are not."""
@@ -223,7 +223,9 @@ def test_skipped_steps_are_told_when_they_are_no_search_any_more(
     assert "first that of 'first.weight', at a loss scale of 0.25;" in found[0]
 
 
-def test_a_static_scale_skips_and_stays(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+def test_static_scale_skips_without_changing(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     with make_engine(tmp_path, loss_scale={"value": 100}) as engine:
         for number, blow in enumerate((1.0, INF, 1.0)):
             one_step(engine, number, blow)
@@ -239,7 +241,7 @@ def test_a_static_scale_skips_and_stays(tmp_path: Path, recwarn: pytest.Warnings
         assert "leave loss_scale.value out" in str(caught.value)
 
 
-def test_other_precisions_scale_nothing(tmp_path: Path) -> None:
+def test_fp32_loss_not_scaled(tmp_path: Path) -> None:
     with make_engine(tmp_path, precision="fp32") as engine:
         loss = engine(batch(0))
         assert engine.loss_scale == 1.0
@@ -250,7 +252,7 @@ def test_other_precisions_scale_nothing(tmp_path: Path) -> None:
         assert engine.last_report.loss_scale == 1.0
 
 
-def test_the_end_of_the_scale_names_parameter_history_and_remedy(tmp_path: Path) -> None:
+def test_minimum_scale_error_names_parameter_and_history(tmp_path: Path) -> None:
     words = {"initial_power": 2, "hysteresis": 2}
     with make_engine(tmp_path, loss_scale=words) as engine:
         for number in range(3):
@@ -272,7 +274,7 @@ def test_the_end_of_the_scale_names_parameter_history_and_remedy(tmp_path: Path)
         assert (engine.global_steps, engine.loss_scale) == (5, 1.0)
 
 
-def test_only_part_of_the_gradients_is_not_finite(tmp_path: Path) -> None:
+def test_non_finite_input_gradient_does_not_skip_step(tmp_path: Path) -> None:
     with make_engine(tmp_path, loss_scale={"initial_power": 0, "hysteresis": 1}) as engine:
         handle = engine.module.first.register_full_backward_hook(
             lambda module, given, out: tuple(g * INF if g is not None else g for g in given)
@@ -285,7 +287,7 @@ def test_only_part_of_the_gradients_is_not_finite(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [("device",) * 3, DISK])
 @pytest.mark.parametrize("where", [0, 1, 2])
-def test_an_overflow_in_one_of_three_micro_batches(
+def test_overflow_in_one_micro_batch_skips_window(
     tmp_path: Path, placement: tuple[str, str, str], where: int
 ) -> None:
     changes = {"gradient_accumulation_steps": 3, "loss_scale": {"hysteresis": 1}}
@@ -305,9 +307,7 @@ def test_an_overflow_in_one_of_three_micro_batches(
 
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_unscaled_and_clipped_as_torch_does_it(
-    tmp_path: Path, clipping: float, micro_batches: int
-) -> None:
+def test_unscale_and_clip_match_torch(tmp_path: Path, clipping: float, micro_batches: int) -> None:
     """Unscale, clip, step, one after the other: here it is one factor in the update."""
     torch.manual_seed(0)
     plain = Exploding()
@@ -342,7 +342,7 @@ def test_unscaled_and_clipped_as_torch_does_it(
         torch.testing.assert_close(found[name], value.detach(), rtol=0, atol=1e-6)
 
 
-def test_scale_and_gradient(tmp_path: Path) -> None:
+def test_scale_and_gradient_match_torch(tmp_path: Path) -> None:
     """What users need who call backward themselves, or look at gradients."""
     with make_engine(tmp_path, loss_scale={"value": 1024}) as engine:
         loss = engine(batch(0))
@@ -365,7 +365,7 @@ def test_scale_and_gradient(tmp_path: Path) -> None:
             engine.scale(torch.zeros(3))
 
 
-def test_a_backward_of_your_own_needs_scale(tmp_path: Path) -> None:
+def test_torch_backward_of_scaled_loss_matches_engine(tmp_path: Path) -> None:
     """Twice two micro-batches, once by `engine.backward`, once by torch's own."""
     changes = {"gradient_accumulation_steps": 2, "loss_scale": {"initial_power": 12}}
     results = []
@@ -388,7 +388,7 @@ def test_a_backward_of_your_own_needs_scale(tmp_path: Path) -> None:
         torch.testing.assert_close(value, results[1][1][name], rtol=0, atol=1e-4)
 
 
-def test_a_loss_in_fp16_is_scaled_in_fp32(tmp_path: Path) -> None:
+def test_fp16_loss_scaled_in_fp32(tmp_path: Path) -> None:
     """100 x 1024 is infinite in fp16: the scaled loss is not."""
     with make_engine(tmp_path, loss_scale={"initial_power": 10}) as engine:
         loss = engine(batch(0)).half() + 100
@@ -414,7 +414,7 @@ def finish(engine: Engine, first: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("stop", [2, 3, 5, 9])
-def test_resuming_within_a_count_of_overflows(tmp_path: Path, stop: int) -> None:
+def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
     with make_engine(tmp_path / "one", loss_scale=HYSTERESIS) as engine:
         for number in range(stop):
             one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
@@ -436,7 +436,7 @@ def test_resuming_within_a_count_of_overflows(tmp_path: Path, stop: int) -> None
     assert scales[-1] == closed_form_scale(words, [step == "x" for step in PLAN])
 
 
-def test_a_durable_run_goes_on_within_a_count(tmp_path: Path) -> None:
+def test_durable_resume_continues_overflow_count(tmp_path: Path) -> None:
     changes = {"loss_scale": HYSTERESIS, "durable": True}
     with make_engine(tmp_path, **changes) as engine:
         for number in range(3):  # patience is 1 now
@@ -451,7 +451,7 @@ def test_a_durable_run_goes_on_within_a_count(tmp_path: Path) -> None:
         assert engine.loss_scale == 512.0
 
 
-def test_what_a_checkpoint_brings(tmp_path: Path) -> None:
+def test_loaded_scale_dynamic_and_static(tmp_path: Path) -> None:
     """A dynamic scale goes on from any; a static one is what the configuration says."""
     dynamic, static = {"initial_power": 10, "hysteresis": 1}, {"value": 64}
     with make_engine(tmp_path / "a", loss_scale=dynamic) as engine:
@@ -471,7 +471,7 @@ def test_what_a_checkpoint_brings(tmp_path: Path) -> None:
         assert engine.loss_scale == 64.0
 
 
-def test_an_open_window_keeps_the_scale_of_its_gradients(tmp_path: Path) -> None:
+def test_open_window_checkpoint_keeps_its_scale(tmp_path: Path) -> None:
     two = {"gradient_accumulation_steps": 2}
     with make_engine(tmp_path / "a", loss_scale={"value": 64}, **two) as engine:
         one_step(engine, 0)

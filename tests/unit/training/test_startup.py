@@ -93,7 +93,7 @@ def fail(name: str, path: Path, device: Any, placement: dict[str, str]) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_passed_device_is_closed_where_initialize_fails(
+def test_passed_device_closed_on_initialize_failure(
     tmp_path: Path, name: str, placement: str
 ) -> None:
     threads = set(threading.enumerate())
@@ -104,7 +104,7 @@ def test_a_passed_device_is_closed_where_initialize_fails(
 
 
 @pytest.mark.parametrize("name", FAILURES)
-def test_a_device_that_initialize_found_is_closed(
+def test_found_device_closed_on_initialize_failure(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found: list[OwnCpu] = []
@@ -119,7 +119,7 @@ def test_a_device_that_initialize_found_is_closed(
 
 
 @pytest.mark.parametrize("passed", [False, True])
-def test_a_warning_made_an_error_leaves_nothing_behind(
+def test_warning_as_error_leaves_nothing_behind(
     tmp_path: Path, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last thing that can fail, when the parameters' own memory has gone."""
@@ -140,7 +140,7 @@ def test_a_warning_made_an_error_leaves_nothing_behind(
 
 
 @pytest.mark.parametrize("kind", [infinity.CPUAdam, infinity.FusedAdam])
-def test_a_function_that_makes_a_standalone_optimizer_is_refused_with_what_to_write(
+def test_standalone_optimizer_factory_rejected_with_remedy(
     tmp_path: Path, kind: type[optim.Optimizer]
 ) -> None:
     """Classes and instances become the built-in rule: see test_deepspeed_modules.py."""
@@ -160,7 +160,7 @@ def test_a_function_that_makes_a_standalone_optimizer_is_refused_with_what_to_wr
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_engine_has_what_the_first_leaves_of_its_own_gpu() -> None:
+def test_second_engine_gpu_budget_subtracts_first() -> None:
     """What is free is told without what the first holds: it must not be taken off twice."""
 
     class Card:
@@ -201,7 +201,7 @@ def test_a_second_engine_has_what_the_first_leaves_of_its_own_gpu() -> None:
         PROCESS.release(promise)
 
 
-def test_memory_of_parameters_on_a_gpu_is_not_taken_off_ram(
+def test_gpu_parameters_not_subtracted_from_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = nn.Linear(4, 4)
@@ -211,7 +211,7 @@ def test_memory_of_parameters_on_a_gpu_is_not_taken_off_ram(
     assert limits_for(load_config({}), CpuDevice(), model).base == pytest.approx(before, rel=0.1)
 
 
-def test_each_rank_has_its_gpu_as_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_make_current_sets_gpu_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(torch.cuda, "set_device", made.append)
     for count in (1, 2):
@@ -231,7 +231,7 @@ NAMED = {"precision": "fp32", "gradient_clipping": 0.0, "optimizer": {"lr": 1e-3
         (("gradient_clipping", "optimizer"), "gradient_clipping is 1, optimizer.lr is 0.001;"),
     ],
 )
-def test_what_a_configuration_leaves_open_is_said(missing: tuple[str, ...], words: str) -> None:
+def test_defaulted_config_values_warned(missing: tuple[str, ...], words: str) -> None:
     config = {name: value for name, value in NAMED.items() if name not in missing}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
@@ -244,7 +244,7 @@ def test_what_a_configuration_leaves_open_is_said(missing: tuple[str, ...], word
     )
 
 
-def test_rates_of_groups_and_of_optimizers_are_rates_that_were_named() -> None:
+def test_lr_of_groups_and_optimizers_not_warned() -> None:
     config = {name: NAMED[name] for name in ("precision", "gradient_clipping")}
     with warnings.catch_warnings():
         warnings.simplefilter("error", InfinityWarning)
@@ -259,7 +259,7 @@ def test_rates_of_groups_and_of_optimizers_are_rates_that_were_named() -> None:
         infinity.initialize(model, {})[0].close()
 
 
-def test_an_engine_says_what_it_is() -> None:
+def test_engine_repr() -> None:
     with infinity.initialize(nn.Linear(4, 4), NAMED)[0] as engine:
         assert repr(engine).startswith(
             "Engine(Linear on cpu: 20 trained parameters in fp32 by AdamW; "
@@ -267,7 +267,7 @@ def test_an_engine_says_what_it_is() -> None:
         assert "weights in " in repr(engine)
 
 
-def test_a_path_that_is_not_there_is_one_traceback(tmp_path: Path) -> None:
+def test_missing_path_error_has_no_cause(tmp_path: Path) -> None:
     for config in ({"nvme_path": str(tmp_path / "no")}, str(tmp_path / "no.yaml")):
         with pytest.raises(InfinityError) as caught:
             infinity.initialize(nn.Linear(4, 4), config)

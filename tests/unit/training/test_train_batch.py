@@ -101,7 +101,7 @@ def trained(
         ),
     ],
 )
-def test_one_call_has_the_bits_of_three(
+def test_train_batch_equals_forward_backward_step(
     tmp_path: Path, placement: dict[str, str], config: dict[str, Any], length: int | None
 ) -> None:
     seen, expected = trained(tmp_path, by_three_calls, placement, length, **config)
@@ -130,7 +130,7 @@ def next_token(logits: Tensor, tokens: Tensor) -> Tensor:
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def test_the_loss_may_be_made_outside(tmp_path: Path) -> None:
+def test_loss_fn_forms_give_same_losses(tmp_path: Path) -> None:
     found = []
     for way in (
         by_three_calls,
@@ -152,7 +152,7 @@ def test_the_loss_may_be_made_outside(tmp_path: Path) -> None:
 Pair = namedtuple("Pair", "x y")
 
 
-def test_a_batch_is_cut_into_views_in_order() -> None:
+def test_micro_batches_are_views_in_order() -> None:
     x, y, scale = torch.arange(24).view(6, 4), torch.arange(6), torch.tensor(2.0)
     given = UserDict(pair=Pair(x, [y]), scale=scale, name="n", more=({"x": x}, None))
     parts = list(micro_batches_of(given, 3))
@@ -180,7 +180,7 @@ def test_a_batch_is_cut_into_views_in_order() -> None:
         (torch.utils.data.DataLoader([1]), r"got a DataLoader.*\n.*iter\(loader\)"),
     ],
 )
-def test_a_batch_that_cannot_be_cut_is_refused_with_the_numbers(data: Any, words: str) -> None:
+def test_indivisible_batch_rejected_with_sizes(data: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=words):
         micro_batches_of(data, 4)
 
@@ -208,7 +208,7 @@ class WithLoss:
     "form", [lambda x: x, lambda x: (x, 1), lambda x: [x], lambda x: {"loss": x}, WithLoss]
 )
 @pytest.mark.parametrize("loss", [torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16)])
-def test_a_loss_is_found_in_what_the_model_returns(form: Any, loss: Tensor) -> None:
+def test_loss_found_in_model_output(form: Any, loss: Tensor) -> None:
     found = train_one(Returns(form(loss)), torch.zeros(1), None)
     assert torch.equal(found, torch.tensor(1.5))
     assert found.dtype is torch.float32
@@ -225,19 +225,19 @@ def test_a_loss_is_found_in_what_the_model_returns(form: Any, loss: Tensor) -> N
         (None, "a NoneType"),
     ],
 )
-def test_what_has_no_loss_says_what_it_is(output: Any, words: str) -> None:
+def test_output_without_loss_raises_with_type(output: Any, words: str) -> None:
     with pytest.raises(TrainingError, match=rf"no loss, but {words}(?s:.*)loss_fn"):
         train_one(Returns(output), torch.zeros(1), None)
 
 
-def test_a_target_that_the_model_does_not_take_wants_a_loss_fn(tmp_path: Path) -> None:
+def test_unaccepted_target_asks_for_loss_fn(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(TrainingError, match=r"does not take the 3 elements(?s:.*)loss_fn"):
             engine.train_batch((batch(0), torch.zeros(4), torch.zeros(4)))
         assert not engine._window.is_open
 
 
-def test_a_target_alone_is_no_batch() -> None:
+def test_loss_fn_needs_inputs_and_target() -> None:
     with pytest.raises(TrainingError, match="1 elements, and a loss_fn"):
         train_one(Returns(None), [torch.zeros(1)], next_token)
 
@@ -254,7 +254,7 @@ def fails_in_backward(loss: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK])
-def test_what_fails_midway_leaves_no_trace(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_failed_train_batch_leaves_no_trace(tmp_path: Path, placement: dict[str, str]) -> None:
     def clean(engine: Engine, tokens: Tensor) -> Tensor:
         return engine.train_batch((tokens, tokens), next_token)
 
@@ -294,7 +294,7 @@ def test_what_fails_midway_leaves_no_trace(tmp_path: Path, placement: dict[str, 
     assert same(found[0][1], found[1][1])
 
 
-def test_an_open_window_is_refused_and_stays(tmp_path: Path) -> None:
+def test_train_batch_in_open_window_rejected(tmp_path: Path) -> None:
     with small_engine(
         tmp_path, engine_class=DeepSpeedEngine, gradient_accumulation_steps=2
     ) as engine:

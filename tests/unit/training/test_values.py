@@ -42,7 +42,7 @@ def values(engine: Engine) -> dict[str, Tensor]:
 
 @every_placement
 @every_precision
-def test_the_first_values_are_those_of_the_model(
+def test_initial_values_equal_model(
     tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     plain = small_model().state_dict()
@@ -55,9 +55,7 @@ def test_the_first_values_are_those_of_the_model(
         assert all(torch.allclose(state[k].float(), plain[k], rtol=2**-8) for k in plain)
 
 
-def test_a_state_dict_reads_what_is_asked_for_and_no_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_state_dict_reads_units_lazily(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with small_engine(tmp_path) as engine:
         read: list[int] = []
         store = components(engine).store
@@ -74,7 +72,7 @@ def test_a_state_dict_reads_what_is_asked_for_and_no_more(
 
 @every_placement
 @every_precision
-def test_the_state_dict_of_the_module_is_full(
+def test_module_state_dict_is_full(
     tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     with small_engine(tmp_path, placement, precision=precision) as engine:
@@ -84,7 +82,7 @@ def test_the_state_dict_of_the_module_is_full(
         assert torch.equal(sub["b.up.weight"], engine.state_dict()["blocks.1.up.weight"])
 
 
-def test_a_saved_module_state_loads_into_a_plain_model(tmp_path: Path) -> None:
+def test_saved_module_state_loads_into_plain_model(tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
     with small_engine(folder) as engine:
@@ -98,7 +96,7 @@ def test_a_saved_module_state_loads_into_a_plain_model(tmp_path: Path) -> None:
     assert torch.equal(plain(batch(7)), engine_loss)
 
 
-def test_saving_or_copying_the_module_itself_is_refused(tmp_path: Path) -> None:
+def test_saving_or_copying_module_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(ResidencyError):
             torch.save(engine.module, io.BytesIO())
@@ -117,7 +115,7 @@ def by_module(engine: Engine, state: dict[str, Tensor]) -> None:
 @every_placement
 @every_precision
 @pytest.mark.parametrize("load", [by_engine, by_module])
-def test_fp32_values_become_exact_masters(
+def test_loaded_fp32_values_become_exact_masters(
     tmp_path: Path, placement: dict[str, str], precision: str, load: Callable[[Engine, Any], None]
 ) -> None:
     other = dict(small_model(seed=5).state_dict())
@@ -135,7 +133,7 @@ def test_fp32_values_become_exact_masters(
 
 
 @pytest.mark.parametrize("load", [by_engine, by_module])
-def test_a_round_trip_in_bf16_keeps_residuals(
+def test_bf16_round_trip_keeps_residuals(
     tmp_path: Path, load: Callable[[Engine, Any], None]
 ) -> None:
     with small_engine(tmp_path, precision="bf16") as engine:
@@ -153,7 +151,7 @@ def test_a_round_trip_in_bf16_keeps_residuals(
         assert torch.equal(after["blocks.0.up.weight"], before["blocks.0.up.weight"])
 
 
-def test_every_mismatch_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -> None:
+def test_load_error_lists_all_mismatches(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         before = masters(engine)
         state = {k: v + 1 for k, v in before.items()}
@@ -173,7 +171,7 @@ def test_every_mismatch_is_told_at_once_and_nothing_is_changed(tmp_path: Path) -
         assert same(masters(engine), before)
 
 
-def test_a_lenient_load_takes_what_there_is(tmp_path: Path) -> None:
+def test_non_strict_load_takes_matching_names(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         before = masters(engine)
         value = torch.full((16,), 3.0)
@@ -189,7 +187,7 @@ def test_a_lenient_load_takes_what_there_is(tmp_path: Path) -> None:
 @every_placement
 @every_precision
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_edits_persist_and_the_next_forward_uses_them(
+def test_materialized_edits_persist_and_are_used(
     tmp_path: Path, placement: dict[str, str], precision: str, accelerator: bool
 ) -> None:
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
@@ -215,7 +213,7 @@ def test_edits_persist_and_the_next_forward_uses_them(
         train(engine, 1, first=4)
 
 
-def test_materialized_takes_a_module_a_parameter_or_several(tmp_path: Path) -> None:
+def test_materialized_accepts_module_parameter_or_list(tmp_path: Path) -> None:
     plain = small_model()
     with small_engine(tmp_path) as engine:
         module = engine.module
@@ -245,7 +243,7 @@ def test_materialized_masters_are_fp32_and_exact(tmp_path: Path) -> None:
         assert torch.equal(after["norm.bias"], before["norm.bias"])
 
 
-def test_reading_without_editing_changes_no_bit(tmp_path: Path) -> None:
+def test_materialized_read_changes_nothing(tmp_path: Path) -> None:
     with small_engine(tmp_path, precision="bf16") as engine:
         train(engine, 2)
         before = masters(engine)
@@ -254,7 +252,7 @@ def test_reading_without_editing_changes_no_bit(tmp_path: Path) -> None:
         assert same(masters(engine), before)
 
 
-def test_nested_materialized_is_refused_and_the_outer_one_goes_on(tmp_path: Path) -> None:
+def test_nested_materialized_raises_outer_stays_valid(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         norm = engine.module.norm
         with engine.materialized(norm):
@@ -268,7 +266,7 @@ def test_nested_materialized_is_refused_and_the_outer_one_goes_on(tmp_path: Path
         assert (engine.state_dict()["norm.weight"] == 2.0).all()
 
 
-def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Path) -> None:
+def test_fully_materialized_unit_can_compute(tmp_path: Path) -> None:
     plain = small_model()
     with small_engine(tmp_path) as engine:
         block = engine.module.blocks[0]
@@ -281,7 +279,7 @@ def test_a_unit_may_compute_inside_the_block_when_it_is_lent_whole(tmp_path: Pat
         assert engine(batch(0)).isfinite()
 
 
-def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path: Path) -> None:
+def test_exception_in_materialized_keeps_edits(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(ValueError, match="mine"), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
@@ -292,7 +290,7 @@ def test_an_exception_inside_the_block_keeps_edits_and_returns_the_loan(tmp_path
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED])
-def test_an_edit_outside_is_told_at_release(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_edit_outside_materialized_raises(tmp_path: Path, placement: dict[str, str]) -> None:
     with small_engine(tmp_path, placement) as engine:
         before = values(engine)
         with torch.no_grad():
@@ -303,7 +301,7 @@ def test_an_edit_outside_is_told_at_release(tmp_path: Path, placement: dict[str,
         assert all(torch.isfinite(torch.tensor(train(engine, 2))))
 
 
-def test_a_gradient_is_what_plain_torch_makes(tmp_path: Path) -> None:
+def test_gradient_matches_plain_torch(tmp_path: Path) -> None:
     plain = small_model()
     loss = plain(batch(0)) / 2 + plain(batch(1)) / 2
     loss.backward()
@@ -321,7 +319,7 @@ def test_a_gradient_is_what_plain_torch_makes(tmp_path: Path) -> None:
         engine.step()
 
 
-def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(tmp_path: Path) -> None:
+def test_gradient_of_frozen_parameter_raises(tmp_path: Path) -> None:
     model = small_model()
     model.norm.requires_grad_(False)
     with small_engine(tmp_path, model=model) as engine:
@@ -333,7 +331,7 @@ def test_a_gradient_of_a_frozen_parameter_is_refused_by_name(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("read", ["state_dict", "module", "materialized", "attribute"])
-def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
+def test_reads_wait_for_optimizer_pass(tmp_path: Path, read: str) -> None:
     with small_engine(tmp_path, ON_DEVICE) as engine:
         train(engine, 1)
         expected = values(engine)["blocks.2.up.weight"]
@@ -357,7 +355,7 @@ def test_reading_waits_for_the_pass(tmp_path: Path, read: str) -> None:
 
 @every_placement
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_a_state_dict_that_outlives_its_engine_says_so(
+def test_state_dict_read_after_close_raises(
     tmp_path: Path, placement: dict[str, str], accelerator: bool
 ) -> None:
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}

@@ -74,7 +74,7 @@ def write(path: Path, state: dict[str, Tensor]) -> Path:
 
 @every_placement
 @every_precision
-def test_what_was_saved_loads_bit_for_bit(
+def test_saved_weights_load_bit_for_bit(
     tmp_path: Path, placement: dict[str, str], precision: str
 ) -> None:
     out = tmp_path / "out"
@@ -99,7 +99,7 @@ def test_what_was_saved_loads_bit_for_bit(
 
 
 @every_placement
-def test_saved_masters_are_restored_bit_for_bit(tmp_path: Path, placement: dict[str, str]) -> None:
+def test_saved_masters_load_bit_for_bit(tmp_path: Path, placement: dict[str, str]) -> None:
     with engine_in(tmp_path, placement, precision="bf16") as engine:
         train(engine, 3)
         expected = masters(engine)
@@ -114,7 +114,7 @@ def test_saved_masters_are_restored_bit_for_bit(tmp_path: Path, placement: dict[
 
 
 @pytest.mark.parametrize(("max_shard", "num_files"), [("5GiB", 1), ("8KiB", 3), (1, 19)])
-def test_shards_load_in_the_safetensors_library(
+def test_shards_readable_by_safetensors(
     tmp_path: Path, max_shard: int | str, num_files: int
 ) -> None:
     out = tmp_path / "out"
@@ -140,7 +140,7 @@ def test_shards_load_in_the_safetensors_library(
     (None, torch.bfloat16), ("bf16", torch.bfloat16), (torch.float16, torch.float16),
     ("fp16", torch.float16), ("fp32", torch.float32),
 ])  # fmt: skip
-def test_dtypes_of_a_save(tmp_path: Path, dtype: Any, expected: torch.dtype) -> None:
+def test_save_weights_dtypes(tmp_path: Path, dtype: Any, expected: torch.dtype) -> None:
     with engine_in(tmp_path, precision="bf16") as engine:
         train(engine, 1)
         state = saved(engine.save_weights(tmp_path / "out", dtype))
@@ -151,7 +151,7 @@ def test_dtypes_of_a_save(tmp_path: Path, dtype: Any, expected: torch.dtype) -> 
         assert same(state, {n: t.to(expected) for n, t in whole.items()}), "rounded once"
 
 
-def test_unknown_dtypes_and_sizes_are_refused(tmp_path: Path) -> None:
+def test_invalid_dtypes_and_shard_sizes_rejected(tmp_path: Path) -> None:
     with engine_in(tmp_path) as engine:
         for dtype in ("int8", torch.int8, "", 0, torch.float64):
             with pytest.raises(ConfigError, match="cannot be saved as"):
@@ -168,7 +168,9 @@ def test_unknown_dtypes_and_sizes_are_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["frozen", "routed", "buffered"])
 @every_precision
-def test_other_kinds_of_models(tmp_path: Path, name: str, precision: str) -> None:
+def test_frozen_routed_and_buffered_models_round_trip(
+    tmp_path: Path, name: str, precision: str
+) -> None:
     case = CASES[name]
     with engine_in(tmp_path, model=case.build(), precision=precision) as engine:
         for one in case.batches(2):
@@ -185,7 +187,7 @@ def test_other_kinds_of_models(tmp_path: Path, name: str, precision: str) -> Non
         assert same(masters(engine), expected)
 
 
-def test_training_goes_on_as_if_nothing_had_been_saved(tmp_path: Path) -> None:
+def test_saving_weights_does_not_affect_training(tmp_path: Path) -> None:
     with engine_in(tmp_path, precision="bf16", gradient_accumulation_steps=2) as engine:
         expected = [*train(engine, 2), *train(engine, 1, 10)]
         end = masters(engine)
@@ -210,7 +212,7 @@ def test_training_goes_on_as_if_nothing_had_been_saved(tmp_path: Path) -> None:
         assert same(masters(engine), end)
 
 
-def test_a_full_disk_leaves_the_engine_and_the_files_alone(tmp_path: Path) -> None:
+def test_full_disk_leaves_engine_and_files_unchanged(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     out = tmp_path / "out"
@@ -231,7 +233,7 @@ def test_a_full_disk_leaves_the_engine_and_the_files_alone(tmp_path: Path) -> No
         subprocess.run(["umount", str(out)], check=True)
 
 
-def test_loans_and_closed_engines_are_told(tmp_path: Path) -> None:
+def test_save_and_load_refused_while_materialized_or_closed(tmp_path: Path) -> None:
     with engine_in(tmp_path) as engine:
         files = engine.save_weights(tmp_path / "out")
         with engine.materialized(engine.module.norm):
@@ -254,7 +256,7 @@ def test_loans_and_closed_engines_are_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt", "routed"])
-def test_every_unit_is_read_and_written_once(tmp_path: Path, name: str) -> None:
+def test_units_read_and_written_once(tmp_path: Path, name: str) -> None:
     """`routed` has experts inside blocks: the model's order is not that of the units."""
     with engine_in(tmp_path, model=CASES[name].build(), precision="bf16") as engine:
         weights = sum(unit.slot_bytes for unit in engine.plan.units)
@@ -316,7 +318,7 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
 @pytest.mark.parametrize(
     "dtypes", [["fp32"], pytest.param([None, "fp32", "fp16"], marks=pytest.mark.big)], ids=str
 )
-def test_memory_is_bounded_by_a_tensor_and_a_unit(tmp_path: Path, dtypes: list[str | None]) -> None:
+def test_save_and_load_memory_bounded(tmp_path: Path, dtypes: list[str | None]) -> None:
     (tmp_path / "nvme").mkdir()
     found = forked.call(peaks, str(tmp_path), dtypes)
     # MiB of a save and of a load: a unit's weights, its residuals, the largest tensor as it is in
@@ -349,7 +351,7 @@ def targets(folder: Path) -> Iterator[tuple[Any, Callable[[], dict[str, Tensor]]
 
 
 @pytest.mark.parametrize("dropped", ["head.weight", "embedding.weight", None])
-def test_one_name_of_tied_weights_is_enough(tmp_path: Path, dropped: str | None) -> None:
+def test_one_name_of_tied_weights_suffices(tmp_path: Path, dropped: str | None) -> None:
     state = changed_state()
     file = write(tmp_path / "w.safetensors", without(state, dropped or ""))
     for target, look in targets(tmp_path):
@@ -358,7 +360,7 @@ def test_one_name_of_tied_weights_is_enough(tmp_path: Path, dropped: str | None)
         assert {"head.weight", "embedding.weight"} <= set(result.loaded)
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
+def test_differing_tied_weights_rejected(tmp_path: Path) -> None:
     state = without(changed_state())
     state["head.weight"][-1, -1] += 1
     file = write(tmp_path / "w.safetensors", state)
@@ -372,7 +374,7 @@ def test_tied_weights_that_differ_are_refused(tmp_path: Path) -> None:
         assert same(look(), changed_state())
 
 
-def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
+def test_load_error_lists_everything_that_does_not_fit(tmp_path: Path) -> None:
     state = without(changed_state(), "blocks.0.up.weight", "blocks.1.down.bias", "offset")
     extra = {f"extra.{i}": torch.zeros(2) for i in range(30)}
     state |= extra | {"norm.weight": torch.zeros(3), "norm.bias": torch.zeros(16).to(torch.int8)}
@@ -395,7 +397,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         assert same(look(), before)
 
 
-def test_a_lenient_load_says_what_it_did(tmp_path: Path) -> None:
+def test_non_strict_load_reports_names(tmp_path: Path) -> None:
     some = {"norm.weight": torch.full((16,), 3.0), "head.weight": torch.ones(50, 16)}
     file = write(tmp_path / "w.safetensors", some | {"extra": torch.ones(1)})
     for target, look in targets(tmp_path):
@@ -413,7 +415,7 @@ def test_a_lenient_load_says_what_it_did(tmp_path: Path) -> None:
     (lambda n: f"model.{n}", "'' + name.removeprefix('model.')"),
     (lambda n: n.replace("blocks.", "transformer.h."), "'blocks.' + name.removeprefix('tra"),
 ])  # fmt: skip
-def test_other_beginnings_of_names_are_recognised(
+def test_renamed_prefix_error_suggests_rename(
     tmp_path: Path, theirs: Callable[[str], str], remedy: str
 ) -> None:
     state = changed_state()
@@ -431,7 +433,7 @@ def test_other_beginnings_of_names_are_recognised(
         assert same(look(), state)
 
 
-def test_the_nearest_name_is_told(tmp_path: Path) -> None:
+def test_missing_name_error_suggests_nearest(tmp_path: Path) -> None:
     state = changed_state()
     state["blocks.1.upp_weight"] = state.pop("blocks.1.up.weight")
     file = write(tmp_path / "w.safetensors", without(state, "head.weight"))
@@ -439,7 +441,7 @@ def test_the_nearest_name_is_told(tmp_path: Path) -> None:
         infinity.load_weights(small_model(), file)
 
 
-def test_what_rename_may_not_do(tmp_path: Path) -> None:
+def test_invalid_rename_results_rejected(tmp_path: Path) -> None:
     file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
     for answer, match in ((7, "returned 7"), ("norm.weight", "rename makes 'norm.weight' of both")):
         with pytest.raises(ConfigError, match=match):
@@ -450,7 +452,7 @@ def test_what_rename_may_not_do(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 @every_precision
-def test_floats_are_converted_once(tmp_path: Path, dtype: torch.dtype, precision: str) -> None:
+def test_float_weights_converted_once(tmp_path: Path, dtype: torch.dtype, precision: str) -> None:
     state = {n: (t * 1.7).to(dtype) for n, t in changed_state().items() if n != "head.weight"}
     file = write(tmp_path / "w.safetensors", state)
     with engine_in(tmp_path, precision=precision) as engine:
@@ -460,7 +462,7 @@ def test_floats_are_converted_once(tmp_path: Path, dtype: torch.dtype, precision
         assert all(torch.equal(t, state[n].to(t.dtype)) for n, t in found.items())
 
 
-def test_bf16_values_that_are_not_new_keep_residuals(tmp_path: Path) -> None:
+def test_unchanged_bf16_values_keep_residuals(tmp_path: Path) -> None:
     with engine_in(tmp_path, precision="bf16") as engine:
         train(engine, 2)
         before = masters(engine)
@@ -475,7 +477,7 @@ def test_bf16_values_that_are_not_new_keep_residuals(tmp_path: Path) -> None:
         assert same(after, before)
 
 
-def test_a_file_that_breaks_while_it_is_read_says_how_far_it_came(tmp_path: Path) -> None:
+def test_truncated_file_error_gives_progress(tmp_path: Path) -> None:
     """Truncated after its header was checked; a mapped file would end the process here."""
     for target, look in targets(tmp_path):
         file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
@@ -502,9 +504,7 @@ def open_files(folder: Path) -> list[str]:
 
 @pytest.mark.parametrize("build", ["meta", "Init"])
 @every_precision
-def test_a_module_on_meta_is_filled_when_the_engine_takes_over(
-    tmp_path: Path, build: str, precision: str
-) -> None:
+def test_meta_module_filled_by_initialize(tmp_path: Path, build: str, precision: str) -> None:
     state = changed_state()
     out = tmp_path / "out"
     out.mkdir()
@@ -523,7 +523,7 @@ def test_a_module_on_meta_is_filled_when_the_engine_takes_over(
         train(engine, 1)
 
 
-def test_a_module_that_is_never_trained_lets_go_of_the_files(tmp_path: Path) -> None:
+def test_unused_meta_module_closes_files(tmp_path: Path) -> None:
     write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
     with torch.device("meta"):
         model = small_model()

@@ -1,4 +1,4 @@
-"""The disk tier over real files: bytes, errors that name whose they are, room, and checksums."""
+"""Tests of the disk tier on real files: round trips, errors, free space and checksums."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SIZES = [1, PAGE, 3 * PAGE + 1, 40 * PAGE, 7 * PAGE, 129 * PAGE]
 def disk_over(
     root: Path, num_paths: int = 1, sizes: list[int] = SIZES, **io: Any
 ) -> Iterator[tuple[Disk, list[Extent]]]:
-    """A disk with an extent of each size, ready to be used; nothing may be left afterwards."""
+    """Yield a disk with one extent per size; assert at exit that no file is left."""
     paths = [root / f"drive{i}" for i in range(num_paths)]
     for path in paths:
         path.mkdir(exist_ok=True)
@@ -50,7 +50,7 @@ def disk_over(
 
 
 def noise(nbytes: int, seed: int) -> Tensor:
-    """Random bytes in memory that direct I/O accepts."""
+    """Return random bytes in memory aligned for direct I/O."""
     view = HostArena(nbytes).view(0, nbytes)
     values = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
     view.copy_(torch.from_numpy(values))
@@ -79,7 +79,7 @@ def test_random_extent_ranges_round_trip(
         extents,
     ):
         assert len([size for size in disk.used if size]) == num_paths
-        plain = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]  # what it must hold
+        plain = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]  # expected content
         disk.write(list(zip(extents, plain, strict=True))).wait()
         for turn in range(60):
             pieces, expected = [], []
@@ -118,7 +118,7 @@ def test_extents_striped_by_weights(tmp_path: Path) -> None:
 def test_read_error_names_owner_and_file(tmp_path: Path) -> None:
     with disk_over(tmp_path, 2) as (disk, extents):
         (file,) = disk.paths[1].glob("*/state.bin")
-        os.truncate(file, 0)  # behind the engine's back: reading finds the end of the file
+        os.truncate(file, 0)  # without the engine's knowledge: the read hits end of file
         buffer = empty(extents[5].nbytes)
         ticket = disk.read([(extents[0], empty(PAGE)), (extents[5], buffer)])
         with pytest.raises(TransferError, match=r"unit 'u5', chunk 0: .*end of file") as caught:
@@ -128,11 +128,11 @@ def test_read_error_names_owner_and_file(tmp_path: Path) -> None:
         assert error.errno == errno.EIO
         assert error.length > 0
         with pytest.raises(TransferError, match="unit 'u5'"):
-            ticket.wait()  # said again to whoever asks again
+            ticket.wait()  # raised again by a second wait
 
 
 def test_small_drive_filled_and_overflow_error_names_drives(tmp_path: Path) -> None:
-    """Two drives of 8 and 24 MiB for 20 MiB: the small one is filled, never over its room."""
+    """Of 20 MiB, a drive with 8 MiB free gets at most 8; an overflow names both drives."""
     sizes = [1 << 20] * 20
     with loop_mount(tmp_path, mib=16) as small, loop_mount(tmp_path, mib=64) as large:
         free = os.statvfs(small).f_bavail * os.statvfs(small).f_frsize
@@ -167,7 +167,7 @@ def test_small_drive_filled_and_overflow_error_names_drives(tmp_path: Path) -> N
 def test_enospc_during_reservation_names_path(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Free space may vanish between looking and reserving."""
+    """Free space may disappear between the check and the reservation."""
     with loop_mount(tmp_path, mib=16) as path:
         disk = Disk([path], IoConfig())
         try:
@@ -184,7 +184,7 @@ def test_enospc_during_reservation_names_path(
 
 
 def test_measure_speeds_skips_path_without_space(tmp_path: Path) -> None:
-    """Of two files on one device; a path without room counts nothing."""
+    """Two files on one device are measured; a path without space gets speed 1."""
     engine = _aio.Engine()
     files = [_aio.File(str(tmp_path / name), create=True) for name in "abc"]
     first, second, third = measure_speeds(engine, files, [1 << 30, 1 << 30, 1000])
@@ -195,12 +195,12 @@ def test_measure_speeds_skips_path_without_space(tmp_path: Path) -> None:
 
 @pytest.mark.clock
 def test_measure_speeds_duration_and_agreement(tmp_path: Path) -> None:
-    """Of two files on one device: alike, in half a second."""
+    """Two files on one device are measured as similar, within five seconds."""
     engine = _aio.Engine()
     files = [_aio.File(str(tmp_path / name), create=True) for name in "ab"]
     begin = time.perf_counter()
     first, second = measure_speeds(engine, files, [1 << 30, 1 << 30])
-    assert time.perf_counter() - begin < 5  # PROBE_S and a little when idle
+    assert time.perf_counter() - begin < 5  # slightly more than PROBE_S on an idle machine
     assert 0.2 < first / second < 5
     assert min(first, second) > 1 << 20
     engine.close()
@@ -211,7 +211,7 @@ def test_measure_speeds_duration_and_agreement(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_paths", [1, 2])
 def test_corrupted_page_detected(tmp_path: Path, num_paths: int) -> None:
-    """Every single page is changed in turn, behind the engine's back; every change is found."""
+    """Each page is corrupted in turn, without the engine's knowledge; every change is detected."""
     with disk_over(tmp_path, num_paths, verify=True) as (disk, extents):
         data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
         disk.write(list(zip(extents, data, strict=True))).wait()
@@ -254,7 +254,7 @@ def test_no_checksums_without_verify(tmp_path: Path) -> None:
 
 
 def test_lost_write_detected(tmp_path: Path) -> None:
-    """The older bytes of a page are as wrong as any others."""
+    """A page that still holds its previous bytes is reported as corrupted."""
     with disk_over(tmp_path, verify=True) as (disk, extents):
         extent = extents[3]
         disk.write([(extent, noise(extent.nbytes, 1))]).wait()
@@ -278,7 +278,7 @@ def test_read_of_unwritten_page_raises(tmp_path: Path) -> None:
 
 
 def test_late_wait_checks_sums_at_submission(tmp_path: Path) -> None:
-    """Waiting late, after a later write to the same place was submitted, is no false alarm."""
+    """A late wait, after a later write to the same extent was submitted, raises no false error."""
     with disk_over(tmp_path, verify=True) as (disk, extents):
         first, second, back = noise(PAGE, 1), noise(PAGE, 2), empty(PAGE)
         disk.write([(extents[1], first)]).wait()
@@ -289,11 +289,11 @@ def test_late_wait_checks_sums_at_submission(tmp_path: Path) -> None:
         reading.wait()
         assert torch.equal(back, first)
         writing.wait()
-        back.fill_(0)  # after the first wait the buffer belongs to others
+        back.fill_(0)  # after the first wait the buffer may be reused
         reading.wait()
 
 
-# --- what the kernel does not give back ----------------------------------------------------------
+# --- stuck and rejected requests -----------------------------------------------------------------
 
 
 def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
@@ -310,7 +310,7 @@ def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
     assert not ticket.done()
     with pytest.raises(TransferError, match="outstanding"):
         disk.close()
-    assert not list(path.iterdir())  # all the same
+    assert not list(path.iterdir())  # removed despite the error
 
 
 def test_native_engine_rejection_raises_config_error(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the engine asks of the disk: priorities, first writes, checksums, and what it reports."""
+"""Tests of the engine's use of the disk: priorities, initial writes, checksums and reports."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ Pieces = list[tuple[Extent, Tensor]]
 
 
 def over(request: _aio.Ticket | None) -> int:
-    """When a request was over, in nanoseconds."""
+    """Return the completion time of a request, in nanoseconds."""
     assert request is not None
     assert request.times_ns is not None
     return request.times_ns[2]
 
 
 def test_urgent_read_finishes_first(tmp_path: Path) -> None:
-    """Behind a long write-back and a read-ahead, an urgent read is over first."""
+    """An urgent read overtakes a long write-back and a read-ahead."""
     with rough_io(slow_bytes_per_s=20 << 20):
         disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
@@ -51,7 +51,7 @@ def test_urgent_read_finishes_first(tmp_path: Path) -> None:
         writing = disk.write([(extents[0], buffers[0])])
         ahead = disk.read([(extents[1], buffers[1])])
         urgent = disk.read([(extents[2], buffers[2])], Priority.URGENT)
-        assert wait_until(writing.done)  # waiting for one would promote it
+        assert wait_until(writing.done)  # waiting would promote it
         assert over(urgent.request) < over(ahead.request) < over(writing.request)
     finally:
         disk.close()
@@ -112,7 +112,7 @@ def test_engine_request_priorities(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     }
 
 
-# --- what is reported ----------------------------------------------------------------------------
+# --- reports -------------------------------------------------------------------------------------
 
 
 def test_report_contains_disk_times(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_report_contains_disk_times(tmp_path: Path) -> None:
         assert report is not None
         assert set(report.disk_s) == {"disk_read", "disk_write"}
         for direction, times in report.disk_s.items():
-            # At 20 MB/s each byte takes 50 ns of the device at least.
+            # At 20 MB/s each byte takes at least 50 ns of device time.
             assert times["device"] > report.moved[direction] / 20e6 * 0.9
             assert times["queue"] >= 0
         (drive,) = engine.drives().values()
@@ -146,11 +146,11 @@ def test_report_contains_disk_times(tmp_path: Path) -> None:
         assert e.last_report.disk_s["disk_read"] == {"queue": 0.0, "device": 0.0}
 
 
-# --- first writes --------------------------------------------------------------------------------
+# --- initial writes ------------------------------------------------------------------------------
 
 
 def unwritten_bytes(path: Path) -> int:
-    """Bytes of a file that are reserved but were never written, by FIEMAP."""
+    """Return the bytes of a file that are reserved but unwritten, by FIEMAP."""
     room = 512
     request = struct.pack("=QQIIII", 0, 2**63, 0, 0, room, 0) + bytes(56 * room)
     with open(path, "rb") as file:
@@ -169,7 +169,7 @@ def unwritten_bytes(path: Path) -> int:
 
 
 def test_all_extents_written_before_training(tmp_path: Path) -> None:
-    """The gradients' too: a first write of reserved space takes the file system's locks."""
+    """Includes gradients: the first write to reserved space takes file system locks."""
     with small_engine(tmp_path) as engine:
         (file,) = tmp_path.glob("*/state.bin")
         assert file.stat().st_size == engine.plan.tier_bytes["disk"]
@@ -177,7 +177,7 @@ def test_all_extents_written_before_training(tmp_path: Path) -> None:
     reserved = tmp_path / "reserved"
     with open(reserved, "wb") as raw:
         os.posix_fallocate(raw.fileno(), 0, 8 * PAGE)
-    assert unwritten_bytes(reserved) == 8 * PAGE  # so the test above can fail
+    assert unwritten_bytes(reserved) == 8 * PAGE  # shows that the assertion above can fail
     reserved.unlink()
 
 
@@ -216,7 +216,7 @@ def test_bit_flip_on_disk_stops_training(tmp_path: Path, what: str) -> None:
     with small_engine(tmp_path, io={"verify": True}, gradient_accumulation_steps=2) as engine:
         train(engine, 1)
         engine.backward(engine(batch(2)))
-        engine.step()  # half a window: its gradients rest on disk
+        engine.step()  # half a window: its gradients are on disk
         engine.settle()
         state, gradients = components(engine).store.units, components(engine).gradients.ranges
         extents = [e for unit in state for e in unit.copies[0]] + list(gradients.values())
@@ -278,7 +278,7 @@ def test_io_defaults() -> None:
 
 def test_untraced_error_has_no_traceback() -> None:
     def fail() -> TransferError:
-        big = torch.zeros(4)  # a local of a frame on the way
+        big = torch.zeros(4)  # a local that the traceback would keep alive
         try:
             raise TransferError("w", path="p", offset=1, length=2, errno=5, because="b", remedy="r")
         except TransferError as error:

@@ -1,4 +1,4 @@
-"""What a path lies on is recognised, and what it costs is said."""
+"""Tests of the detection of file systems and devices of paths, and of the warnings."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_tmpfs_warns_and_trains() -> None:
         with small_engine(
             path, {"weights": "device", "optimizer_state": "host", "gradients": "host"}
         ) as e:
-            assert not e.warnings  # nothing rests on disk
+            assert not e.warnings  # nothing is stored on disk
             assert train(e, 2) == expected
             assert same(masters(e), state)
     finally:
@@ -117,7 +117,7 @@ def test_training_on_mounted_file_systems(tmp_path: Path, kind: str) -> None:
 
 
 def partition_tree(root: Path, devices: dict[str, str | None]) -> None:
-    """A made-up /sys: device number -> the drive it is a partition of."""
+    """Create a fake /sys from a map of device numbers to the drives they are partitions of."""
     (root / "dev/block").mkdir(parents=True)
     for device, parent in devices.items():
         folder = root / "devices" / (parent or device).replace(":", "_")

@@ -1,4 +1,4 @@
-"""The disk tier and other processes: neighbours, murder, forks, file systems that give up."""
+"""Tests of the disk tier with concurrent, killed and forked processes and failing file systems."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SLOW = {"io": {"slow_bytes_per_s": 20_000_000}}
 
 
 def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Program:
-    """A process that trains; in a control group of its own if one is given."""
+    """Return a process that trains, in a control group if one is given."""
     return Program(train_alone, path, steps, more, group)
 
 
@@ -66,14 +66,14 @@ def test_killed_run_cleaned_up_by_next(tmp_path: Path) -> None:
         (own,) = tmp_path.iterdir()
         assert own != dead
         engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
-        with engine:  # leaves the living one alone
+        with engine:  # does not touch the directory of the live process
             train(engine, 1)
             assert own in set(tmp_path.iterdir())
         assert list(tmp_path.iterdir()) == [own]
 
 
 class Batches(torch.utils.data.Dataset[torch.Tensor]):
-    """Token batches, made in whatever process asks."""
+    """Token batches, generated in the process that reads them."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -113,7 +113,7 @@ def test_data_loader_fork_during_optimizer_pass(tmp_path: Path, verify: bool) ->
 
 
 def test_fork_during_pass_does_not_affect_parent(tmp_path: Path) -> None:
-    """The child's copy of the engine does nothing, and its end takes nothing with it."""
+    """The engine is inert in the child, and the child's exit frees nothing of the parent."""
     with small_engine(tmp_path) as engine:
         expected, state = train(engine, 4), masters(engine)
     with small_engine(tmp_path, **SLOW) as engine:
@@ -122,7 +122,7 @@ def test_fork_during_pass_does_not_affect_parent(tmp_path: Path) -> None:
         if child == 0:
             code = 1
             try:
-                engine.close()  # the parent's: nothing happens
+                engine.close()  # no effect in the child
                 try:
                     engine(batch(0))
                 except InfinityError:
@@ -134,11 +134,11 @@ def test_fork_during_pass_does_not_affect_parent(tmp_path: Path) -> None:
         assert same(masters(engine), state)
 
 
-# --- file systems that give up -------------------------------------------------------------------
+# --- failing file systems ------------------------------------------------------------------------
 
 
 def break_down(engine: infinity.Engine, first: int) -> InfinityError:
-    """Train until the disk's failure is told."""
+    """Train until the failure of the disk is raised."""
     with pytest.raises((TransferError, EngineFailedError)) as caught:
         train(engine, 20, first=first)
     return caught.value
@@ -216,7 +216,7 @@ def test_two_drives_striped_by_measured_speed(tmp_path: Path) -> None:
         train(engine, 4)
         expected = digest(masters(engine))
     with loop_mount(tmp_path, mib=128) as slow, loop_mount(tmp_path, mib=128) as fast:
-        with throttled(slow, 4 << 20) as group:  # so slow that a busy machine is no slower
+        with throttled(slow, 4 << 20) as group:  # slow enough to dominate on a busy machine
             (group / "blkio.throttle.read_bps_device").write_text(speed_rule(fast, 12 << 20))
             (group / "blkio.throttle.write_bps_device").write_text(speed_rule(fast, 12 << 20))
             paths = [str(slow), str(fast)]
@@ -225,9 +225,9 @@ def test_two_drives_striped_by_measured_speed(tmp_path: Path) -> None:
                 ready, *_, last = finished(process)
         drives = json.loads(ready.removeprefix("ready"))
         ratio = drives[str(fast)]["speed"] / drives[str(slow)]["speed"]
-        assert ratio > 1.5  # of 3, and of what either moves at once in the beginning
+        assert ratio > 1.5  # nominally 3, less because both start with a burst
         share = drives[str(fast)]["nbytes"] / drives[str(slow)]["nbytes"]
-        assert share == pytest.approx(ratio, rel=0.2)  # stripes are whole
+        assert share == pytest.approx(ratio, rel=0.2)  # stripes are not split
         assert last == expected
         assert not [*slow.iterdir(), *fast.iterdir()]
 

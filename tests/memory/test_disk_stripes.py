@@ -1,4 +1,4 @@
-"""The logical space over several drives: every page somewhere, nowhere twice, in proportion."""
+"""Tests of striping over several drives: each page mapped once, and sizes in proportion."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CUTS = (2 * MIB, 4 * MIB, 8 * MIB)  # weight 2, residual 2, moments 4 and 4 MiB
 
 
 def page_map(stripes: Stripes, ranges: list[tuple[int, int]]) -> dict[int, tuple[int, int]]:
-    """Logical page -> (path, page of its file), asked page by page: slow and obvious."""
+    """Map each logical page to (path, page of its file), looking up one page at a time."""
     pages = {}
     for start, nbytes in ranges:
         for at in range(start, start + nbytes, PAGE):
@@ -53,7 +53,7 @@ def test_every_page_mapped_exactly_once(
     for nbytes, cuts in extents:
         start = stripes.promise(nbytes, [c * PAGE for c in cuts if c * PAGE < nbytes])
         ranges.append((start, stripes.total - start))
-    # Rooms from hopeless to plenty; the last one makes up what is missing.
+    # Free space from too little to plenty; the last path makes up the difference.
     room = [int(t * stripes.total) for t in tightness[: len(weights)]]
     room[-1] += max(0, stripes.total - sum(r // PAGE * PAGE for r in room)) + PAGE
     used = stripes.distribute(weights, room)
@@ -63,7 +63,7 @@ def test_every_page_mapped_exactly_once(
     for path, size in enumerate(used):
         assert size <= room[path]
         assert {page for p, page in pages.values() if p == path} == set(range(size // PAGE))
-    for start, nbytes in ranges:  # ranges asked as a whole agree with pages asked alone
+    for start, nbytes in ranges:  # lookups of ranges agree with lookups of pages
         at = start
         for piece in stripes.pieces(start, nbytes):
             for page in range(piece.nbytes // PAGE):
@@ -73,7 +73,7 @@ def test_every_page_mapped_exactly_once(
 
 
 def time_of(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float]) -> float:
-    """How much longer than in perfect proportion the slowest drive takes; 1.0 is best."""
+    """Return the time of the slowest drive relative to a perfect split; 1.0 is best."""
     moved = [0] * len(weights)
     for start, nbytes in ranges:
         for piece in stripes.pieces(start, nbytes):
@@ -92,13 +92,13 @@ def test_drives_finish_in_equal_time(weights: list[float]) -> None:
     for first in range(0, 96, 8):
         some = records[first : first + 8]
         whole = [(start, RECORD) for start in some]
-        fetched = [(start, CUTS[0]) for start in some]  # a fetch reads the weights alone
+        fetched = [(start, CUTS[0]) for start in some]  # a fetch reads only the weights
         assert time_of(stripes, whole, weights) < 1.05
         assert time_of(stripes, fetched, weights) < 1.25
 
 
 def test_small_drive_spread_over_all_records() -> None:
-    """Where one path has less room than its share, every record has a part of it."""
+    """If a path has less space than its share, every record uses some of it."""
     stripes = Stripes(2, MIB)
     records = [stripes.promise(RECORD, CUTS) for _ in range(40)]
     used = stripes.distribute([1.0, 1.0], [80 * MIB, PLENTY])

@@ -1,4 +1,4 @@
-"""After the second step nothing grows: memory, descriptors, threads, space on disk."""
+"""Tests that memory, file descriptors, threads and disk space do not grow while training."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from infinity.storage.reservations import PROCESS
 @dataclass(frozen=True)
 class Held:
     memory: int
-    files: frozenset[tuple[str, str]]  # descriptors, and what they are open on
+    files: frozenset[tuple[str, str]]  # (descriptor, target)
     threads: frozenset[str]
     on_disk: int
     reserved: int
@@ -48,7 +48,7 @@ class Held:
 
 def open_files() -> Iterator[tuple[str, str]]:
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
+        with suppress(FileNotFoundError):  # the descriptor of the listing itself
             yield name, os.readlink(f"/proc/self/fd/{name}")
 
 
@@ -79,9 +79,9 @@ def held_by_training(
         reserve(arena, nbytes)
         arena.view(0, arena.nbytes).fill_(0)
 
-    HostArena.__init__ = touch  # else timing decides when a buffer is first used
+    HostArena.__init__ = touch  # otherwise timing decides when a buffer is first touched
     (scratch := path / "nvme").mkdir()
-    # A unit is 2 MiB: one that leaked with every step or save would be 20 MiB at least.
+    # A unit has 2 MiB: a leak of one per step or save would be at least 20 MiB.
     model = small_model(width=512, num_blocks=2)
     target = "cpu" if device == "cpu" else FakeAccelerator(1)
     engine, *_ = infinity.initialize(
@@ -109,9 +109,9 @@ def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
         engine.step()
 
 
-@pytest.mark.parametrize("weights", ["host", "disk"])  # at rest, or in slots
+@pytest.mark.parametrize("weights", ["host", "disk"])  # stored there, or in slots
 def test_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
-    """Also while a reference to it is left; what an engine of one block left was there before."""
+    """Also while referenced; the baseline is taken after an engine with one block has closed."""
     grown, left = forked.call(held_by_an_engine, tmp_path, weights)
     assert grown > 256 << 20
     assert left < SMALL_BYTES

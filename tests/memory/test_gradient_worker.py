@@ -1,6 +1,4 @@
-"""Gradients of a device of its own memory are summed beside training: in order, and nobody waits
-but for room.
-"""
+"""Tests of the thread that sums the gradients of a device with separate memory."""
 
 from __future__ import annotations
 
@@ -48,7 +46,7 @@ SUMMED = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 
 
 class Signal:
-    """An event that a test decides on."""
+    """Event set by the test."""
 
     def __init__(self) -> None:
         self._set = threading.Event()
@@ -77,7 +75,7 @@ def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
 def test_windows_read_in_expected_order(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Those of ranks fill late: what was read for a later unit is not given up for an earlier."""
+    """Windows of ranks fill late; one read for a later unit is not dropped for an earlier one."""
     reads: list[int] = []
     slow, quick = Signal(), HAPPENED
 
@@ -97,7 +95,7 @@ def test_windows_read_in_expected_order(
     tickets: list[Event] = [quick, quick, quick, slow, slow]
     for micro_batch in range(2):
         for unit in (4, 3, 2, 1, 0):
-            if micro_batch:  # the first two are asked for while both windows are written
+            if micro_batch:  # the first two are expected while both windows are being written
                 windows.expect(unit)
                 if unit == 3:
                     slow.set()
@@ -110,7 +108,7 @@ def test_windows_read_in_expected_order(
 
 @pytest.mark.parametrize("seed", range(8))
 def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
-    """Copies end in any order; no byte is given away before its task has run."""
+    """Copies complete in any order; no byte is reused before its task has run."""
     chosen = random.Random(seed)
     count, size = 400, 1000
     events = [Signal() for _ in range(count)]
@@ -118,7 +116,7 @@ def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
     wrong: list[int] = []
 
     def release() -> None:
-        """At most 20 copies are under way, in any order."""
+        """Complete the copies in random order, with at most 20 in flight."""
         waiting = list(range(20))
         for following in range(20, count + 20):
             events[waiting.pop(chosen.randrange(len(waiting)))].set()
@@ -141,7 +139,7 @@ def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
             worker.put(lambda n=number, p=place[1]: look(n, p), [HAPPENED, event], None, place)
         worker.drain()
         releaser.join()
-        assert worker._transfers.stalled_s()["gradient"] > 0  # there was no room at times
+        assert worker._transfers.stalled_s()["gradient"] > 0  # the buffer was full at times
     assert seen == list(range(count))
     assert wrong == []
 
@@ -173,7 +171,7 @@ def test_task_error_raised_until_reset() -> None:
             with pytest.raises(TransferError, match="lost") as raised:
                 call()
             frames = [entry.name for entry in raised.traceback]
-            assert "fail" not in frames  # what is remembered keeps no frame alive
+            assert "fail" not in frames  # the stored error keeps no frame alive
         worker.reset()
         worker.put(lambda: ran.append("after"))
         worker.drain()
@@ -186,7 +184,7 @@ def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
     begun, gate, last = Signal(), Signal(), Signal()
 
     class Begun:
-        """The thread is at the first task."""
+        """Event that is set when the thread waits for the first task."""
 
         def done(self) -> bool:
             return False
@@ -204,7 +202,7 @@ def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
         ending.start()
         gate.set()
         ending.join(0.05)
-        assert ending.is_alive()  # a copy into the buffer is still under way
+        assert ending.is_alive()  # a copy into the buffer is in flight
         last.set()
         ending.join(60)
         assert not ending.is_alive()
@@ -236,7 +234,7 @@ def test_close_before_open_or_twice() -> None:
 
 
 class Gated(FakeAccelerator):
-    """Copies to the host end when the gate is opened, but a set number of them at once."""
+    """Accelerator whose copies to the host, after the first `num_free`, wait for the gate."""
 
     def __init__(self, num_free: int = 0, *, kernels: bool = False) -> None:
         super().__init__(3, max_delay_s=0.0, kernels=kernels)
@@ -258,9 +256,9 @@ def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[
             loss = engine(batch(index))
             engine.backward(loss)
             if isinstance(device, Gated) and index == 0:
-                assert device.sent == 9  # all gradients are on their way, and none has landed
+                assert device.sent == 9  # all gradient copies are pending
                 assert not device.gate.done()
-                engine(batch(9)).item()  # not even the next forward waits: it would for ever
+                engine(batch(9)).item()  # nor does the next forward wait
                 device.gate.set()
             engine.step()
         return masters(engine)
@@ -275,7 +273,7 @@ def test_backward_returns_before_first_copy(tmp_path: Path, precision: str) -> N
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
 def test_step_returns_before_gradient_copies(tmp_path: Path, update: str) -> None:
-    """The optimizer pass waits for them, a unit at a time, and then lets the gradients go."""
+    """The optimizer pass waits for the copies, one unit at a time, and then frees the gradients."""
     num_parameters = sum(1 for _ in small_model().parameters())
     device = Gated(num_parameters - 1, kernels=True)
     more: dict[str, Any] = {"update": update, "arguments": {"device": device}}
@@ -286,7 +284,7 @@ def test_step_returns_before_gradient_copies(tmp_path: Path, update: str) -> Non
         engine.backward(engine(batch(0)))
         engine.step()
         sent = device.sent
-        device.gate.set()  # the last had not landed: a wait for it would not have ended
+        device.gate.set()  # the last copy was pending, so step cannot have waited for it
         assert sent == num_parameters
         train(engine, 2, first=1)
         engine.settle()
@@ -300,7 +298,7 @@ def test_step_returns_before_gradient_copies(tmp_path: Path, update: str) -> Non
 def test_training_thread_never_waits_for_gradients(
     tmp_path: Path, kernels: bool, micro_batches: int
 ) -> None:
-    """Not for a copy; for compute at most once a step, where the device sums squares."""
+    """No wait for copies; at most one for compute per step, if the device sums squares."""
     steps = 5
     with ordered_device(seed=1, kernels=kernels, memory=1 << 24) as device:
         with small_engine(
@@ -310,7 +308,7 @@ def test_training_thread_never_waits_for_gradients(
             precision="bf16",
             gradient_accumulation_steps=micro_batches,
         ) as engine:
-            device.host_waits.clear()  # of the initial write
+            device.host_waits.clear()  # drop the waits of the initial write
             components(engine).gradients._copies._limit = 1 << 30  # or late copies are waited for
             for index in range(steps * micro_batches):
                 engine.backward(engine(batch(index)))
@@ -338,7 +336,7 @@ def test_gradient_thread_started_only_if_needed(tmp_path: Path) -> None:
 def test_gradient_thread_error_restarts_window(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever it is; and then the same bits."""
+    """After any exception of the thread, the repeated window gives the same bits."""
     more = {"gradient_accumulation_steps": 2, "placement": SUMMED}
     expected = trained(tmp_path, None, **more)
     with small_engine(
@@ -377,6 +375,6 @@ def test_trace_has_gradient_sums(tmp_path: Path) -> None:
                 engine.step()
             trained_bytes = 4 * sum(p.numel() for p in engine.module.parameters())
         found[name] = read_timeline(trace).of("sums")
-    assert found["cpu"] == ()  # a part of compute there
-    # In fp32 the first gradient of two goes straight to RAM; the second is added, in two steps.
+    assert found["cpu"] == ()  # on the CPU sums are part of compute
+    # In fp32 the first of two gradients is copied to RAM; the second is summed. Two steps.
     assert sum(one.nbytes for one in found["fake"]) == 2 * trained_bytes

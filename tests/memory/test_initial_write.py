@@ -1,4 +1,4 @@
-"""A model much larger than what the plan holds in RAM is built and initialised in little RAM."""
+"""Tests of the peak memory of initializing a model larger than the planned RAM."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def grown(path: Path, way: str) -> dict[str, int]:
 
 @pytest.mark.parametrize("way", ["init", "meta", "read"])
 def test_initialize_peak_within_plan(tmp_path: Path, way: str) -> None:
-    """The peak is what the plan reserves and the operands of one operation of an initialiser."""
+    """The peak is the planned memory plus the operands of one operation of an initializer."""
     found = grown(tmp_path, way)
-    more = 4 * found["largest"] + SMALL_BYTES  # truncation compares and draws again
+    more = 4 * found["largest"] + SMALL_BYTES  # truncated initialization compares and redraws
     assert found["built"] < (KEEP_BYTES + more if way == "init" else SMALL_BYTES)
     assert found["initialised"] < found["planned"] + more
     assert found["model"] > 2 * (found["planned"] + more), "or nothing is shown"

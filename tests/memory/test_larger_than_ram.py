@@ -1,7 +1,7 @@
-"""A model larger than the RAM it is given: the same bits as with room for everything.
+"""Tests of training a model larger than the available RAM, against a run with enough RAM.
 
-The small budget is a memory control group: the process, its page cache, everything. What does not
-fit is killed by the kernel, so that passing is the proof.
+The small run is limited by a memory control group, which includes the page cache. The kernel
+kills a process that exceeds it, so passing is the proof.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ NO_GROUP = 77
 
 @cache
 def process_bytes() -> int:
-    """Resident memory of a process that has imported torch; of a CUDA build more than twice."""
+    """Return the resident memory of a process that imported torch (over twice with CUDA)."""
     code = "import support.larger_than_ram as _; print(open('/proc/self/statm').read().split()[1])"
     done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, stdout=PIPE, check=True)
     return int(done.stdout) * os.sysconf("SC_PAGESIZE")
 
 
 def live_in(limit: int, job: dict[str, Any]) -> dict[str, Any]:
-    """One life in a memory control group of `limit` bytes."""
+    """Run the job in a memory control group of `limit` bytes."""
     command = [sys.executable, "-m", "support.larger_than_ram", json.dumps(job)]
     command = [str(IN_CGROUP), str(limit), *command]
     done = subprocess.run(command, cwd=TESTS, capture_output=True, text=True, check=False)
@@ -50,9 +50,9 @@ def live_in(limit: int, job: dict[str, Any]) -> dict[str, Any]:
 
 
 def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Both lives, the second in this process; what they must have in common is checked here.
+    """Run the job in the small group and in this process, and assert equal results.
 
-    Only the small one comes back from what it saved: test_resume of tests/parity does it in RAM.
+    Only the small run resumes from its checkpoint: test_resume of tests/parity covers RAM.
     """
 
     def own(name: str, **more: Any) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any]
     told = [*small["losses"], *small["onward"], small["evaluated"]]
     assert len(set(told)) == len(told)
     assert small["tier_bytes"]["disk"] > small["state_bytes"]
-    # The other one has what the plan found room for in RAM: all of a model that is not too large.
+    # The other run stores in RAM whatever fits: all of a model that is not too large.
     assert roomy["tier_bytes"]["disk"] < small["tier_bytes"]["disk"] / 2
     return small, roomy
 
@@ -91,7 +91,7 @@ def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
         "num_layers": num_layers,
         "vocab_size": 512,
         "context": 8,
-        "precision": "fp32",  # few processors of a test machine multiply bf16 fast
+        "precision": "fp32",  # few test machines multiply bf16 fast
         "steps": steps,
         "micro_batches": 2,
         "reload": "initialised",
@@ -99,35 +99,35 @@ def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
 
 
 def check_state(tmp_path: Path, times: float, room: int, width: int, layers_per_gib: int) -> None:
-    """State of `times` the limit, which is `room` beside the process."""
-    # Of its libraries more is read as more is used. A control group counts whole pages.
+    """Train with state of `times` the limit, which is the process and `room` more bytes."""
+    # More library pages are loaded as more code is used. A control group counts whole pages.
     limit = (process_bytes() * 5 // 4 + room) // MIB * MIB
     num_layers = math.ceil(layers_per_gib * limit / (1 << 30))
     disk_room(tmp_path, int(3 * times * limit))
     small, roomy = compare(born_from_files(width, num_layers, 1), limit, tmp_path)
     assert small["state_bytes"] >= times * limit
-    assert roomy["tier_bytes"]["disk"] == 0  # it never touched the disk
+    assert roomy["tier_bytes"]["disk"] == 0  # it did not use the disk
 
 
 @pytest.mark.timeout(1200)
 def test_expert_layer_larger_than_memory(tmp_path: Path) -> None:
-    """Weights of one layer alone are more than the process may have, its libraries included."""
+    """The weights of one layer exceed the memory limit of the process."""
     width, share = 512, 1.1
-    stack_share = share / NUM_STACKS  # a parameter is made in one
+    stack_share = share / NUM_STACKS  # each parameter is created as one stack
     limit = int((process_bytes() * 5 / 4 + 120 * MIB) / (1 - stack_share)) // MIB * MIB
     num_experts = math.ceil(share * limit / (4 * NUM_STACKS * width**2))
     disk_room(tmp_path, 8 * limit)
     job = born_from_files(width, 1, 1) | {"num_experts": num_experts, "experts_per_unit": 4}
-    job["reload"] = ""  # it would take as long again
+    job["reload"] = ""  # it would double the duration
     small, roomy = compare(job, limit, tmp_path)
     assert small["largest_layer_bytes"] >= share * limit
-    assert roomy["tier_bytes"]["disk"] == 0  # it never touched the disk
+    assert roomy["tier_bytes"]["disk"] == 0  # it did not use the disk
 
 
 @pytest.mark.big
 @pytest.mark.timeout(1200)
 def test_state_larger_than_memory(tmp_path: Path) -> None:
-    """The weights, a third of the state, are larger than the room."""
+    """The weights, a third of the state, exceed the memory left to the engine."""
     check_state(tmp_path, 1.25, 150 * MIB, 384, 64)
 
 

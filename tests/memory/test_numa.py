@@ -1,4 +1,4 @@
-"""Host memory is asked for from the node next to a GPU."""
+"""Tests of placing host memory on the NUMA node of a GPU."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 
 
 def preferred_node(address: int) -> int | None:
-    """The node that the page at `address` is to come from; None without a preference."""
+    """Return the preferred node of the page at `address`, or None."""
     policy, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
     library, word = ctypes.CDLL(None), ctypes.c_ulong
     of_address, bits = word(1 << 1), word(8 * ctypes.sizeof(mask) + 1)

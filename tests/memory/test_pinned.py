@@ -1,4 +1,4 @@
-"""What is reserved of RAM is exactly as large as asked, in huge pages, and pinned in slices."""
+"""Tests of host arenas: exact sizes, huge pages, prefaulting, and pinning in slices."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def address_of(arena: HostArena) -> int:
 
 
 def mapping_at(address: int) -> tuple[int, int, list[str]]:
-    """First and end address and VmFlags of the mapping that an address lies in."""
+    """Return start, end and VmFlags of the mapping that contains `address`."""
     first = end = 0
     for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
         if found := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
@@ -57,7 +57,7 @@ def resident_bytes(arena: HostArena) -> int:
 
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 5 * MIB, 65 * MIB + PAGE])
 def test_arena_rounds_up_to_pages_only(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch's own pinned memory would be rounded up to a power of two."""
+    """torch would round pinned memory up to a power of two."""
     asked: list[int] = []
     make = mmap.mmap
 
@@ -100,7 +100,7 @@ def test_arena_not_inherited_by_fork() -> None:
     assert "dc" in flags
     assert end - first >= arena.nbytes
     child = os.fork()
-    if child == 0:  # nothing but whether the page is there
+    if child == 0:  # only checks whether the page is mapped
         libc = ctypes.CDLL(None, use_errno=True)
         missing = libc.mincore(
             ctypes.c_void_p(address), ctypes.c_size_t(PAGE), (ctypes.c_ubyte * 1)()
@@ -132,14 +132,14 @@ def test_arena_pinned_in_slices_of_one_gib(
     assert calls == [(base + start, size, 1) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
     assert made == [(address, size) for address, size, _ in calls]
-    assert resident_bytes(arena) == 0  # pinning touches nothing itself
-    # A copy over a whole arena is cut where slices meet, and nowhere else.
+    assert resident_bytes(arena) == 0  # pinning itself touches no page
+    # A copy of the entire arena is split at slice boundaries only.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
     assert list(device._registered_ranges(base, nbytes)) == list(zip(starts, ends, strict=True))
 
 
 def test_pages_prefaulted_before_pinning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Made by several threads, whatever they hold; the driver would make them with one."""
+    """Several threads prefault the pages, preserving content; the driver would use one thread."""
     monkeypatch.setattr(prefault_module, "_PREFAULT_SLICE", 16 * MIB)
     arena = HostArena(80 * MIB + PAGE)
     arena.view(PAGE, 3).fill_(7)
@@ -164,7 +164,7 @@ def test_pin_works_without_prefault(
 
 @pytest.mark.parametrize("allowed", [0, 1])
 def test_failed_pin_warns_and_memory_is_used(allowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver refuses a slice twice, after `allowed` others."""
+    """The driver rejects a slice twice, after accepting `allowed` slices."""
     calls: list[int] = []
     freed: list[int] = []
 
@@ -184,7 +184,7 @@ def test_failed_pin_warns_and_memory_is_used(allowed: int, monkeypatch: pytest.M
 
 
 def test_pin_retried_after_one_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As memory is that the kernel must move first."""
+    """As with memory that the kernel must migrate first."""
     calls: list[int] = []
 
     def register(address: int, size: int, flags: int) -> int:
@@ -201,7 +201,7 @@ def test_pin_retried_after_one_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_host_memory_registered_on_engine_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else every rank makes a context on the first GPU."""
+    """Otherwise every rank creates a context on the first GPU."""
     seen: list[Any] = []
     here: list[torch.device | None] = [None]
 
@@ -238,7 +238,7 @@ def test_copies_split_at_registration_boundaries(
 def test_zero_moments_not_written_to_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A fresh mapping is zero; two thirds of an initial write are moments."""
+    """A fresh mapping is zero, and moments would be two thirds of the initial write."""
     kinds = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
     config = {"placement": kinds, "precision": "bf16", "chunk_size": 16384}
     written: list[int] = []

@@ -1,4 +1,4 @@
-"""The memory that a plan reserves, tier by tier, against what the run's process holds at most.
+"""Tests of the planned memory of each tier against the measured peak of the process.
 
 On a CPU, and with the fake accelerator, the device is RAM as well: both are measured together.
 """
@@ -16,9 +16,9 @@ from support.process_memory import SMALL_BYTES, needs_peak
 MIB = 1 << 20
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
 IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
-# 38 million parameters in 3 blocks of 48 MiB: large beside what else moves in a process.
+# 38 million parameters in 3 blocks of 48 MiB: large compared with the noise of a process.
 MODEL = {"width": 1024, "num_layers": 3, "vocab_size": 512, "tokens": 8, "init": True}
-GRADIENTS = (48 - 16) * MIB  # those of a block, without its largest
+GRADIENTS = (48 - 16) * MIB  # of a block, without the largest one
 RUNS: dict[str, dict[str, Any]] = {
     "a device of its own": {
         "config": {"placement": ON_DISK | {"gradients": "host"}, "prefetch_units": 1},
@@ -36,7 +36,7 @@ RUNS: dict[str, dict[str, Any]] = {
     },
     "by budget": {"config": {"prefetch_units": 1}, "host": 630 * MIB},
 }
-# An embedding of 128 MiB whose weights are in slots, which the initial write has not touched yet.
+# An embedding of 128 MiB with weights in slots, not yet touched by the initial write.
 INITIAL_WRITE = RUNS["all in RAM"] | {
     "width": 512,
     "num_layers": 1,
@@ -69,13 +69,13 @@ def test_measured_peaks_match_plan(tmp_path: Path, names: tuple[str, ...]) -> No
         assert one["initialised"] <= ram + SMALL_BYTES, name
         ram += one["activations"] - host["saving"]  # nothing is saved
         assert one["peak"] <= ram + SMALL_BYTES, name
-        # All gradients of a unit are planned, one is held. Buffers that were not needed are not.
+        # All gradients of a unit are planned, one is held. Unused buffers are not resident.
         ram -= GRADIENTS + host["staging"]
-        if RUNS[name].get("fake"):  # pinned memory, which here is not pinned
+        if RUNS[name].get("fake"):  # would be pinned, but is not resident on the fake accelerator
             ram -= host["fetch staging"] + host["gradient staging"] + host["initial_write"]
         assert one["peak"] >= ram - SMALL_BYTES, name
         record = one["on_disk"] - sum(one["memory"]["disk"].values())
-        assert 0 <= record < 4096, name  # of the process that owns the extents
+        assert 0 <= record < 4096, name  # record of the process that owns the extents
         assert one["moved"] == one["forecast"], name
     tiers = [set(kind) for kind in found["by budget"]["placement"].values()]
     assert len(set.union(*tiers)) > 1, "or nothing is shown"

@@ -1,4 +1,4 @@
-"""What an engine holds of a device, and until when: nothing moves in memory that is given back."""
+"""Tests of the lifetime of device memory: no copy uses memory that has been freed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 
 
 class Watched(FakeAccelerator):
-    """Counts what is under way when it is closed, and who copies out as if it computed."""
+    """Accelerator that counts copies in flight at close and threads using the compute stream."""
 
     def __init__(self, **more: Any) -> None:
         self.moving = -1
@@ -62,14 +62,14 @@ def test_no_copy_in_flight_when_memory_freed(
         if until == "step":
             engine.step()
     assert device.moving == 0
-    assert device.left == []  # when the allocator is told to let go, nothing is in use
+    assert device.left == []  # nothing is mapped when the allocator returns freed memory
 
 
 @pytest.mark.parametrize("placement", [ON_DEVICE, ON_DISK], ids=["device", "disk"])
 def test_only_training_thread_uses_compute_stream(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
-    """A thread that copies waits for the training thread's stream, not for one of its own."""
+    """A worker thread that copies waits for the training thread's stream, not for its own."""
     device, scratch = Watched(max_delay_s=0.001), tmp_path / "nvme"
     scratch.mkdir()
     with small_engine(scratch, placement, arguments={"device": device}) as engine:
@@ -78,11 +78,11 @@ def test_only_training_thread_uses_compute_stream(
             engine.step()
             engine.save_checkpoint(tmp_path / "saved", f"s{index}", wait=False)
     assert device.computing <= {threading.main_thread().name}
-    assert len(device.followers) >= 2  # the optimizer pass and a copier at least
+    assert len(device.followers) >= 2  # at least the optimizer pass and a copier
 
 
 def test_gradients_released_after_their_copies(tmp_path: Path) -> None:
-    """Only the first micro-batch of a window sends gradients straight to RAM."""
+    """Only the first micro-batch of a window copies gradients directly to RAM."""
     device = FakeAccelerator(1, max_delay_s=0.001)
     more: dict[str, Any] = {"precision": "fp32", "gradient_accumulation_steps": 2}
     with small_engine(tmp_path, IN_RAM, arguments={"device": device}, **more) as engine:
@@ -97,7 +97,7 @@ def test_gradients_released_after_their_copies(tmp_path: Path) -> None:
 
 
 def test_cpu_update_copies_state_unordered(tmp_path: Path) -> None:
-    """Of what rests on the device, compute touches weights and gradients only."""
+    """Compute uses only weights and gradients on the device, so other state needs no ordering."""
     device, placement = Watched(max_delay_s=0.001), {**IN_RAM, "optimizer_state": "device"}
     more: dict[str, Any] = {"arguments": {"device": device}, "update": "cpu", "precision": "bf16"}
     with small_engine(tmp_path, placement, **more) as engine:
@@ -110,13 +110,13 @@ def test_cpu_update_copies_state_unordered(tmp_path: Path) -> None:
 
 
 class NoFollowers(FakeAccelerator):
-    """On which threads of the engine's cannot begin."""
+    """Accelerator on which worker threads fail to start."""
 
     def attach_worker_thread(self) -> None:
         raise RuntimeError("the driver is not to be found")
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])  # two are summed by a thread
+@pytest.mark.parametrize("micro_batches", [1, 2])  # with two, a worker thread sums the gradients
 def test_worker_thread_start_failure_raises(tmp_path: Path, micro_batches: int) -> None:
     device, told = NoFollowers(1, kernels=True), "the driver is not to be found"
     config = {"precision": "fp32", "gradient_accumulation_steps": micro_batches}

@@ -1,7 +1,7 @@
-"""Everything that touches device memory is ordered, and the host waits for almost nothing.
+"""Tests that all accesses to device memory are ordered and that the host rarely waits.
 
 See `support/ordered_accelerator.py`: an access that a GPU would not have ordered is a violation,
-even where the bytes were right.
+even if the bytes were correct.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-AT_LAST = 60.0  # a copy begins when somebody waits for it, or at the end
+AT_LAST = 60.0  # copies start only when waited for, or at the end
 
 
 def run(
@@ -70,7 +70,7 @@ def run(
     max_delay_s: float = AT_LAST,
     **changes: Any,
 ) -> Any:
-    """Train with few slots; poisoning would order everything. Returns the device."""
+    """Train with few slots and without poisoning, which would order everything."""
     config = make_config(placement, prefetch_units=0, **changes)
     batches = CASE.batches(steps * config.get("gradient_accumulation_steps", 1))
     with ordered_device(seed=1, kernels=kernels, max_delay_s=max_delay_s) as device:
@@ -80,13 +80,13 @@ def run(
 
 @cache
 def expected(micro_batches: int) -> Result:
-    """What all of them compute."""
+    """Return the result of training with the default placement."""
     batches, case = CASE.batches(3 * micro_batches), CASE.build()
     return train(case, batches, make_config(gradient_accumulation_steps=micro_batches))
 
 
 def in_order(placement: tuple[str, str, str], micro_batches: int, **more: Any) -> Result:
-    """Train with everything ordered, and the numbers of all others."""
+    """Train, and assert that all accesses are ordered and the result equals `expected`."""
     done = run(placement, gradient_accumulation_steps=micro_batches, **more)
     assert done.device.violations + done.result.differences(expected(micro_batches)) == []
     return done.result
@@ -95,8 +95,8 @@ def in_order(placement: tuple[str, str, str], micro_batches: int, **more: Any) -
 UPDATES = ("no_kernels", "cpu", "device")
 
 
-# Each pair of where weights, moments and gradients are and of the update; and squares in RAM of
-# gradients that are late.
+# All pairs of the tiers of weights, moments and gradients and of the update; and squares in RAM
+# of gradients that arrive late.
 ORDERED = [(w, m, (w + m) % 3, UPDATES[(w + 2 * m) % 3]) for w in range(3) for m in range(3)]
 ORDERED.append((1, 1, 1, "no_kernels"))
 
@@ -207,7 +207,7 @@ def update_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What goes back does not wait for the kernel."""
+    """The write-back does not wait for the kernel."""
     copy = Transfers.copy_d2h_unordered
 
     def too_early(self: Transfers, target: Any, source: Any, after: Any, label: Any) -> Any:
@@ -217,7 +217,7 @@ def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A buffer is filled again before its last chunk is back."""
+    """A buffer is refilled before its previous chunk has been written back."""
     take = BufferPool.take
 
     def always_one(self: BufferPool, *more: Any) -> Any:
@@ -231,7 +231,7 @@ def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The optimizer pass takes gradients that are still on their way to RAM."""
+    """The optimizer pass uses gradients whose copies to RAM are pending."""
     hand_over = GradientStore.hand_over
 
     def nothing(self: GradientStore) -> dict[int, Any]:
@@ -242,7 +242,7 @@ def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Units are lent out while their state is on its way."""
+    """Units are released while copies of their state are pending."""
     complete_oldest = UnitUpdater._complete_oldest
 
     def too_early(self: UnitUpdater) -> None:
@@ -265,9 +265,9 @@ def test_missing_wait_in_streamed_update_detected(
 
 
 def some_runs(*placement: Any, **more: Any) -> None:
-    """On a busy machine what a thread waits for besides may order what the mistake does not.
+    """Repeat the run, because on a busy machine unrelated waits may order the accesses by chance.
 
-    Nearly always the first run shows it: the others take no time then.
+    Nearly always the first run raises.
     """
     for _ in range(40):
         run(*placement, **more)
@@ -282,11 +282,11 @@ def test_missing_wait_detected_with_correct_bytes(
         some_runs(IN_RAM, kernels=False, gradient_accumulation_steps=2)
 
 
-# --- memory that is let go -----------------------------------------------------------------------
+# --- memory freed too early ----------------------------------------------------------------------
 
 
 def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps a gradient that is on its way."""
+    """No reference is held to a gradient that is being copied."""
     copy = copies_module.Copy
     monkeypatch.setattr(
         copies_module,
@@ -296,7 +296,7 @@ def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_staged_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps a gradient that is on its way to the staging buffer."""
+    """No reference is held to a gradient that is being copied to the staging buffer."""
     task = gradient_worker._Task
     monkeypatch.setattr(
         gradient_worker,
@@ -306,7 +306,7 @@ def let_staged_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps a block's input while it is copied out."""
+    """No reference is held to a block's input while it is copied out."""
     advance = ActivationStore._advance
 
     def too_early(self: ActivationStore, record: Any, **more: Any) -> bool:
@@ -318,7 +318,7 @@ def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody keeps what comes back ahead of its use."""
+    """No reference is held to an activation that is fetched ahead of its use."""
     copy_h2d = ActivationStore._copy_in
 
     def too_early(self: ActivationStore, record: Any) -> None:
@@ -345,7 +345,7 @@ def test_memory_freed_during_copy_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     mistake(monkeypatch)
-    # What uses the memory next may be told of first.
+    # The next user of the memory may be reported first.
     seen = r"memory was let go|is not ordered after|overlaps an earlier one"
     with pytest.raises(AssertionError, match=seen):
         some_runs(IN_RAM, kernels=True, **changes)
@@ -377,7 +377,7 @@ def test_compute_write_during_copy_detected() -> None:
 
 # --- memory that is not pinned -------------------------------------------------------------------
 
-# Who pins: the function, and a run that copies to or from what it pinned.
+# Functions that pin, each with a run that copies to or from the memory it pins.
 PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
     ("infinity.offload.state", "_reserve"): (IN_RAM, {}),
     ("infinity.offload.gradients", "_reserve"): (IN_RAM, {}),
@@ -398,7 +398,7 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
 
 @cache
 def called_names() -> dict[tuple[str, str], set[str]]:
-    """Names of the methods and functions called by each (module, function) of `infinity`."""
+    """Return the names called by each (module, function) of `infinity`."""
     root = Path(infinity.__file__).parent
     found: dict[tuple[str, str], set[str]] = {}
     for path in root.rglob("*.py"):
@@ -412,12 +412,12 @@ def called_names() -> dict[tuple[str, str], set[str]]:
 
 
 def functions_that_call(name: str) -> set[tuple[str, str]]:
-    """(module, function) of all in `infinity` that call a method of this name."""
+    """Return (module, function) of every function of `infinity` that calls this name."""
     return {each for each, names in called_names().items() if name in names}
 
 
-# Who reserves what is not pinned: buffers of the first write, and memory of the device itself. What
-# ranks share is pinned by them: tests/ranks/test_shared.py.
+# Functions that reserve unpinned memory: buffers of the initial write, and device memory. Shared
+# memory is pinned by the ranks: tests/ranks/test_shared.py.
 NOT_IN_RAM_FOR_LONG = {
     ("infinity.distributed.shared_memory", "__init__"),
     ("infinity.training.initial_write", "__init__"),
@@ -464,13 +464,13 @@ def test_missing_pin_detected(
     }
 
 
-# --- what the host waits for ---------------------------------------------------------------------
+# --- waits of the host ---------------------------------------------------------------------------
 
 
 def waits_by_step(
     placement: tuple[str, str, str], steps: int = 3, **changes: Any
 ) -> tuple[OrderedAccelerator, list[dict[str, int]]]:
-    """What the training thread waited for in each step, and the device."""
+    """Return the device and the training thread's waits in each step."""
     config = make_config(placement, prefetch_units=0, precision="bf16", **changes)
     waits = []
     with (
@@ -505,14 +505,14 @@ def waits_by_step(
 def test_host_waits_at_most_once_per_step(
     placement: tuple[str, str, str], update: str, micro_batches: int
 ) -> None:
-    """No copy is waited for, only sums of squares: those that the device takes."""
+    """The host never waits for a copy, only for sums of squares computed on the device."""
     _, waits = waits_by_step(placement, update=update, gradient_accumulation_steps=micro_batches)
     once = {"compute": 1}
     if placement[2] == "device":
         assert waits == [once] * len(waits)
     elif placement[2] == "host" and micro_batches == 1:
-        assert all(step in ({}, once) for step in waits)  # another thread may see the end first
-    else:  # a thread takes them in RAM
+        assert all(step in ({}, once) for step in waits)  # another thread may see it first
+    else:  # a worker thread computes them in RAM
         assert waits == [{}] * len(waits)
 
 
@@ -522,7 +522,7 @@ def test_host_waits_at_most_once_per_step(
 def test_host_waits_with_offloaded_activations_bounded(
     placement: tuple[str, str, str], offload: str
 ) -> None:
-    """But where more of them leave than may be kept: four do, three may."""
+    """It may wait for one copy: four activations are offloaded, three may be pending."""
     _, waits = waits_by_step(placement, activations=OFFLOADS[offload])
     allowed = {"device": {1}, "host": {0, 1}, "disk": {0}}[placement[2]]
     assert {step.pop("compute", 0) for step in waits} <= allowed
@@ -543,13 +543,13 @@ def test_host_wait_for_gradient_copy_counted() -> None:
         (one,) = CASE.batches(1)
         r.engine.backward(one.call(r.engine))
         before = device.host_waits["copy"]
-        for parameter in r.engine.module.parameters():  # their copies begin when asked for
+        for parameter in r.engine.module.parameters():  # their copies start when read
             r.engine.gradient(parameter)
         assert device.host_waits["copy"] > before
 
 
 def test_slot_reuse_waits_for_compute_on_alias() -> None:
-    """The slot is reused when the alias dies, but what was computed with it may not be over."""
+    """The slot is reused when the alias dies, but compute that read it may not have finished."""
     config = make_config(IN_RAM, prefetch_units=0)
     with (
         ordered_device(seed=1) as device,
@@ -559,10 +559,10 @@ def test_slot_reuse_waits_for_compute_on_alias() -> None:
         kept: list[Tensor] = []
         for batch in CASE.batches(4):
             loss = batch.call(engine)
-            kept.append(engine.module.blocks[0].qkv.weight.detach())  # reached for: it is there
+            kept.append(engine.module.blocks[0].qkv.weight.detach())  # fetched by attribute access
             assert kept[0].isfinite().all()
             engine.backward(loss)
-            engine.step()  # the weights are given up, the alias keeps their slot
+            engine.step()  # the weights are evicted, the alias holds their slot
             with torch.no_grad():
                 kept[-1].sum()  # compute over the stale weights
             kept.clear()

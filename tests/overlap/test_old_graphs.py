@@ -1,5 +1,6 @@
-"""A graph older than the last step whose gradients need no weights: they must not overwrite what
-the optimizer pass still reads.
+"""Tests of the backward of a graph older than the last step whose gradients need no weights.
+
+Its gradients must not overwrite those that the optimizer pass is reading.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ NUMEL = 1 << 14
 
 
 class Shift(nn.Module):
-    """Adds a vector: its gradient needs nothing that was saved."""
+    """Adds a vector, whose gradient needs no saved tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +39,7 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
     with engine:
         first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))
         engine.backward(first)
-        engine.step()  # the optimizer pass starts, and is slow
+        engine.step()  # starts a slow optimizer pass
         engine.backward(second)
         engine.step()
         return engine.state_dict(master=True)["bias"]

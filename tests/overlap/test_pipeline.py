@@ -1,7 +1,7 @@
-"""Movement hides behind compute: shown by gates, and measured on a quiet machine.
+"""Tests of the overlap of transfers with compute, by gates and by timing.
 
-The measured assert only what sleeping dominates: the disk is throttled by a clock in the native
-engine, compute is `time.sleep`, the margins are wide.
+The timed tests assert only durations dominated by sleeping: the native engine throttles the disk
+by a clock, compute is `time.sleep`, and the margins are wide.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.training.unit_updater import UnitUpdater
 from infinity.training.update_job import UpdateJob
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
-BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # about what one block costs an optimizer pass, each way
+BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # approximate bytes per block and optimizer pass, each way
 
 
 class _SlowBackward(torch.autograd.Function):
@@ -74,8 +74,10 @@ def make_engine(path: Path, *, prefetch_units: int, slow_bytes_per_s: int) -> in
 
 
 def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, list[float]]:
-    """Seconds of the quickest step but the first, and the losses; the quickest, because a busy
-    machine only adds. `serial` waits for the optimizer pass after each step.
+    """Return the time of the fastest step after the first, and the losses.
+
+    The fastest, because a busy machine only adds time. `serial` waits for the optimizer pass after
+    each step.
     """
     torch.manual_seed(1)
     seconds, losses = [], []
@@ -95,7 +97,7 @@ def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, 
 def test_next_forward_overlaps_optimizer_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The optimizer pass waits at its last unit for a block that the next step computes."""
+    """The optimizer pass waits at its last unit until the next step computes a block."""
     process = UnitUpdater._process
     is_forward, in_time = threading.Event(), []
 
@@ -108,7 +110,7 @@ def test_next_forward_overlaps_optimizer_pass(
     with make_engine(tmp_path, prefetch_units=2, slow_bytes_per_s=0) as engine:
         x = torch.randn(2, DIM, dtype=torch.bfloat16)
         engine.backward(engine(x))
-        engine.step()  # returns before the optimizer pass is over
+        engine.step()  # returns before the optimizer pass has finished
         assert not is_forward.is_set()
         blocks = engine.module.blocks
         blocks[0].register_forward_hook(lambda *_: is_forward.set())
@@ -118,8 +120,8 @@ def test_next_forward_overlaps_optimizer_pass(
 
 @pytest.mark.clock
 def test_pipelined_step_faster_than_serial(tmp_path: Path) -> None:
-    """An optimizer pass takes about as long as a forward; behind it, it costs next to nothing."""
-    # Both directions of all blocks in one forward's time: the optimizer pass then fits behind it.
+    """An optimizer pass takes about as long as a forward; overlapped, it costs almost nothing."""
+    # All blocks are read and written in the time of one forward, which then hides the pass.
     rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
     with make_engine(tmp_path, prefetch_units=0, slow_bytes_per_s=rate) as engine:
         serial_s, serial_losses = steps(engine, 6, serial=True)
@@ -133,8 +135,8 @@ def test_pipelined_step_faster_than_serial(tmp_path: Path) -> None:
 
 @pytest.mark.clock
 def test_stall_times_account_for_wall_time(tmp_path: Path) -> None:
-    """What is not compute is accounted for, by cause."""
-    rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk binds
+    """Time that is not compute is attributed to a cause."""
+    rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk is the bottleneck
     with make_engine(tmp_path, prefetch_units=1, slow_bytes_per_s=rate) as engine:
         steps(engine, 4, serial=False)
         report = engine.last_report

@@ -1,8 +1,10 @@
-"""Many seeded schedules: copies on the fake accelerator end in a random order and at random
-times; every loss must still equal the one of the simplest placement, bit for bit.
+"""Tests of many seeded schedules of copies.
+
+Copies on the fake accelerator end in random order and at random times. Every loss must equal the
+loss of the simplest placement, bit for bit.
 
 A missing wait shows as NaN (copies poison their targets until they end, freed slots are
-poisoned) or as other bits. Every step is a schedule of its own.
+poisoned) or as other bits. Every step has a different schedule.
 """
 
 from __future__ import annotations

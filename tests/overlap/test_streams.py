@@ -1,5 +1,6 @@
-"""Whichever streams a user computes on, and whichever thread autograd: what the engine knows of
-compute is one chain. See [Note: one chain of compute] in `storage/cuda.py`.
+"""Tests of the ordering of compute on user streams and on the threads of autograd.
+
+See [Note: one chain of compute] in `storage/cuda.py`.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from infinity.errors import ResidencyError
 from infinity.optim import cuda as kernels_module
 
 CASE = CASES["gpt"]
-AT_LAST = 60.0  # a copy begins when somebody waits for it
+AT_LAST = 60.0  # copies start only when waited for
 IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 TRIPLES = {"ram": ("host",) * 3, "device": ("device",) * 3, "mixed": ("disk", "device", "host")}
 
 
 def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
-    """Each forward, backward and step on another stream, a block on two; what was not ordered."""
+    """Train on many streams, one block on two of them, and return the ordering violations."""
     more["gradient_accumulation_steps"] = 2
     model, config = CASE.build(), make_config(placement, prefetch_units=0, **more)
     with (
@@ -43,7 +44,7 @@ def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
 
         def twice(x: Tensor) -> Any:
             with device.stream("beside"), torch.no_grad():
-                plain(torch.ones_like(x))  # needs nothing that the other stream computes
+                plain(torch.ones_like(x))  # independent of the other stream
             return plain(x)
 
         block.forward = twice
@@ -67,11 +68,11 @@ def test_compute_on_many_streams_ordered(
 
 
 def never_asked(self: OrderedAccelerator) -> None:
-    """The engine does not say that it computes with what is bound already."""
+    """The engine does not announce compute with parameters that are bound already."""
 
 
 def apart(self: OrderedAccelerator) -> Past:
-    """A stream does not wait for the one before it."""
+    """A stream does not wait for the previous one."""
     self._seen = self._current
     return self._streams[self._seen]
 
@@ -88,7 +89,7 @@ def test_unchained_streams_detected(
 
 
 class Stream:
-    """Notes whom it waits for."""
+    """Stream that records which streams it waits for."""
 
     def __init__(self, name: str, waits: list[tuple[str, str]]) -> None:
         self.name = name
@@ -131,7 +132,7 @@ def test_new_compute_stream_waits_for_previous(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cuda_graph_capture_rejected_engine_usable(tmp_path: Path) -> None:
-    """Around a call or inside one; where one is under way, CUDA lets nobody wait for the device."""
+    """Around or inside a call; during a capture CUDA forbids synchronizing with the device."""
 
     class Capturing(FakeAccelerator):
         now = False
@@ -173,7 +174,7 @@ def test_cuda_graph_capture_rejected_engine_usable(tmp_path: Path) -> None:
         assert train(engine, 1, first=1)[0] < 2 * expected[0]
 
 
-# --- backward on a thread of its own --------------------------------------------------------------
+# --- backward on another thread -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("placement", [IN_RAM, MIXED, ON_DISK], ids=["ram", "mixed", "disk"])
@@ -210,11 +211,11 @@ def test_backward_on_another_thread_ordered(
         assert device.violations == []
 
 
-# --- kernels that the driver refuses --------------------------------------------------------------
+# --- kernels rejected by the driver ---------------------------------------------------------------
 
 
 class Refused:
-    """A launcher whose code compiles, and is refused when it is first loaded; or runs to no end."""
+    """Launcher whose code compiles but is rejected when loaded."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -223,7 +224,7 @@ class Refused:
         raise RuntimeError("CUDA_ERROR_NO_BINARY_FOR_GPU")
 
     def load(self, variant: object) -> None:
-        """Compiled."""
+        """Compilation succeeds."""
 
     def room(self, num_elements: int, stream: object) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.float64)
@@ -231,7 +232,7 @@ class Refused:
 
 class Idle(Refused):
     def __call__(self, launch: object, stream: object) -> None:
-        """Nothing is computed."""
+        """Compute nothing."""
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,6 @@ def test_failed_kernel_launch_disables_kernels(
     monkeypatch.setattr(kernels_module, "CudaLauncher", launcher)
     device = bare_cuda_device(monkeypatch)
     assert [device.why_no_kernels() for _ in range(2)] == [reason] * 2
-    (warning,) = device.warnings  # told at the start, once
+    (warning,) = device.warnings  # emitted once
     assert "so the CPU updates" in warning
     assert reason in warning

@@ -1,4 +1,4 @@
-"""The estimate of activations is near the most that lives at once, counted in plain PyTorch."""
+"""Tests of the estimated activation peak against live bytes counted in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from support.activation_peak import CASES, MIB, build, counted, estimated
 from support.live_bytes import LiveBytes
 
-# The others have each of shape, format and recomputation with each other.
+# The remaining cases cover all pairs of shape, format and recomputation.
 LONG = ("gpt, 1024 tokens", "gated, grouped queries", "gpt, 1024 tokens, bf16",
         "32,000 words, recomputed, bf16", "gated, grouped queries, bf16")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Saved inputs away from the device: places, graphs of every fate, errors."""
+"""Tests of the store of offloaded activations: placement, lifetime of graphs, and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS = {"disk": DISK, "host": HOST, "tight": TIGHT}
 
 
 def deep_model() -> SmallModel:
-    """More inputs than a pool of three pages holds."""
+    """Return a model with more block inputs than a pool of three pages holds."""
     return small_model(num_blocks=6)
 
 
@@ -48,7 +48,7 @@ def store_of(engine: Engine) -> ActivationStore:
 
 
 def assert_all_free(engine: Engine) -> None:
-    """No graph holds anything, and every place has come back."""
+    """Assert that no graph holds activations and that all memory ranges are free."""
     gc.collect()
     store = store_of(engine)
     assert not any(store.held.values())
@@ -60,11 +60,11 @@ def assert_all_free(engine: Engine) -> None:
     assert not store._handles
 
 
-# --- the rule, and ranges ------------------------------------------------------------------------
+# --- placement rule and ranges -------------------------------------------------------------------
 
 
 def slow_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
-    """The rule in words, tried out: as many as possible move, the last of them to RAM."""
+    """Brute-force reference for `tiers_of`: offload as many as possible, the last ones to RAM."""
     fits = [s >= plan.min_bytes and round_up(s, PAGE) <= plan.host_bytes for s in sizes]
     pages = [round_up(s, PAGE) for s in sizes]
     all_pages = sum(p for p, f in zip(pages, fits, strict=True) if f)
@@ -136,7 +136,7 @@ def test_ranges_match_list_of_pages() -> None:
             assert ranges.free_bytes == pages.count(False) * PAGE
 
 
-# --- what torch tells us -------------------------------------------------------------------------
+# --- detection of checkpoints and backward -------------------------------------------------------
 
 
 def test_saved_by_checkpoint_detects_checkpoint_inputs() -> None:
@@ -153,7 +153,7 @@ def test_saved_by_checkpoint_detects_checkpoint_inputs() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             y = checkpoint(lambda t: torch.tanh(t @ weight), x.exp(), use_reentrant=reentrant)
             y.square().sum()
-        # Before torch 2.13 an empty one goes with it; it is too small for us.
+        # Before torch 2.13 an empty tensor is saved too; it is below the offload threshold.
         assert [shape for ours, shape in seen if ours and shape != (0,)] == [(2, 3)], seen
         assert len(seen) >= 3
 
@@ -194,7 +194,7 @@ def test_tensor_identity_compares_values_without_reference() -> None:
     x.add_(1)
     assert one != TensorIdentity(x), "it shows other values now"
     del x
-    others = [torch.randn(4, 4) for _ in range(64)]  # one may lie where x lay
+    others = [torch.randn(4, 4) for _ in range(64)]  # one may reuse the address of x
     assert all(one != TensorIdentity(other) for other in others)
 
 
@@ -206,7 +206,7 @@ def device_for(kind: str) -> dict[str, Any]:
 
 
 def reference(count: int) -> list[Tensor]:
-    """Gradients of the first batches, each by itself, of plain torch."""
+    """Return the gradient of one weight for each of the first batches, from plain torch."""
     found = []
     for index in range(count):
         model = deep_model()
@@ -237,27 +237,27 @@ def test_saved_graphs_dropped_reordered_retained_partial(
         assert store_of(engine).num_saved
         del loss
         assert_all_free(engine)
-        # several alive, last one first
+        # several graphs alive, backward in another order
         losses = [engine(batch(index)) for index in range(3)]
         for index in (2, 0, 1):
             engine.backward(losses[index])
             assert torch.equal(gradient(), expected[index])
             engine.zero_grad()
-        assert_all_free(engine)  # though the losses are still there
-        # kept for a second backward
+        assert_all_free(engine)  # although the losses are alive
+        # retained for a second backward
         loss = engine(batch(1))
         engine.backward(loss, retain_graph=True)
         engine.backward(loss)
         assert torch.equal(gradient(), expected[1] + expected[1])
         engine.zero_grad()
-        # inputs of a part of the graph only
+        # backward through a part of the graph only
         loss = engine(batch(2))
         (only,) = torch.autograd.grad(loss, engine.module.norm.bias)
         assert only.shape == (16,)
         del loss
         engine.zero_grad()
         assert_all_free(engine)
-        loss = engine(batch(2))  # and all is as before
+        loss = engine(batch(2))  # the store is usable as before
         engine.backward(loss)
         assert torch.equal(gradient(), expected[2])
 
@@ -285,7 +285,7 @@ def test_exception_releases_all_activation_memory(tmp_path: Path, device: str) -
             with pytest.raises(ValueError, match=at):
                 engine.backward(engine(batch(0)))
             handle.remove()
-        # After an exception in a backward torch keeps what was left until the next one.
+        # After an exception in backward, torch keeps the remaining graph tasks until the next one.
         engine.backward(engine(batch(0)))
         assert_all_free(engine)
         assert torch.equal(engine.gradient(engine.module.blocks[0].up.weight), expected)
@@ -302,7 +302,7 @@ def test_activations_beyond_capacity_stay_on_device(tmp_path: Path) -> None:
             2 * 6,
             3 * 6,
         )
-        # 3 pages are transit, so none rests in RAM; 1 page is on disk
+        # All 3 host pages are transit buffers, so none is stored in RAM; 1 page is on disk.
         assert store_of(engine).held == {Tier.DEVICE: 5 * size, Tier.HOST: 0, Tier.DISK: size}
         engine.backward(loss)
         engine.step()
@@ -322,7 +322,7 @@ def test_small_and_noncontiguous_tensors_not_offloaded(tmp_path: Path) -> None:
 
 
 class Spoiler(SmallModel):
-    """Changes a block's input after it was saved."""
+    """Model that modifies a block's input after it was saved."""
 
     def features(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)

@@ -1,4 +1,4 @@
-"""A parameter that one module reaches for and hands to others, whose own weights need its slot."""
+"""Tests of a parameter of one module that is passed to other modules, which also need slots."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Block(nn.Module):
 
 
 class Reader(nn.Module):
-    """Holds the table and reads it by attribute."""
+    """Module that owns the table and reads it by attribute."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calls in orders a loop does not usually have: right, or a clear error."""
+"""Tests of engine calls in unusual orders: a correct result or a clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from infinity.errors import EngineClosedError, ResidencyError
 def masters_with_a_stray_backward(path: Path, placement: dict[str, str]) -> dict[str, Tensor]:
     with small_engine(path, placement) as engine:
         engine.backward(engine(batch(1)))
-        engine.module.blocks[0].up.weight.sum().backward()  # a part of one unit
+        engine.module.blocks[0].up.weight.sum().backward()  # only one parameter of a unit
         engine.step()
         return masters(engine)
 

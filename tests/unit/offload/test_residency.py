@@ -1,4 +1,4 @@
-"""Parameters resident and offloaded: placeholders are loud, access fetches, copies are refused."""
+"""Tests of resident and offloaded parameters: placeholders, fetching on access, rejected copies."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ INTEGERS = [torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8]
 
 
 def resident(engine: Engine) -> set[str]:
-    """Names of units that parameters are bound to."""
+    """Return the names of the units whose parameters are bound."""
     entries = components(engine).prefetcher.ledger.entries
     return {u.name for u in engine.plan.units if entries[u.index].bound}
 
@@ -109,7 +109,7 @@ def test_attribute_access_fetches_on_accelerator(tmp_path: Path) -> None:
 
 
 def test_weight_used_by_another_module_fetched(tmp_path: Path) -> None:
-    """One module computes with another's weight, reached through the other module."""
+    """A module computes with the weight of another module, accessed by attribute."""
 
     class Borrower(nn.Module):
         def __init__(self) -> None:
@@ -144,10 +144,10 @@ def test_tied_weight_gradients_summed(tmp_path: Path) -> None:
 
 
 def test_eviction_invalidates_tensors_saved_by_autograd(tmp_path: Path) -> None:
-    """What autograd saved behind the engine's back must not read another unit's bytes."""
+    """Tensors saved by autograd outside the engine's hooks must not read another unit's bytes."""
     with small_engine(tmp_path) as engine:
         weight = engine.module.blocks[0].up.weight
-        saved = (weight * weight).sum()  # outside any hook of ours: the leaf itself is saved
+        saved = (weight * weight).sum()  # outside the engine's hooks: autograd saves the leaf
         unit = next(u.index for u in engine.plan.units if u.name == "blocks.0")
         components(engine).prefetcher.drop(unit)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -197,7 +197,7 @@ def test_backward_of_graph_before_update_raises(tmp_path: Path) -> None:
 
 
 def test_saved_tensors_hold_no_slot(tmp_path: Path) -> None:
-    """After a whole forward the graph refers to no slot: nothing lingers but what is bound."""
+    """After a forward the graph references no slot; only bound parameters do."""
     with small_engine(tmp_path, prefetch_units=1) as engine:
         loss = engine(batch(0))
         prefetcher = components(engine).prefetcher
@@ -230,7 +230,7 @@ def test_inplace_edit_of_saved_activation_raises(tmp_path: Path) -> None:
         assert isinstance(components(engine).hooks.saved, SavedTensors)
 
 
-# --- the mapping ---------------------------------------------------------------------------------
+# --- parameter map -------------------------------------------------------------------------------
 
 
 def test_replacing_adding_or_removing_parameters_raises(tmp_path: Path) -> None:
@@ -254,7 +254,7 @@ def test_replacing_adding_or_removing_parameters_raises(tmp_path: Path) -> None:
             norm._parameters.setdefault("other", None)
         with pytest.raises(ResidencyError):
             norm._parameters.popitem()
-        norm.weight = norm.weight  # the same object is no replacement
+        norm.weight = norm.weight  # assigning the same object is allowed
         assert len(train(engine, 1)) == 1
 
 
@@ -315,7 +315,7 @@ def test_move_to_same_device_and_dtype_is_noop(tmp_path: Path) -> None:
         assert losses + train(engine, 1, first=1) == expected
 
 
-# --- modules that come later ---------------------------------------------------------------------
+# --- modules added later -------------------------------------------------------------------------
 
 
 def test_adding_module_with_parameters_raises(tmp_path: Path) -> None:
@@ -331,7 +331,7 @@ def test_adding_module_with_parameters_raises(tmp_path: Path) -> None:
         head, model.head = model.head, nn.Identity()
         model.head = head
         assert len(train(engine, 1)) == 1
-    model.head = nn.Linear(16, 3)  # afterwards it is a module like any other
+    model.head = nn.Linear(16, 3)  # after close it is an ordinary module
     assert all(type(m._modules) is dict for m in model.modules())
 
 
@@ -492,7 +492,7 @@ def test_scalar_and_empty_parameters_trained(tmp_path: Path, placement: dict[str
 def test_view_outliving_eviction_keeps_losses_equal(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where another thread looks at the frames of this one while it evicts."""
+    """As when another thread inspects this thread's frames during the eviction."""
     more: dict[str, Any] = {"model": small_model(num_blocks=8)}
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         expected = train(engine, 3)
@@ -512,7 +512,7 @@ def test_view_outliving_eviction_keeps_losses_equal(
 
 
 def test_alias_of_weights_keeps_values_before_update(tmp_path: Path) -> None:
-    """Its slot is nobody else's while it is kept, though its unit was updated meanwhile."""
+    """The slot is not reused while an alias exists, although its unit has been updated since."""
     kept: list[torch.Tensor] = []
 
     def keep(module: Any, args: Any, output: Any) -> None:
@@ -541,7 +541,7 @@ class Nothing(nn.Module):
 
 
 def test_empty_unit_does_not_affect_loss(tmp_path: Path) -> None:
-    """Saved weights are known by their address, and such a unit has none."""
+    """Saved weights are identified by their address, which an empty unit does not have."""
     losses = []
     for blocks in ([], [Nothing()]):
         model = small_model()

@@ -1,6 +1,6 @@
-"""Streamed updates under saving, durable steps and an early close.
+"""Tests of streamed updates during saving, durable steps and an early close.
 
-What they compute and move is in `parity/test_streamed_updates.py`.
+`parity/test_streamed_updates.py` tests what they compute and transfer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ SHARE = {"ram, the CPU beside": 0.4}
 
 
 def model_of(place: str) -> Any:
-    """One whose units have several chunks where the CPU does a share of them."""
+    """Return a model; its units have several chunks if the CPU updates a share of them."""
     return small_model(width=64) if place in SHARE else small_model()
 
 
@@ -49,7 +49,7 @@ def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
 
 
 def by_cpu(engine: infinity.Engine) -> bool:
-    """Whether some of what is streamed is updated by the CPU meanwhile."""
+    """Return True if the CPU updates a share of the chunks while others are streamed."""
     plan = engine.plan
     each = (plan.chunk_batches(*pair) for pair in zip(plan.units, plan.placements, strict=True))
     return any(not streamed for passages in each for _, streamed in passages)
@@ -62,7 +62,7 @@ def by_cpu(engine: infinity.Engine) -> bool:
 def test_checkpoint_holds_state_at_time_of_call(
     tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing of a unit comes back before the copier has what was there."""
+    """No updated chunk is written back before the copier has read the previous state."""
     nvme, saved = tmp_path / "nvme", tmp_path / "saved"
     nvme.mkdir()
     slow = SlowWriter(monkeypatch)
@@ -114,7 +114,7 @@ def test_durable_run_resumes_with_same_state(tmp_path: Path, placement: str) -> 
 def test_commit_reads_after_queued_updates_and_copies(
     tmp_path: Path, placement: dict[str, str], update: str
 ) -> None:
-    """Updates, and copies to where they rest, that are asked for but not over on the device."""
+    """Updates and write-backs may be queued but not finished on the device."""
     with ordered_device(seed=1, kernels=True) as device:
         given = settings(tmp_path, placement, durable=True, commit_every=1, update=update)
         engine, *_ = infinity.initialize(small_model(), given, device=device)
@@ -124,12 +124,12 @@ def test_commit_reads_after_queued_updates_and_copies(
         assert device.violations == []
 
 
-# --- an early close -------------------------------------------------------------------------------
+# --- early close ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_close_waits_for_in_flight_chunks(tmp_path: Path, place: str) -> None:
-    """They move into and out of memory that is given back."""
+    """In-flight chunks read and write memory that close frees."""
     fake = with_kernels(max_delay_s=0.2)
     more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
     share = SHARE.get(place, 0.0)
@@ -146,7 +146,7 @@ def test_close_waits_for_in_flight_chunks(tmp_path: Path, place: str) -> None:
     assert not fake.violations
 
 
-# --- a trace --------------------------------------------------------------------------------------
+# --- trace ----------------------------------------------------------------------------------------
 
 
 def test_trace_records_every_streamed_chunk(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Where windows, loss scales, backwards of the user's own and gradients in flight meet."""
+"""Tests of accumulation windows combined with loss scaling, torch backwards and pending copies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_unscaled_backward_detected_before_scaled_one(by_engine: bool) -> None:
         scaled = engine.backward if by_engine else engine.scale
         with pytest.raises(TrainingError, match="was not scaled"):
             scaled(y.float().mean())
-        engine.backward(engine(inputs(torch.float16)).float().mean())  # the window starts over
+        engine.backward(engine(inputs(torch.float16)).float().mean())  # a new window
         engine.step()
         assert engine.global_steps == 1
 

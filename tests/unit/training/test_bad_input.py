@@ -1,4 +1,4 @@
-"""Bad input: one clear error, nothing left behind, and the model as it was."""
+"""Tests of invalid input: one clear error, no leftovers, and an unchanged model."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def refusal(
     model: nn.Module | None = None,
     **arguments: Any,
 ) -> str:
-    """The error's text; the model must still compute, and nothing may be left behind."""
+    """Return the error message of a failed `initialize`; assert that nothing else changed."""
     model = small_model() if model is None else model
     before = {k: v.clone() for k, v in model.state_dict().items()}
     threads = set(threading.enumerate())
@@ -84,7 +84,7 @@ def test_nvme_path_that_is_a_file_raises(tmp_path: Path, placement: dict[str, st
 
 
 def test_unwritable_nvme_path_raises(tmp_path: Path) -> None:
-    """/proc refuses new files to root too."""
+    """In /proc not even root can create files."""
     text = refusal(MachineError, tmp_path, settings(Path("/proc/self/task")))
     assert "/proc/self/task" in text
 
@@ -173,7 +173,7 @@ def test_meta_batch_raises(tmp_path: Path) -> None:
 
 
 class Regression(nn.Module):
-    """Of floats, by a layer of any kind."""
+    """Regression on float inputs by the given layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -226,11 +226,11 @@ def test_permanent_nan_loss_raises(tmp_path: Path) -> None:
         assert same(masters(engine), before)
 
 
-# --- children ------------------------------------------------------------------------------------
+# --- child processes -----------------------------------------------------------------------------
 
 
 class Nosy(Dataset[Tensor]):
-    """A dataset that touches the engine, or the model, in the worker: each row in another way."""
+    """Dataset whose rows each run a function that uses the engine or model in the worker."""
 
     def __init__(self, *touches: Callable[[], object]) -> None:
         self.touches = touches
@@ -263,8 +263,8 @@ def test_data_loader_worker_using_engine_raises(tmp_path: Path) -> None:
         for _ in touches:
             with pytest.raises((ResidencyError, RuntimeError), match="is a fork of it") as caught:
                 next(rows)
-            # What it holds must not be garbage that only the collector finds: finalised in any
-            # order, the loader's pipes are closed before it can tell its workers to end.
+            # The frames must not become cyclic garbage: finalized in any order, the loader's
+            # pipes are closed before it can shut down its workers.
             traceback.clear_frames(caught.value.__traceback__)
         del caught, rows
         seen += train(engine, 2, first=2)

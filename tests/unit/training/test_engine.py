@@ -1,4 +1,4 @@
-"""The engine's contract: calls, counters, clipping, hooks, closing, failing, and refusals."""
+"""Tests of the engine's contract: calls, counters, clipping, hooks, closing, failures, errors."""
 
 from __future__ import annotations
 
@@ -230,7 +230,7 @@ def test_training_matches_plain_torch(tmp_path: Path) -> None:
             assert torch.allclose(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5), name
 
 
-# --- hooks of the user ---------------------------------------------------------------------------
+# --- user hooks ----------------------------------------------------------------------------------
 
 
 def test_user_hooks_see_resident_parameters(tmp_path: Path) -> None:
@@ -284,7 +284,7 @@ def test_tensor_hook_can_change_gradient(tmp_path: Path) -> None:
 
 
 def test_parameter_in_loss_outside_call_correct_or_raises(tmp_path: Path) -> None:
-    """Right, or a clear error: here an L2 term over a parameter fetched by access."""
+    """An L2 term over a parameter fetched by access gives the right gradient or a clear error."""
     plain = small_model()
     (plain(batch(0)) + plain.blocks[0].up.weight.square().sum()).backward()
     with small_engine(tmp_path, prefetch_units=0) as engine:
@@ -345,7 +345,7 @@ def test_autocast_cache_disabled_inside_calls_only(tmp_path: Path) -> None:
     assert seen == [False]
 
 
-# --- several engines, closing --------------------------------------------------------------------
+# --- several engines and closing -----------------------------------------------------------------
 
 
 def test_two_engines_train_independently(tmp_path: Path) -> None:
@@ -367,7 +367,7 @@ def test_two_engines_train_independently(tmp_path: Path) -> None:
 def test_second_engine_needs_memory_freed_by_first(
     tmp_path: Path,
 ) -> None:
-    big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB with its state
+    big = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8)))  # 8 MiB including optimizer state
     placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
     fake, other = FakeAccelerator(), FakeAccelerator()
     limits = {"budget": {"device": "12MiB"}}
@@ -399,7 +399,7 @@ def test_model_of_another_engine_rejected(tmp_path: Path) -> None:
 
 
 def test_unsupported_models_rejected(tmp_path: Path) -> None:
-    """Each would be trained wrongly without a word, or break in the first step."""
+    """Each would silently train incorrectly or fail in the first step."""
     stale, shared, lazy, scripted = (small_model() for _ in range(4))
     stale.norm.register_buffer("copy", stale.blocks[0].up.weight.data[1:])
     shared.blocks[1].up.weight = nn.Parameter(shared.blocks[0].up.weight.data)
@@ -417,7 +417,7 @@ def test_unsupported_models_rejected(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match=expected):
             infinity.initialize(model, settings(tmp_path))
     shared.blocks[1].up.weight.requires_grad_(False)
-    shared.blocks[0].up.weight.requires_grad_(False)  # nothing of it changes
+    shared.blocks[0].up.weight.requires_grad_(False)  # frozen weights may share memory
     infinity.initialize(shared, settings(tmp_path))[0].close()
 
 
@@ -508,7 +508,7 @@ def test_failed_update_fails_all_later_calls(
         engine.close()
 
 
-# --- refusals ------------------------------------------------------------------------------------
+# --- rejected input ------------------------------------------------------------------------------
 
 
 def test_incomplete_launcher_environment_rejected(

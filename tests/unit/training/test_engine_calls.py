@@ -1,4 +1,4 @@
-"""DeepSpeed's calls on an engine: each does what it says, or says why not."""
+"""Tests of the DeepSpeed interface of an engine."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
 def few_of(every: list[Any], few: list[Any]) -> list[Any]:
-    """All rows; those not among the few are for `make test-big`."""
+    """Return all rows as parameters; rows not in `few` run only in `make test-big`."""
     assert set(few) <= set(every)
     return [pytest.param(*row, marks=[] if row in few else [pytest.mark.big]) for row in every]
 
@@ -71,7 +71,7 @@ def deepspeed_config(**more: Any) -> dict[str, Any]:
     }
 
 
-# --- who has these calls ----------------------------------------------------------------------
+# --- engine class -----------------------------------------------------------------------------
 
 
 def test_engine_class_follows_config_style(tmp_path: Path) -> None:
@@ -111,9 +111,7 @@ def test_positional_arguments_in_deepspeed_order() -> None:
 
 
 def test_training_data_order_and_resume(tmp_path: Path) -> None:
-    """Whatever has items, in the order of torch's `DistributedSampler`; a resume says that it is
-    one.
-    """
+    """The order is that of torch's `DistributedSampler`; a resume within an epoch warns."""
     samples = [(torch.tensor(n), torch.tensor(n + 10)) for n in range(9)]
     theirs = torch.utils.data.DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True)
     expected = [*theirs]
@@ -136,7 +134,7 @@ def test_training_data_order_and_resume(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds files that do not belong to a checkpoint"):
             engine.save_checkpoint(tmp_path, "saved")
         (tmp_path / "saved" / "notes.txt").unlink()
-        (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as a save that is killed
+        (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as left by a killed save
         (tmp_path / "mine.replaced").mkdir()
         for name in ("a/b", ""):
             with pytest.raises(ConfigError, match="a tag names a directory"):
@@ -314,7 +312,7 @@ def test_scheduler_of_passed_optimizer_matches_torch() -> None:
 
 
 def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
-    """`MultiStepLR` keeps milestones in a `Counter`; others need no class of torch's."""
+    """`MultiStepLR` has a `Counter` of milestones; the other is not a torch scheduler."""
 
     class Own:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -371,7 +369,7 @@ def test_step_passes_lr_kwargs_to_scheduler(tmp_path: Path) -> None:
 
 
 def test_user_stepped_scheduler_does_not_warn(tmp_path: Path) -> None:
-    """Torch would warn of an order that is right."""
+    """torch would warn about the order of steps, although it is correct."""
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
@@ -386,7 +384,7 @@ def test_user_stepped_scheduler_does_not_warn(tmp_path: Path) -> None:
 
 
 def test_passed_optimizer_delegates_to_engine(tmp_path: Path) -> None:
-    """Its step, zero_grad and load_state_dict; groups stay those that schedules hold."""
+    """Covers step, zero_grad and load_state_dict; the param groups stay the scheduler's objects."""
     found = []
     for by_engine, drops in ((True, True), (False, True), (True, False)):
         model = small_model()
@@ -419,7 +417,7 @@ def test_passed_optimizer_delegates_to_engine(tmp_path: Path) -> None:
 
 
 def test_unsupported_group_options_and_hooks_rejected(tmp_path: Path) -> None:
-    """Entries of groups that change what torch computes, and hooks on steps."""
+    """Group options that change the update rule, and hooks on steps."""
     given = settings(tmp_path, ON_DISK)
     model = small_model()
     for asked in ({"amsgrad": True}, {"bias_correction": False}, {"decoupled_weight_decay": False}):
@@ -436,7 +434,7 @@ def test_unsupported_group_options_and_hooks_rejected(tmp_path: Path) -> None:
 def test_read_state_finishes_pass_before_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An optimizer of torch's tries edits of its groups on what the pass steps with."""
+    """A torch optimizer validates edits of its groups on the optimizer that the pass steps."""
     calls: list[str] = []
 
     def note(owner: Any, name: str) -> None:
@@ -454,7 +452,7 @@ def test_read_state_finishes_pass_before_groups(
 
 
 def test_autocast_cache_disabled_in_module_calls(tmp_path: Path) -> None:
-    """Whoever is called, with gradients or without."""
+    """For calls of the module, with and without gradients."""
     kept: list[bool] = []
     model = small_model()
     model.norm.register_forward_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
@@ -467,7 +465,7 @@ def test_autocast_cache_disabled_in_module_calls(tmp_path: Path) -> None:
 
 
 def test_meta_default_device_has_no_effect(tmp_path: Path) -> None:
-    """A default device that has no values; as scripts for GPUs set one."""
+    """Scripts for GPUs set a default device; here it is one without values."""
 
     def maker(parameters: Any) -> Any:
         return torch.optim.RMSprop(parameters, lr=1e-2)
@@ -505,7 +503,7 @@ def test_inputs_moved_to_device_scalars_and_sizes_kept(tmp_path: Path) -> None:
         assert isinstance(moved["encoding"], UserDict)
         tensors = (moved["packed"].data, moved["packed"].sorted_indices, row.tokens)
         assert all(t.device.type == "meta" for t in (*tensors, moved["encoding"]["x"]))
-        assert given["rows"][0].tokens.device.type == "cpu"  # what the caller holds is not changed
+        assert given["rows"][0].tokens.device.type == "cpu"  # the caller's objects are not modified
 
 
 def test_buffer_dtype_mismatch_error_names_buffer(tmp_path: Path) -> None:
@@ -673,7 +671,7 @@ def test_gradients_before_or_dropped_by_zero_grad_ignored(tmp_path: Path) -> Non
 
 
 def test_hook_that_drops_gradients_raises(tmp_path: Path) -> None:
-    """As of an optimizer that steps in backward; one that only looks is left alone."""
+    """As by an optimizer that steps in backward; a hook that only reads is allowed."""
     model, seen = small_model(), []
     model.norm.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
     with small_engine(tmp_path, model=model) as engine:
@@ -765,7 +763,7 @@ FEW_WINDOWS = [  # all pairs
 def test_manual_windows_equal_configured_windows(
     tmp_path: Path, placement: str, precision: str, count: int, style: str
 ) -> None:
-    """More and fewer micro-batches than configured, against as many as configured."""
+    """More or fewer micro-batches than configured equal a window of the configured length."""
     with small_engine(
         tmp_path, PLACEMENTS[placement], precision=precision, gradient_accumulation_steps=count + 1
     ) as engine:
@@ -872,7 +870,7 @@ def test_counters_continue_after_checkpoint(tmp_path: Path) -> None:
     assert found == [(4, 12), (6, 18)]
 
 
-# --- looking at it -----------------------------------------------------------------------------
+# --- getters -----------------------------------------------------------------------------------
 
 
 def test_deepspeed_getters_report_configuration() -> None:
@@ -934,7 +932,7 @@ def test_was_step_applied_false_after_skipped_step(tmp_path: Path) -> None:
 def test_destroyed_engine_weights_used_by_next_engine(
     tmp_path: Path, placement: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Into RAM if it has room for all, else one by one, also after an attempt that failed."""
+    """Loaded into RAM if all fit, otherwise one at a time; also after a failed attempt."""
     model, given = small_model(), settings(tmp_path, PLACEMENTS[placement], precision="bf16")
     engine = infinity.initialize(model, given, engine_class=DeepSpeedEngine)[0]
     assert isinstance(engine, DeepSpeedEngine)
@@ -962,7 +960,7 @@ def test_destroyed_engine_weights_used_by_next_engine(
 
 
 class PlainLoss(nn.Module):
-    """Holds a model as libraries of losses do."""
+    """Loss module that contains the model, as in loss libraries."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -1034,7 +1032,7 @@ def test_compile_keeps_results(tmp_path: Path) -> None:
         assert torch.equal(engine(batch(0)), before)
 
 
-# --- values ------------------------------------------------------------------------------------
+# --- state dicts and weights -------------------------------------------------------------------
 
 
 def test_module_state_dict_saves_and_loads(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
-"""Ctrl-C: it waits for the end of the engine's call, a second one does not; and other exceptions.
+"""Tests of interrupts and other exceptions in engine calls.
 
-After an exception in `backward` the accumulation window starts over (`micro_step` is 0); after one
-in a forward nothing was lost; a `step` has happened, or the window starts over.
+The first Ctrl-C raises at the end of the engine's call, the second at once. After an exception in
+`backward` the accumulation window is discarded (`micro_step` is 0); after one in a forward nothing
+is lost; a `step` either completes, or the window is discarded.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ def ctrl_c() -> None:
 
 
 def from_another_thread() -> None:
-    """As a terminal does it: whatever thread runs, the main thread hears of it."""
+    """Send SIGINT to the process, as a terminal does; Python handles it in the main thread."""
     thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
     thread.start()
     thread.join()
 
 
 def assert_restored(engine: Engine) -> None:
-    """Between two calls no stack of ours or of torch's holds anything, nor is SIGINT ours."""
+    """Assert that between calls all hook stacks are empty and SIGINT has its default handler."""
     hooks = components(engine).hooks
     assert hooks.saved.depth == 0
     assert not hooks._forwards
@@ -72,11 +73,11 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], 
         return train(engine, STEPS), masters(engine)
 
 
-# --- the first one --------------------------------------------------------------------------------
+# --- first interrupt ------------------------------------------------------------------------------
 
 
 def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[[], None]:
-    """The action happens in the middle of each such call, until what is returned is called."""
+    """Run `action` in the middle of each call of this kind; return a function that undoes it."""
     block, parts = engine.module.blocks[1], components(engine)
     if name == "forward":
         return block.up.register_forward_hook(lambda *_: action() and None).remove
@@ -101,7 +102,7 @@ def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[
 
 @contextmanager
 def struck_once(engine: Engine, name: str, how: Callable[[], None] = ctrl_c) -> Iterator[None]:
-    """The call in the block raises `KeyboardInterrupt`, at its end."""
+    """Interrupt the call in the block once; assert that it raises at its end."""
     struck: list[int] = []
     undo = during(engine, name, lambda: how() if not struck and not struck.append(1) else None)
     with pytest.raises(KeyboardInterrupt):
@@ -129,7 +130,7 @@ def test_interrupt_raised_at_end_of_call(
     nvme.mkdir()
     with small_engine(nvme, arguments=arguments, **TWO) as engine:
         losses = [float(engine(batch(index)).detach()) for index in range(1)]
-        with struck_once(engine, "forward", how):  # its result is lost, and nothing else
+        with struck_once(engine, "forward", how):  # only its result is lost
             engine(batch(0))
         loss = engine(batch(0))
         with struck_once(engine, "backward", how):
@@ -173,7 +174,7 @@ def test_interrupt_deferred_in_module_and_torch_backward(tmp_path: Path) -> None
 
 
 def test_interrupt_in_materialized_block_keeps_edit(tmp_path: Path) -> None:
-    """Struck in the block, which is the user's own code, and while it is left."""
+    """Interrupts in the block, which is user code, and on entry."""
     with small_engine(tmp_path) as engine:
         with pytest.raises(KeyboardInterrupt), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
@@ -185,7 +186,7 @@ def test_interrupt_in_materialized_block_keeps_edit(tmp_path: Path) -> None:
         assert engine(batch(0)).isfinite()
 
 
-# --- the second one -------------------------------------------------------------------------------
+# --- second interrupt -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -238,7 +239,7 @@ def test_second_interrupt_ends_call_and_engine(
 
 @contextmanager
 def small_engine_at(path: Path, **more: Any) -> Iterator[Engine]:
-    """An engine whose directory stays."""
+    """Yield an engine without removing its directory."""
     engine, *_ = infinity.initialize(small_model(1), settings(path, ON_DISK, **more))
     with engine:
         yield engine
@@ -246,7 +247,7 @@ def small_engine_at(path: Path, **more: Any) -> Iterator[Engine]:
 
 @pytest.mark.parametrize("wait", ["for an update", "for a gradient", "for a save", "for a disk"])
 def test_second_interrupt_ends_blocking_wait(tmp_path: Path, wait: str) -> None:
-    """The main thread sits in a lock, or in native code, that nobody lets go of."""
+    """The main thread blocks in a lock or in native code that is never released."""
     nvme, gate = tmp_path / "nvme", threading.Event()
     nvme.mkdir()
     with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
@@ -270,7 +271,7 @@ def test_second_interrupt_ends_blocking_wait(tmp_path: Path, wait: str) -> None:
 
         def press() -> None:
             while not gate.wait(0.1):
-                if DEFERRAL._calls:  # the call has begun, and is not over
+                if DEFERRAL._calls:  # while the call is running
                     os.kill(os.getpid(), signal.SIGINT)
 
         thread = threading.Thread(target=press)
@@ -297,7 +298,7 @@ def test_interrupted_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
     assert_nothing_left(tmp_path, threads)
 
 
-# --- what is left alone ---------------------------------------------------------------------------
+# --- signal handlers ------------------------------------------------------------------------------
 
 
 def test_user_signal_handlers_preserved(tmp_path: Path) -> None:
@@ -315,7 +316,7 @@ def test_user_signal_handlers_preserved(tmp_path: Path) -> None:
             seen: list[Any] = []
             undo = during(engine, "forward", lambda: (ctrl_c(), seen.append(list(heard))))
             engine(batch(0))
-            assert (seen, heard) == ([[]], ["mine"])  # at the end, once
+            assert (seen, heard) == ([[]], ["mine"])  # handled once, at the end
             assert signal.getsignal(signal.SIGINT) is mine
             undo()
             undo = during(engine, "forward", lambda: signal.signal(signal.SIGINT, late))
@@ -344,7 +345,7 @@ def test_user_signal_handlers_preserved(tmp_path: Path) -> None:
 
 
 def test_failed_backward_does_not_defer_interrupts(tmp_path: Path) -> None:
-    """As a `loss.backward()` that raised. Within another one's call an engine's ends nothing."""
+    """As when `loss.backward()` raised. A nested call of another engine does not end deferral."""
 
     def fail(_: Tensor) -> None:
         raise ValueError("the user's own")
@@ -424,7 +425,7 @@ def test_interrupted_initialize_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_unmaterialized_edit_raises_at_step_and_training_continues(tmp_path: Path) -> None:
-    """The commit of a step that raises must not leave units waiting for an update for ever."""
+    """A commit that raises must not leave units waiting for an update forever."""
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
         with torch.no_grad():

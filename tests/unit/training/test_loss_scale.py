@@ -1,4 +1,4 @@
-"""Loss scaling: traces against a closed form, skipped steps, the end of the scale, resuming."""
+"""Tests of loss scaling: scale traces, skipped steps, the minimum scale, and resuming."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def rules_of(words: ScaleWords) -> ScaleRules:
 
 
 def config_of(words: ScaleWords) -> dict[str, Any]:
-    """Our configuration of these words."""
+    """Return the engine configuration of these settings."""
     if words.static:
         return {"precision": "fp16", "loss_scale": {"value": words.static}}
     section = {
@@ -43,7 +43,7 @@ def config_of(words: ScaleWords) -> dict[str, Any]:
     return {"precision": "fp16", "loss_scale": section}
 
 
-# --- the rules -----------------------------------------------------------------------------------
+# --- rules ---------------------------------------------------------------------------------------
 
 words_of_users = st.builds(
     ScaleWords,
@@ -66,7 +66,7 @@ def test_scale_rules_match_closed_form(words: ScaleWords, overflows: list[bool])
 
 
 def trace(words: ScaleWords, overflows: str) -> list[float]:
-    """The scale of every step; "x" overflows, "." does not."""
+    """Return the scale of each step; "x" overflows, "." does not."""
     rules = rules_of(words)
     state, scales = rules.start(), []
     for step in overflows:
@@ -77,11 +77,11 @@ def trace(words: ScaleWords, overflows: str) -> list[float]:
 
 def test_scale_traces_by_hand() -> None:
     three = ScaleWords(initial=16.0, window=3, hysteresis=1)
-    # At the start, and after an overflow, the first good step does not count.
+    # At the start and after an overflow, the first finite step does not count.
     assert trace(three, "........") == [16, 16, 16, 16, 32, 32, 32, 64]
     assert trace(three, "..x.....x.") == [16, 16, 16, 8, 8, 8, 8, 16, 16, 8]
     patient = ScaleWords(initial=16.0, window=3, hysteresis=3)
-    # Two overflows are borne; from then on every one halves, until the scale doubles.
+    # Two overflows are tolerated; then each one halves the scale, until it doubles again.
     assert trace(patient, "xx.x.x....x.") == [16, 16, 16, 16, 8, 8, 4, 4, 4, 4, 8, 8]
     every = ScaleWords(initial=16.0, window=3, hysteresis=2, consecutive=True)
     assert trace(every, "x.x.xx.xx") == [16, 16, 16, 16, 16, 16, 8, 8, 8]
@@ -114,11 +114,11 @@ def test_invalid_loss_scale_config_rejected(given: dict[str, Any], message: str)
     assert message in str(caught.value)
 
 
-# --- an engine -----------------------------------------------------------------------------------
+# --- engine --------------------------------------------------------------------------------------
 
 
 class Exploding(nn.Module):
-    """Two layers, and a buffer that the output is multiplied with: inf makes gradients inf."""
+    """Two layers whose output is multiplied by a buffer; inf makes the gradients inf."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
 def test_dynamic_scale_halves_until_finite(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Finite losses whose fp16 gradients overflow: halved until they do not."""
+    """Losses are finite, but the fp16 gradients overflow until the scale is low enough."""
     with make_engine(tmp_path, loss_scale={"initial_power": 30, "hysteresis": 1}) as engine:
         seen = []
         for number in range(24):
@@ -204,13 +204,13 @@ def test_dynamic_scale_halves_until_finite(
         assert engine.global_steps >= 3
         norm = engine.grad_norm
         assert norm is not None
-        assert 1e-4 < norm < 10  # without the scale
+        assert 1e-4 < norm < 10  # the norm is unscaled
 
 
 def test_warning_after_ten_consecutive_skipped_steps(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    """Of a dynamic scale overflows are how it is found; ten of them in a row are not."""
+    """Overflows are normal while a dynamic scale is searched; ten in a row are not."""
     words = {"initial_power": 16, "hysteresis": 1, "min": 1e-6}
     with make_engine(tmp_path, loss_scale=words) as engine:
         for number, count in ((0, 9), (10, 12)):
@@ -270,7 +270,7 @@ def test_minimum_scale_error_names_parameter_and_history(tmp_path: Path) -> None
         ):
             assert part in text
         assert engine.skipped_steps == 4
-        one_step(engine, 5)  # the engine goes on
+        one_step(engine, 5)  # the engine stays usable
         assert (engine.global_steps, engine.loss_scale) == (5, 1.0)
 
 
@@ -281,7 +281,7 @@ def test_non_finite_input_gradient_does_not_skip_step(tmp_path: Path) -> None:
         )
         engine.backward(engine(batch(0).requires_grad_()))
         handle.remove()
-        engine.step()  # what was made infinite is a gradient of the input only
+        engine.step()  # only the gradient of the input is infinite
         assert engine.skipped_steps == 0
 
 
@@ -308,7 +308,7 @@ def test_overflow_in_one_micro_batch_skips_window(
 @pytest.mark.parametrize("clipping", [0.0, 0.05])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_unscale_and_clip_match_torch(tmp_path: Path, clipping: float, micro_batches: int) -> None:
-    """Unscale, clip, step, one after the other: here it is one factor in the update."""
+    """torch unscales, clips and steps separately; the engine applies one factor in the update."""
     torch.manual_seed(0)
     plain = Exploding()
     halves = Exploding().half()
@@ -343,7 +343,7 @@ def test_unscale_and_clip_match_torch(tmp_path: Path, clipping: float, micro_bat
 
 
 def test_scale_and_gradient_match_torch(tmp_path: Path) -> None:
-    """What users need who call backward themselves, or look at gradients."""
+    """`engine.scale` and `engine.gradient` serve users who call backward or read gradients."""
     with make_engine(tmp_path, loss_scale={"value": 1024}) as engine:
         loss = engine(batch(0))
         scaled = engine.scale(loss)
@@ -366,7 +366,7 @@ def test_scale_and_gradient_match_torch(tmp_path: Path) -> None:
 
 
 def test_torch_backward_of_scaled_loss_matches_engine(tmp_path: Path) -> None:
-    """Twice two micro-batches, once by `engine.backward`, once by torch's own."""
+    """Two windows of two micro-batches, by `engine.backward` and by `Tensor.backward`."""
     changes = {"gradient_accumulation_steps": 2, "loss_scale": {"initial_power": 12}}
     results = []
     for own in (False, True):
@@ -389,7 +389,7 @@ def test_torch_backward_of_scaled_loss_matches_engine(tmp_path: Path) -> None:
 
 
 def test_fp16_loss_scaled_in_fp32(tmp_path: Path) -> None:
-    """100 x 1024 is infinite in fp16: the scaled loss is not."""
+    """100 x 1024 overflows fp16; the scaled loss is finite."""
     with make_engine(tmp_path, loss_scale={"initial_power": 10}) as engine:
         loss = engine(batch(0)).half() + 100
         assert 65504 < engine.scale(loss).item() < INF
@@ -399,10 +399,10 @@ def test_fp16_loss_scaled_in_fp32(tmp_path: Path) -> None:
         assert (engine.global_steps, engine.skipped_steps) == (1, 0)
 
 
-# --- saved and resumed ---------------------------------------------------------------------------
+# --- checkpoints ---------------------------------------------------------------------------------
 
 HYSTERESIS = {"initial_power": 10, "window": 3, "hysteresis": 3}
-PLAN = ".xx.x.....x....xx..."  # of steps; saved after any of them
+PLAN = ".xx.x.....x....xx..."  # one character per step
 
 
 def finish(engine: Engine, first: int) -> tuple[list[float], dict[str, Tensor]]:
@@ -426,7 +426,7 @@ def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
     placement = ("host", "device", "host")
     with make_engine(tmp_path / "two", placement, loss_scale=HYSTERESIS) as engine:
         for number in range(30, 33):
-            one_step(engine, number)  # something else: all of it is replaced
+            one_step(engine, number)  # different state, replaced by the checkpoint
         engine.load_checkpoint(tmp_path / "saved")
         assert (engine.global_steps, engine.skipped_steps) == counted
         scales, found = finish(engine, stop)
@@ -439,7 +439,7 @@ def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
 def test_durable_resume_continues_overflow_count(tmp_path: Path) -> None:
     changes = {"loss_scale": HYSTERESIS, "durable": True}
     with make_engine(tmp_path, **changes) as engine:
-        for number in range(3):  # patience is 1 now
+        for number in range(3):  # one more overflow halves the scale
             one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
         one_step(engine, 3)
         engine.settle()
@@ -452,7 +452,7 @@ def test_durable_resume_continues_overflow_count(tmp_path: Path) -> None:
 
 
 def test_loaded_scale_dynamic_and_static(tmp_path: Path) -> None:
-    """A dynamic scale goes on from any; a static one is what the configuration says."""
+    """A dynamic scale continues from any checkpoint; a static one is that of the configuration."""
     dynamic, static = {"initial_power": 10, "hysteresis": 1}, {"value": 64}
     with make_engine(tmp_path / "a", loss_scale=dynamic) as engine:
         one_step(engine, 0, INF)

@@ -1,4 +1,4 @@
-"""`initialize` that fails: what it made is closed, what it was passed is as it was."""
+"""Tests of a failing `initialize`: cleanup of its resources and of those passed to it."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
 class Watched(FakeAccelerator):
-    """Counts its closings."""
+    """Accelerator that counts calls of `close`."""
 
     num_closed = 0
 
@@ -54,7 +54,7 @@ class Watched(FakeAccelerator):
 
 
 class OwnCpu(CpuDevice):
-    """A CPU that a user made."""
+    """CPU device that counts calls of `close`."""
 
     num_closed = 0
 
@@ -70,7 +70,7 @@ def broken(optimizer: Any) -> Any:
     raise ValueError("a schedule that fails")
 
 
-# What makes `initialize` fail, early and late.
+# Causes of a failing `initialize`, from early to late.
 FAILURES: dict[str, tuple[type[BaseException], dict[str, Any], dict[str, Any]]] = {
     "optimizer": (ConfigError, {}, {"optimizer": optim.LBFGS}),
     "plan": (DoesNotFitError, {"budget": {"host": "1MiB"}}, {}),
@@ -122,7 +122,7 @@ def test_found_device_closed_on_initialize_failure(
 def test_warning_as_error_leaves_nothing_behind(
     tmp_path: Path, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The last thing that can fail, when the parameters' own memory has gone."""
+    """The last step that can fail, after the memory of the parameters has been freed."""
     monkeypatch.setattr(infinity.Engine, "warnings", property(lambda engine: ("slow",)))
     model, threads = small_model(), set(threading.enumerate())
     device, before = OwnCpu(), PROCESS.total("host")
@@ -136,14 +136,14 @@ def test_warning_as_error_leaves_nothing_behind(
     assert all(type(m._parameters) is GoneParameters for m in model.modules())
 
 
-# --- our standalone optimizers -------------------------------------------------------------------
+# --- standalone optimizers -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", [infinity.CPUAdam, infinity.FusedAdam])
 def test_standalone_optimizer_factory_rejected_with_remedy(
     tmp_path: Path, kind: type[optim.Optimizer]
 ) -> None:
-    """Classes and instances become the built-in rule: see test_deepspeed_modules.py."""
+    """Classes and instances are mapped to the built-in rule: see test_deepspeed_modules.py."""
     model = nn.Linear(3, 3)
     config = settings(tmp_path)
     del config["optimizer"]
@@ -161,7 +161,7 @@ def test_standalone_optimizer_factory_rejected_with_remedy(
 
 
 def test_second_engine_gpu_budget_subtracts_first() -> None:
-    """What is free is told without what the first holds: it must not be taken off twice."""
+    """Free memory already excludes the first engine's, which must not be subtracted twice."""
 
     class Card:
         unified = False

@@ -1,4 +1,4 @@
-"""`engine.train_batch`: the bits of three calls, what a batch may be, and nothing half done."""
+"""Tests of `engine.train_batch`: equivalence to three calls, accepted batches, and failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Train = Callable[[Engine, Tensor], Tensor]
 
 
 class Recorder(DeepSpeedEngine):
-    """Keeps the gradients of the last update."""
+    """Engine that stores the gradients of the last update."""
 
     gradients: tuple[Tensor, ...] = ()
 
@@ -35,7 +35,7 @@ class Recorder(DeepSpeedEngine):
 
 
 def whole(engine: Engine, step: int) -> Tensor:
-    """The tokens of a step, two sequences a micro-batch."""
+    """Return the tokens of a step, two sequences per micro-batch."""
     count = engine._window.length
     return torch.cat([batch(step * count + i) for i in range(count)])
 
@@ -64,7 +64,7 @@ def by_iterator(engine: Engine, tokens: Tensor) -> Tensor:
 def trained(
     path: Path, train: Train, placement: dict[str, str], length: int | None = None, **config: Any
 ) -> tuple[list[Any], dict[str, Tensor]]:
-    """What each step showed, times left out, and the masters afterwards."""
+    """Return what each step reported, except for times, and the final masters."""
     seen: list[Any] = []
     with small_engine(path, placement, engine_class=Recorder, **config) as engine:
         if length is not None:
@@ -115,7 +115,7 @@ def test_train_batch_equals_forward_backward_step(
 
 
 class Features(nn.Module):
-    """The language model's logits; the loss is made outside."""
+    """Language model that returns logits; the loss is computed outside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def test_loss_fn_forms_give_same_losses(tmp_path: Path) -> None:
     assert found == [found[0]] * len(found)
 
 
-# --- what a batch may be -------------------------------------------------------------------------
+# --- accepted batches ----------------------------------------------------------------------------
 
 Pair = namedtuple("Pair", "x y")
 
@@ -186,7 +186,7 @@ def test_indivisible_batch_rejected_with_sizes(data: Any, words: str) -> None:
 
 
 class Returns:
-    """Stands for an engine whose model returns what it was made with."""
+    """Stand-in for an engine whose model returns a fixed output."""
 
     def __init__(self, output: Any) -> None:
         self.output = output
@@ -242,7 +242,7 @@ def test_loss_fn_needs_inputs_and_target() -> None:
         train_one(Returns(None), [torch.zeros(1)], next_token)
 
 
-# --- nothing half done ---------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 def fails_in_backward(loss: Tensor) -> Tensor:

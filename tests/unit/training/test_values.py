@@ -1,4 +1,4 @@
-"""Whole values: read, written, materialized; exact, from and to every tier."""
+"""Tests of reading, loading and materializing full values from and to every tier."""
 
 from __future__ import annotations
 

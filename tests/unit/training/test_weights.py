@@ -1,4 +1,4 @@
-"""Weights of whole models: saved from any placement, loaded into any, exact, by tensors."""
+"""Tests of saving and loading the weights of a model, for any placement."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ every_precision = pytest.mark.parametrize("precision", ["fp32", "bf16"])
 
 @contextmanager
 def engine_in(folder: Path, *args: Any, seed: int = 0, **kwargs: Any) -> Iterator[Engine]:
-    """A small engine with an nvme_path of its own, so that weights may lie beside it."""
+    """Yield a small engine whose nvme_path is a new subdirectory of `folder`."""
     nvme = folder / f"nvme{len(list(folder.iterdir()))}"
     nvme.mkdir()
     kwargs.setdefault("model", small_model(seed))
@@ -55,7 +55,7 @@ def values(engine: Engine) -> dict[str, Tensor]:
 
 
 def saved(files: list[Path]) -> dict[str, Tensor]:
-    """What the safetensors library reads."""
+    """Return the tensors that the safetensors library reads from the files."""
     shards = [load_file(f) for f in files if f.suffix == ".safetensors"]
     return {name: tensor.clone() for shard in shards for name, tensor in shard.items()}
 
@@ -195,7 +195,7 @@ def test_saving_weights_does_not_affect_training(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with engine_in(tmp_path, precision="bf16", gradient_accumulation_steps=2, **slow) as engine:
         losses = train(engine, 2)
-        engine.save_weights(tmp_path / "out")  # an update is owed here
+        engine.save_weights(tmp_path / "out")  # an update is pending
         with pytest.raises(MachineError, match="cannot be saved"):
             engine.save_weights(tmp_path / "file")
         loss = engine(batch(10))
@@ -257,7 +257,7 @@ def test_save_and_load_refused_while_materialized_or_closed(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["gpt", "routed"])
 def test_units_read_and_written_once(tmp_path: Path, name: str) -> None:
-    """`routed` has experts inside blocks: the model's order is not that of the units."""
+    """`routed` has experts inside blocks, so model order and unit order differ."""
     with engine_in(tmp_path, model=CASES[name].build(), precision="bf16") as engine:
         weights = sum(unit.slot_bytes for unit in engine.plan.units)
         residuals = sum(2 * unit.numel for unit in engine.plan.units)
@@ -280,11 +280,11 @@ def test_units_read_and_written_once(tmp_path: Path, name: str) -> None:
         assert moved(lambda: engine.load_state_dict(small)) == (both, 0)
 
 
-UNITS, SLOT = 6, 12.0  # MiB: a unit's weights; its residuals are as many
+UNITS, SLOT = 6, 12.0  # number of units; MiB of a unit's weights, and of its residuals
 
 
 def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
-    """MiB that a save and a load take at most, for each dtype; and a load into a plain module."""
+    """Return the peaks in MiB of a save and a load per dtype, and of a load into a plain module."""
     process_memory.count_held()
     torch.set_num_threads(1)
 
@@ -321,8 +321,8 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
 def test_save_and_load_memory_bounded(tmp_path: Path, dtypes: list[str | None]) -> None:
     (tmp_path / "nvme").mkdir()
     found = forked.call(peaks, str(tmp_path), dtypes)
-    # MiB of a save and of a load: a unit's weights, its residuals, the largest tensor as it is in
-    # the file or in fp32, and what 2**20 values are converted by: 9 bytes each, 5 to fp16.
+    # MiB of a save and of a load: a unit's weights, its residuals, the largest tensor as stored in
+    # the file or in fp32, and the conversion of 2**20 values: 9 bytes each, 5 to fp16.
     bounds = {
         None: (SLOT + 6, 2 * SLOT + 6 + 9),
         "fp32": (2 * SLOT + 12, 2 * SLOT + 12 + 9),
@@ -335,7 +335,7 @@ def test_save_and_load_memory_bounded(tmp_path: Path, dtypes: list[str | None]) 
     assert 2 * max(found) < UNITS * 2 * SLOT, "a master of the model is larger than any of it"
 
 
-# --- what fits and what does not -------------------------------------------------------------
+# --- matching names and shapes ---------------------------------------------------------------
 
 
 def changed_state(seed: int = 8) -> dict[str, Tensor]:
@@ -343,7 +343,7 @@ def changed_state(seed: int = 8) -> dict[str, Tensor]:
 
 
 def targets(folder: Path) -> Iterator[tuple[Any, Callable[[], dict[str, Tensor]]]]:
-    """An engine and a plain module, each with how to look at its fp32 values."""
+    """Yield an engine and a plain module, each with a function that returns its fp32 values."""
     with engine_in(folder, precision="bf16") as engine:
         yield engine, lambda: masters(engine)
     plain = small_model()
@@ -457,7 +457,7 @@ def test_float_weights_converted_once(tmp_path: Path, dtype: torch.dtype, precis
     file = write(tmp_path / "w.safetensors", state)
     with engine_in(tmp_path, precision=precision) as engine:
         infinity.load_weights(engine, file)
-        kept = dtype is torch.bfloat16 and precision == "bf16"  # residuals of equal weights
+        kept = dtype is torch.bfloat16 and precision == "bf16"  # keeps residuals of equal weights
         found = without(values(engine) if kept else masters(engine), "head.weight")
         assert all(torch.equal(t, state[n].to(t.dtype)) for n, t in found.items())
 
@@ -478,7 +478,7 @@ def test_unchanged_bf16_values_keep_residuals(tmp_path: Path) -> None:
 
 
 def test_truncated_file_error_gives_progress(tmp_path: Path) -> None:
-    """Truncated after its header was checked; a mapped file would end the process here."""
+    """Truncated after its header was checked; with a mapped file the process would be killed."""
     for target, look in targets(tmp_path):
         file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
 
@@ -493,7 +493,7 @@ def test_truncated_file_error_gives_progress(tmp_path: Path) -> None:
         assert same(look(), changed_state())
 
 
-# --- modules without memory ------------------------------------------------------------------
+# --- modules on the meta device --------------------------------------------------------------
 
 
 def open_files(folder: Path) -> list[str]:

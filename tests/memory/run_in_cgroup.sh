@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Run a command in a memory control group of its own: everything included, page cache too.
+# Run a command in a new memory control group, which also counts its page cache.
 # Usage: run_in_cgroup.sh BYTES COMMAND...    needs root; prints "peak BYTES" on stderr at the end.
-# Exit code: the command's own (137 where the kernel ended it), 77 where no group can be made.
+# Exit code: that of the command (137 if the kernel killed it), 77 if no group can be made.
 set -uo pipefail
 [ $# -ge 2 ] || { echo "usage: run_in_cgroup.sh BYTES COMMAND..." >&2; exit 2; }
 limit=$1
@@ -13,12 +13,12 @@ else
   group=/sys/fs/cgroup/memory/$name peak=memory.max_usage_in_bytes
   files=(memory.limit_in_bytes memory.memsw.limit_in_bytes)
 fi
-mkdir "$group" 2>/dev/null || { echo "no control group for memory can be made here" >&2; exit 77; }
+mkdir "$group" 2>/dev/null || { echo "cannot create a memory control group" >&2; exit 77; }
 trap 'rmdir "$group" 2>/dev/null' EXIT
-{ echo "$limit" >"$group/${files[0]}"; } 2>/dev/null || { echo "no limit can be set here" >&2; exit 77; }
+{ echo "$limit" >"$group/${files[0]}"; } 2>/dev/null || { echo "cannot set the memory limit" >&2; exit 77; }
 swap=$limit
 [ "${files[1]}" = memory.swap.max ] && swap=0
-{ echo "$swap" >"$group/${files[1]}"; } 2>/dev/null # where swap is counted at all
+{ echo "$swap" >"$group/${files[1]}"; } 2>/dev/null # if swap is accounted
 (
   echo $BASHPID >"$group/cgroup.procs" || exit 77
   exec "$@"

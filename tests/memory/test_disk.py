@@ -30,7 +30,7 @@ SIZES = [1, PAGE, 3 * PAGE + 1, 40 * PAGE, 7 * PAGE, 129 * PAGE]
 
 
 @contextmanager
-def disk_over(
+def open_disk(
     root: Path, num_paths: int = 1, sizes: list[int] = SIZES, **io: Any
 ) -> Iterator[tuple[Disk, list[Extent]]]:
     """Yield a disk with one extent per size; assert at exit that no file is left."""
@@ -49,7 +49,7 @@ def disk_over(
     assert not [name for path in paths for name in os.listdir(path)]
 
 
-def noise(nbytes: int, seed: int) -> Tensor:
+def random_bytes(nbytes: int, seed: int) -> Tensor:
     """Return random bytes in memory aligned for direct I/O."""
     view = HostArena(nbytes).view(0, nbytes)
     values = np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
@@ -57,7 +57,7 @@ def noise(nbytes: int, seed: int) -> Tensor:
     return view
 
 
-def empty(nbytes: int) -> Tensor:
+def empty_bytes(nbytes: int) -> Tensor:
     return HostArena(nbytes).view(0, nbytes)
 
 
@@ -74,37 +74,37 @@ def test_random_extent_ranges_round_trip(
             pytest.skip(str(error))
     weights = {1: None, 2: (2.0, 1.0), 3: (1.0, 3.0, 0.5)}[num_paths]
     choose = random.Random(num_paths)
-    with disk_over(tmp_path, num_paths, backend=backend, verify=verify, weights=weights) as (
+    with open_disk(tmp_path, num_paths, backend=backend, verify=verify, weights=weights) as (
         disk,
         extents,
     ):
         assert len([size for size in disk.used if size]) == num_paths
-        plain = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]  # expected content
-        disk.write(list(zip(extents, plain, strict=True))).wait()
+        expected_bytes = [random_bytes(extent.nbytes, i) for i, extent in enumerate(extents)]
+        disk.write(list(zip(extents, expected_bytes, strict=True))).wait()
         for turn in range(60):
-            pieces, expected = [], []
+            reads, expected = [], []
             for _ in range(choose.randint(1, 4)):
                 which = choose.randrange(len(extents))
                 pages = extents[which].nbytes // PAGE
                 start = choose.randrange(pages)
                 count = choose.randint(1, pages - start)
-                part = extents[which].part(start * PAGE, count * PAGE)
-                pieces.append((part, empty(part.nbytes)))
+                extent_range = extents[which].part(start * PAGE, count * PAGE)
+                reads.append((extent_range, empty_bytes(extent_range.nbytes)))
                 expected.append((which, slice(start * PAGE, (start + count) * PAGE)))
             if turn % 3 == 0:
-                (extent, buffer), (which, place) = pieces[0], expected[0]
-                buffer.copy_(noise(extent.nbytes, 1000 + turn))
-                plain[which][place] = buffer
+                (extent, buffer), (which, byte_range) = reads[0], expected[0]
+                buffer.copy_(random_bytes(extent.nbytes, 1000 + turn))
+                expected_bytes[which][byte_range] = buffer
                 disk.write([(extent, buffer)]).wait()
                 continue
-            disk.read(pieces).wait()
-            for (_, buffer), (which, place) in zip(pieces, expected, strict=True):
-                assert torch.equal(buffer, plain[which][place])
+            disk.read(reads).wait()
+            for (_, buffer), (which, byte_range) in zip(reads, expected, strict=True):
+                assert torch.equal(buffer, expected_bytes[which][byte_range])
 
 
 def test_extents_striped_by_weights(tmp_path: Path) -> None:
     sizes = [64 * PAGE] * 12
-    with disk_over(tmp_path, 2, sizes, weights=(3.0, 1.0), block_size=PAGE) as (disk, _):
+    with open_disk(tmp_path, 2, sizes, weights=(3.0, 1.0), block_size=PAGE) as (disk, _):
         assert disk.used == (48 * PAGE * 12, 16 * PAGE * 12)
         for path, used in zip(disk.paths, disk.used, strict=True):
             (file,) = path.glob("*/state.bin")
@@ -116,11 +116,11 @@ def test_extents_striped_by_weights(tmp_path: Path) -> None:
 
 
 def test_read_error_names_owner_and_file(tmp_path: Path) -> None:
-    with disk_over(tmp_path, 2) as (disk, extents):
+    with open_disk(tmp_path, 2) as (disk, extents):
         (file,) = disk.paths[1].glob("*/state.bin")
         os.truncate(file, 0)  # without the engine's knowledge: the read hits end of file
-        buffer = empty(extents[5].nbytes)
-        ticket = disk.read([(extents[0], empty(PAGE)), (extents[5], buffer)])
+        buffer = empty_bytes(extents[5].nbytes)
+        ticket = disk.read([(extents[0], empty_bytes(PAGE)), (extents[5], buffer)])
         with pytest.raises(TransferError, match=r"unit 'u5', chunk 0: .*end of file") as caught:
             ticket.wait()
         error = caught.value
@@ -145,12 +145,12 @@ def test_small_drive_filled_and_overflow_error_names_drives(tmp_path: Path) -> N
             disk.allocate()
             assert sum(disk.used) == 20 << 20
             assert 6 << 20 < disk.used[0] <= 8 << 20
-            data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
+            data = [random_bytes(extent.nbytes, i) for i, extent in enumerate(extents)]
             disk.write(list(zip(extents, data, strict=True))).wait()
             for extent, expected in zip(extents, data, strict=True):
-                back = empty(extent.nbytes)
-                disk.read([(extent, back)]).wait()
-                assert torch.equal(back, expected)
+                read_back = empty_bytes(extent.nbytes)
+                disk.read([(extent, read_back)]).wait()
+                assert torch.equal(read_back, expected)
         finally:
             disk.close()
         disk = Disk([small, large], IoConfig(weights=(1.0, 1.0)))
@@ -160,8 +160,8 @@ def test_small_drive_filled_and_overflow_error_names_drives(tmp_path: Path) -> N
                 disk.allocate()
         finally:
             disk.close()
-        for part in ("90.00 MiB needed", f"free at {small}", f"free at {large}", "missing"):
-            assert part in str(caught.value)
+        for text in ("90.00 MiB needed", f"free at {small}", f"free at {large}", "missing"):
+            assert text in str(caught.value)
 
 
 def test_enospc_during_reservation_names_path(
@@ -212,8 +212,8 @@ def test_measure_speeds_duration_and_agreement(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_paths", [1, 2])
 def test_corrupted_page_detected(tmp_path: Path, num_paths: int) -> None:
     """Each page is corrupted in turn, without the engine's knowledge; every change is detected."""
-    with disk_over(tmp_path, num_paths, verify=True) as (disk, extents):
-        data = [noise(extent.nbytes, i) for i, extent in enumerate(extents)]
+    with open_disk(tmp_path, num_paths, verify=True) as (disk, extents):
+        data = [random_bytes(extent.nbytes, i) for i, extent in enumerate(extents)]
         disk.write(list(zip(extents, data, strict=True))).wait()
         files = [next(path.glob("*/state.bin")) for path in disk.paths]
         found = []
@@ -224,7 +224,7 @@ def test_corrupted_page_detected(tmp_path: Path, num_paths: int) -> None:
                     original = os.pread(file.fileno(), 1, position)
                     os.pwrite(file.fileno(), bytes([original[0] ^ 0x10]), position)
                     os.fsync(file.fileno())
-                    ticket = disk.read([(e, empty(e.nbytes)) for e in extents])
+                    ticket = disk.read([(e, empty_bytes(e.nbytes)) for e in extents])
                     with pytest.raises(TransferError) as caught:
                         ticket.wait()
                     os.pwrite(file.fileno(), original, position)
@@ -236,60 +236,60 @@ def test_corrupted_page_detected(tmp_path: Path, num_paths: int) -> None:
                 found.append(str(error).split(":")[0])
         assert set(found) == {extent.owner for extent in extents}
         for extent, expected in zip(extents, data, strict=True):
-            back = empty(extent.nbytes)
-            disk.read([(extent, back)]).wait()
-            assert torch.equal(back, expected)
+            read_back = empty_bytes(extent.nbytes)
+            disk.read([(extent, read_back)]).wait()
+            assert torch.equal(read_back, expected)
 
 
 def test_no_checksums_without_verify(tmp_path: Path) -> None:
-    with disk_over(tmp_path) as (disk, extents):
-        disk.write([(extents[0], noise(PAGE, 0))]).wait()
+    with open_disk(tmp_path) as (disk, extents):
+        disk.write([(extents[0], random_bytes(PAGE, 0))]).wait()
         (file,) = disk.paths[0].glob("*/state.bin")
         with open(file, "r+b", buffering=0) as raw:
             raw.write(b"other")
             os.fsync(raw.fileno())
-        back = empty(PAGE)
-        disk.read([(extents[0], back)]).wait()
-        assert bytes(back[:5].tolist()) == b"other"
+        read_back = empty_bytes(PAGE)
+        disk.read([(extents[0], read_back)]).wait()
+        assert bytes(read_back[:5].tolist()) == b"other"
 
 
 def test_lost_write_detected(tmp_path: Path) -> None:
     """A page that still holds its previous bytes is reported as corrupted."""
-    with disk_over(tmp_path, verify=True) as (disk, extents):
+    with open_disk(tmp_path, verify=True) as (disk, extents):
         extent = extents[3]
-        disk.write([(extent, noise(extent.nbytes, 1))]).wait()
+        disk.write([(extent, random_bytes(extent.nbytes, 1))]).wait()
         (file,) = disk.paths[0].glob("*/state.bin")
         (piece,) = disk._stripes.pieces(extent.offset + 5 * PAGE, PAGE)
         with open(file, "r+b", buffering=0) as raw:
             old = os.pread(raw.fileno(), PAGE, piece.offset)
-            disk.write([(extent, noise(extent.nbytes, 2))]).wait()
+            disk.write([(extent, random_bytes(extent.nbytes, 2))]).wait()
             os.pwrite(raw.fileno(), old, piece.offset)
             os.fsync(raw.fileno())
         with pytest.raises(TransferError, match="unit 'u3'") as caught:
-            disk.read([(extent, empty(extent.nbytes))]).wait()
+            disk.read([(extent, empty_bytes(extent.nbytes))]).wait()
         assert caught.value.offset == piece.offset
 
 
 def test_read_of_unwritten_page_raises(tmp_path: Path) -> None:
-    with disk_over(tmp_path, verify=True) as (disk, extents):
-        ticket = disk.read([(extents[0], empty(PAGE))])
+    with open_disk(tmp_path, verify=True) as (disk, extents):
+        ticket = disk.read([(extents[0], empty_bytes(PAGE))])
         with pytest.raises(TransferError, match="are not the bytes written"):
             ticket.wait()
 
 
 def test_late_wait_checks_sums_at_submission(tmp_path: Path) -> None:
     """A late wait, after a later write to the same extent was submitted, raises no false error."""
-    with disk_over(tmp_path, verify=True) as (disk, extents):
-        first, second, back = noise(PAGE, 1), noise(PAGE, 2), empty(PAGE)
+    with open_disk(tmp_path, verify=True) as (disk, extents):
+        first, second, read_back = random_bytes(PAGE, 1), random_bytes(PAGE, 2), empty_bytes(PAGE)
         disk.write([(extents[1], first)]).wait()
-        reading = disk.read([(extents[1], back)])
+        reading = disk.read([(extents[1], read_back)])
         while not reading.done():
             pass
         writing = disk.write([(extents[1], second)])
         reading.wait()
-        assert torch.equal(back, first)
+        assert torch.equal(read_back, first)
         writing.wait()
-        back.fill_(0)  # after the first wait the buffer may be reused
+        read_back.fill_(0)  # after the first wait the buffer may be reused
         reading.wait()
 
 
@@ -303,7 +303,7 @@ def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
         disk = Disk([path], IoConfig(timeout_s=0.2))
     extent = disk.extent(PAGE, "unit 'u', chunk 7")
     disk.allocate()
-    ticket = disk.write([(extent, noise(PAGE, 0))])
+    ticket = disk.write([(extent, random_bytes(PAGE, 0))])
     with pytest.raises(TransferError, match=r"unit 'u', chunk 7: .*outstanding") as caught:
         ticket.wait()
     assert caught.value.errno == errno.ETIMEDOUT

@@ -33,7 +33,7 @@ Pieces = list[tuple[Extent, Tensor]]
 # --- priorities ----------------------------------------------------------------------------------
 
 
-def over(request: _aio.Ticket | None) -> int:
+def completed_ns(request: _aio.Ticket | None) -> int:
     """Return the completion time of a request, in nanoseconds."""
     assert request is not None
     assert request.times_ns is not None
@@ -52,7 +52,11 @@ def test_urgent_read_finishes_first(tmp_path: Path) -> None:
         ahead = disk.read([(extents[1], buffers[1])])
         urgent = disk.read([(extents[2], buffers[2])], Priority.URGENT)
         assert wait_until(writing.done)  # waiting would promote it
-        assert over(urgent.request) < over(ahead.request) < over(writing.request)
+        assert (
+            completed_ns(urgent.request)
+            < completed_ns(ahead.request)
+            < completed_ns(writing.request)
+        )
     finally:
         disk.close()
 
@@ -64,11 +68,11 @@ def test_waiting_promotes_request(tmp_path: Path) -> None:
         extents = [disk.extent(1 << 20) for _ in range(3)]
         disk.allocate()
         buffers = [HostArena(1 << 20).view(0, 1 << 20) for _ in extents]
-        reads = [disk.read([piece]) for piece in zip(extents, buffers, strict=True)]
+        reads = [disk.read([request]) for request in zip(extents, buffers, strict=True)]
         _, second, third = (read.request for read in reads)
         reads[2].wait()
         reads[1].wait()
-        assert over(third) < over(second)
+        assert completed_ns(third) < completed_ns(second)
     finally:
         disk.close()
 
@@ -151,8 +155,8 @@ def test_report_contains_disk_times(tmp_path: Path) -> None:
 
 def unwritten_bytes(path: Path) -> int:
     """Return the bytes of a file that are reserved but unwritten, by FIEMAP."""
-    room = 512
-    request = struct.pack("=QQIIII", 0, 2**63, 0, 0, room, 0) + bytes(56 * room)
+    max_extents = 512
+    request = struct.pack("=QQIIII", 0, 2**63, 0, 0, max_extents, 0) + bytes(56 * max_extents)
     with open(path, "rb") as file:
         buffer = bytearray(request)
         try:
@@ -204,15 +208,15 @@ def test_verify_does_not_change_results(
     assert same(results[0][1], results[1][1])
 
 
-def flip(path: Path, offset: int) -> None:
+def flip_bit(path: Path, offset: int) -> None:
     with open(path, "r+b", buffering=0) as file:
         (byte,) = os.pread(file.fileno(), 1, offset)
         os.pwrite(file.fileno(), bytes([byte ^ 1]), offset)
         os.fsync(file.fileno())
 
 
-@pytest.mark.parametrize("what", ["unit 'blocks.1', chunk 0", "unit 'blocks.2', gradients"])
-def test_bit_flip_on_disk_stops_training(tmp_path: Path, what: str) -> None:
+@pytest.mark.parametrize("owner", ["unit 'blocks.1', chunk 0", "unit 'blocks.2', gradients"])
+def test_bit_flip_on_disk_stops_training(tmp_path: Path, owner: str) -> None:
     with small_engine(tmp_path, io={"verify": True}, gradient_accumulation_steps=2) as engine:
         train(engine, 1)
         engine.backward(engine(batch(2)))
@@ -220,10 +224,10 @@ def test_bit_flip_on_disk_stops_training(tmp_path: Path, what: str) -> None:
         engine.settle()
         state, gradients = components(engine).store.units, components(engine).gradients.ranges
         extents = [e for unit in state for e in unit.copies[0]] + list(gradients.values())
-        (extent,) = [e for e in extents if e.owner == what]
+        (extent,) = [e for e in extents if e.owner == owner]
         (piece,) = components(engine).disk._stripes.pieces(extent.offset, PAGE)
         (file,) = tmp_path.glob("*/state.bin")
-        flip(file, piece.offset + 100)
+        flip_bit(file, piece.offset + 100)
         with pytest.raises((TransferError, EngineFailedError)) as caught:  # noqa: PT012
             for index in range(3, 9):
                 engine.backward(engine(batch(index)))
@@ -233,21 +237,21 @@ def test_bit_flip_on_disk_stops_training(tmp_path: Path, what: str) -> None:
         assert isinstance(error, TransferError)
         assert error.errno == errno.EBADMSG
         assert (error.path, error.offset, error.length) == (str(file), piece.offset, PAGE)
-        assert str(error).startswith(f"{what}: ")
+        assert str(error).startswith(f"{owner}: ")
         assert "saved state" in str(error)
 
 
 def test_lost_edit_stops_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lost = TransferError("write failed", path="p", offset=0, length=1, errno=errno.EIO)
+    write_error = TransferError("write failed", path="p", offset=0, length=1, errno=errno.EIO)
 
-    def lose(*_: object) -> None:
-        raise lost
+    def fail_write(*_: object) -> None:
+        raise write_error
 
     with small_engine(tmp_path) as engine:
         with pytest.raises(TransferError), engine.materialized(engine.module.norm):  # noqa: PT012
             with torch.no_grad():
                 engine.module.norm.weight.fill_(3.0)
-            monkeypatch.setattr(components(engine).store, "write", lose)
+            monkeypatch.setattr(components(engine).store, "write", fail_write)
         with pytest.raises(EngineFailedError, match="write failed"):
             engine(batch(0))
 
@@ -256,7 +260,7 @@ def test_lost_edit_stops_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("io", "words"),
+    ("io", "message"),
     [
         ({"weights": [1]}, "weights needs one number per nvme_path: 1 for 2"),
         ({"weights": [1, 0]}, "io.weights.1: should be greater than 0"),
@@ -265,10 +269,10 @@ def test_lost_edit_stops_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ({"verify": "perhaps"}, "io.verify"),
     ],
 )
-def test_invalid_io_settings_rejected(io: dict[str, Any], words: str) -> None:
+def test_invalid_io_settings_rejected(io: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config({"nvme_path": ["/a", "/b"], "io": io})
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_io_defaults() -> None:

@@ -36,17 +36,17 @@ class FakeFile:
     fd: int = -1
 
 
-def told(path: Path, **facts: Any) -> str:
+def warnings_for(path: Path, **facts: Any) -> str:
     return "\n".join(file_system_warnings(path, FakeFile(**facts), 3 << 30))  # type: ignore[arg-type]
 
 
 def test_local_ext4_and_xfs_give_no_warning(tmp_path: Path) -> None:
-    assert not told(tmp_path)
-    assert not told(tmp_path, file_system="xfs")
+    assert not warnings_for(tmp_path)
+    assert not warnings_for(tmp_path, file_system="xfs")
 
 
 @pytest.mark.parametrize(
-    ("facts", "words"),
+    ("facts", "phrases"),
     [
         ({"file_system": "tmpfs", "direct": False}, ["is tmpfs, which is RAM", "3.00 GiB"]),
         (
@@ -58,12 +58,14 @@ def test_local_ext4_and_xfs_give_no_warning(tmp_path: Path) -> None:
         ({"file_system": "btrfs"}, ["is btrfs", "copies on write", "chattr +C"]),
     ],
 )
-def test_slow_file_system_warnings(tmp_path: Path, facts: dict[str, Any], words: list[str]) -> None:
+def test_slow_file_system_warnings(
+    tmp_path: Path, facts: dict[str, Any], phrases: list[str]
+) -> None:
     with open(tmp_path / "f", "wb") as file:
-        text = told(tmp_path, fd=file.fileno(), **facts)
+        text = warnings_for(tmp_path, fd=file.fileno(), **facts)
     assert str(tmp_path) in text
-    for word in words:
-        assert word in text
+    for phrase in phrases:
+        assert phrase in text
 
 
 def test_tmpfs_warns_and_trains() -> None:
@@ -91,9 +93,9 @@ def test_initialize_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(
         drives, "file_system_warnings", lambda path, file, nbytes: [f"{path} is odd"]
     )
-    named = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
+    config = settings(tmp_path) | {"gradient_clipping": 1.0, "optimizer": {"lr": 1e-3}}
     with pytest.warns(InfinityWarning, match="is odd") as caught:
-        engine, *_ = infinity.initialize(small_model(), named)
+        engine, *_ = infinity.initialize(small_model(), config)
     engine.close()
     assert len(caught) == 1
     assert caught[0].filename == __file__
@@ -116,7 +118,7 @@ def test_training_on_mounted_file_systems(tmp_path: Path, kind: str) -> None:
                 subprocess.run(["chattr", "+C", str(path)], check=True)
 
 
-def partition_tree(root: Path, devices: dict[str, str | None]) -> None:
+def make_sys_tree(root: Path, devices: dict[str, str | None]) -> None:
     """Create a fake /sys from a map of device numbers to the drives they are partitions of."""
     (root / "dev/block").mkdir(parents=True)
     for device, parent in devices.items():
@@ -131,7 +133,7 @@ def partition_tree(root: Path, devices: dict[str, str | None]) -> None:
 
 
 def test_partitions_of_one_drive_warn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    partition_tree(tmp_path, {"8:0": None, "8:1": "8:0", "8:2": "8:0", "259:0": None})
+    make_sys_tree(tmp_path, {"8:0": None, "8:1": "8:0", "8:2": "8:0", "259:0": None})
     assert [drive_of(d, tmp_path) for d in ("8:0", "8:1", "259:0", "0:45")] == [
         "8:0",
         "8:0",
@@ -149,11 +151,11 @@ def test_second_directory_on_one_device_unused(tmp_path: Path) -> None:
     first.mkdir()
     second.mkdir()
     assert device_of(first) == device_of(second) != ""
-    kept, (warning,) = one_per_file_system([first, second])
-    assert kept == [first]
+    used, (warning,) = one_per_file_system([first, second])
+    assert used == [first]
     assert f"{second} is on the same device" in warning
-    given = {"nvme_path": [str(first), str(second)]}
-    with small_engine(tmp_path / "second", **given) as engine:
+    config = {"nvme_path": [str(first), str(second)]}
+    with small_engine(tmp_path / "second", **config) as engine:
         assert list(engine.drives()) == [str(first)]
         assert any("is not used" in w for w in engine.warnings)
         assert not list(second.iterdir())

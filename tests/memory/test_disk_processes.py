@@ -34,12 +34,12 @@ from infinity.errors import EngineFailedError, InfinityError, MachineError, Tran
 SLOW = {"io": {"slow_bytes_per_s": 20_000_000}}
 
 
-def trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Program:
+def start_trainer(path: Path, steps: int, group: Path | None = None, **more: Any) -> Program:
     """Return a process that trains, in a control group if one is given."""
     return Program(train_alone, path, steps, more, group)
 
 
-def finished(program: Program) -> list[str]:
+def wait_for_output(program: Program) -> list[str]:
     code, out, err = program.end()
     assert code == 0, err
     return out.splitlines()
@@ -49,27 +49,27 @@ def test_two_processes_share_one_path(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 6)
         expected = digest(masters(engine))
-    with trainer(tmp_path, 6) as first, trainer(tmp_path, 6) as second:
-        assert finished(first)[-1] == expected
-        assert finished(second)[-1] == expected
+    with start_trainer(tmp_path, 6) as first, start_trainer(tmp_path, 6) as second:
+        assert wait_for_output(first)[-1] == expected
+        assert wait_for_output(second)[-1] == expected
     assert not list(tmp_path.iterdir())
 
 
 def test_killed_run_cleaned_up_by_next(tmp_path: Path) -> None:
-    with trainer(tmp_path, 0) as program:
+    with start_trainer(tmp_path, 0) as program:
         assert wait_until(lambda: program.said('{"step": 1'))
         program.signal(signal.SIGKILL)
         assert program.end()[0] == -signal.SIGKILL
-    (dead,) = tmp_path.iterdir()
-    with trainer(tmp_path, 0) as alive:
+    (dead_directory,) = tmp_path.iterdir()
+    with start_trainer(tmp_path, 0) as alive:
         assert wait_until(lambda: alive.said("ready"))
-        (own,) = tmp_path.iterdir()
-        assert own != dead
+        (live_directory,) = tmp_path.iterdir()
+        assert live_directory != dead_directory
         engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
         with engine:  # does not touch the directory of the live process
             train(engine, 1)
-            assert own in set(tmp_path.iterdir())
-        assert list(tmp_path.iterdir()) == [own]
+            assert live_directory in set(tmp_path.iterdir())
+        assert list(tmp_path.iterdir()) == [live_directory]
 
 
 class Batches(torch.utils.data.Dataset[torch.Tensor]):
@@ -137,7 +137,7 @@ def test_fork_during_pass_does_not_affect_parent(tmp_path: Path) -> None:
 # --- failing file systems ------------------------------------------------------------------------
 
 
-def break_down(engine: infinity.Engine, first: int) -> InfinityError:
+def train_until_failure(engine: infinity.Engine, first: int) -> InfinityError:
     """Train until the failure of the disk is raised."""
     with pytest.raises((TransferError, EngineFailedError)) as caught:
         train(engine, 20, first=first)
@@ -156,21 +156,21 @@ def test_file_system_remounted_read_only(tmp_path: Path) -> None:
     with loop_mount(tmp_path, "ext4", options="errors=remount-ro") as path:
         trigger = Path(f"/sys/fs/ext4/{loop_name(path)}/trigger_fs_error")
         if not trigger.exists():
-            pytest.skip("this kernel cannot be told to find an ext4 error")
+            pytest.skip("this kernel cannot trigger an ext4 error")
         engine, *_ = infinity.initialize(small_model(), settings(path))
         train(engine, 2)
         trigger.write_text("a test")
-        error = transfer_error(break_down(engine, 2))
+        error = transfer_error(train_until_failure(engine, 2))
         assert error.errno in (errno.EROFS, errno.EIO)
         assert str(path) in str(error)
         assert "unit '" in str(error)
         with pytest.raises(MachineError, match="could not be removed"):
             engine.close()
         engine.close()
-        (left,) = path.iterdir()
-        deadline = [t for t in threading.enumerate() if t not in threads]
-        assert not deadline
-        assert left.name.startswith("infinity-run-")
+        (leftover,) = path.iterdir()
+        leftover_threads = [t for t in threading.enumerate() if t not in threads]
+        assert not leftover_threads
+        assert leftover.name.startswith("infinity-run-")
 
 
 def test_drive_shut_down_while_training(tmp_path: Path) -> None:
@@ -190,7 +190,7 @@ def test_drive_shut_down_while_training(tmp_path: Path) -> None:
             pytest.skip(f"ext4 cannot be shut down here: {problem}")
         finally:
             os.close(fd)
-        error = transfer_error(break_down(engine, 2))
+        error = transfer_error(train_until_failure(engine, 2))
         assert error.errno == errno.EIO
         assert "dmesg" in str(error)
         with pytest.raises(InfinityError):
@@ -217,12 +217,12 @@ def test_two_drives_striped_by_measured_speed(tmp_path: Path) -> None:
         expected = digest(masters(engine))
     with loop_mount(tmp_path, mib=128) as slow, loop_mount(tmp_path, mib=128) as fast:
         with throttled(slow, 4 << 20) as group:  # slow enough to dominate on a busy machine
-            (group / "blkio.throttle.read_bps_device").write_text(speed_rule(fast, 12 << 20))
-            (group / "blkio.throttle.write_bps_device").write_text(speed_rule(fast, 12 << 20))
+            (group / "blkio.throttle.read_bps_device").write_text(throttle_rule(fast, 12 << 20))
+            (group / "blkio.throttle.write_bps_device").write_text(throttle_rule(fast, 12 << 20))
             paths = [str(slow), str(fast)]
             io = {"block_size": 4096}
-            with trainer(slow, 4, group, nvme_path=paths, io=io) as process:
-                ready, *_, last = finished(process)
+            with start_trainer(slow, 4, group, nvme_path=paths, io=io) as process:
+                ready, *_, last = wait_for_output(process)
         drives = json.loads(ready.removeprefix("ready"))
         ratio = drives[str(fast)]["speed"] / drives[str(slow)]["speed"]
         assert ratio > 1.5  # nominally 3, less because both start with a burst
@@ -232,6 +232,6 @@ def test_two_drives_striped_by_measured_speed(tmp_path: Path) -> None:
         assert not [*slow.iterdir(), *fast.iterdir()]
 
 
-def speed_rule(path: Path, bytes_per_s: int) -> str:
+def throttle_rule(path: Path, bytes_per_s: int) -> str:
     device = os.stat(path).st_dev
     return f"{os.major(device)}:{os.minor(device)} {bytes_per_s}"

@@ -20,11 +20,11 @@ def page_map(stripes: Stripes, ranges: list[tuple[int, int]]) -> dict[int, tuple
     """Map each logical page to (path, page of its file), looking up one page at a time."""
     pages = {}
     for start, nbytes in ranges:
-        for at in range(start, start + nbytes, PAGE):
-            (piece,) = stripes.pieces(at, PAGE)
+        for position in range(start, start + nbytes, PAGE):
+            (piece,) = stripes.pieces(position, PAGE)
             assert piece.nbytes == PAGE
             assert piece.offset % PAGE == 0
-            pages[at // PAGE] = (piece.path_index, piece.offset // PAGE)
+            pages[position // PAGE] = (piece.path_index, piece.offset // PAGE)
     return pages
 
 
@@ -54,25 +54,25 @@ def test_every_page_mapped_exactly_once(
         start = stripes.promise(nbytes, [c * PAGE for c in cuts if c * PAGE < nbytes])
         ranges.append((start, stripes.total - start))
     # Free space from too little to plenty; the last path makes up the difference.
-    room = [int(t * stripes.total) for t in tightness[: len(weights)]]
-    room[-1] += max(0, stripes.total - sum(r // PAGE * PAGE for r in room)) + PAGE
-    used = stripes.distribute(weights, room)
+    free = [int(t * stripes.total) for t in tightness[: len(weights)]]
+    free[-1] += max(0, stripes.total - sum(r // PAGE * PAGE for r in free)) + PAGE
+    used = stripes.distribute(weights, free)
     pages = page_map(stripes, ranges)
     assert len(pages) == stripes.total // PAGE
     assert len(set(pages.values())) == len(pages)
     for path, size in enumerate(used):
-        assert size <= room[path]
+        assert size <= free[path]
         assert {page for p, page in pages.values() if p == path} == set(range(size // PAGE))
     for start, nbytes in ranges:  # lookups of ranges agree with lookups of pages
-        at = start
+        position = start
         for piece in stripes.pieces(start, nbytes):
             for page in range(piece.nbytes // PAGE):
-                assert pages[at // PAGE] == (piece.path_index, piece.offset // PAGE + page)
-                at += PAGE
-        assert at == start + nbytes
+                assert pages[position // PAGE] == (piece.path_index, piece.offset // PAGE + page)
+                position += PAGE
+        assert position == start + nbytes
 
 
-def time_of(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float]) -> float:
+def relative_time(stripes: Stripes, ranges: list[tuple[int, int]], weights: list[float]) -> float:
     """Return the time of the slowest drive relative to a perfect split; 1.0 is best."""
     moved = [0] * len(weights)
     for start, nbytes in ranges:
@@ -90,11 +90,11 @@ def test_drives_finish_in_equal_time(weights: list[float]) -> None:
     for size, weight in zip(used, weights, strict=True):
         assert size == pytest.approx(sum(used) * weight / sum(weights), rel=0.02)
     for first in range(0, 96, 8):
-        some = records[first : first + 8]
-        whole = [(start, RECORD) for start in some]
-        fetched = [(start, CUTS[0]) for start in some]  # a fetch reads only the weights
-        assert time_of(stripes, whole, weights) < 1.05
-        assert time_of(stripes, fetched, weights) < 1.25
+        subset = records[first : first + 8]
+        full = [(start, RECORD) for start in subset]
+        fetched = [(start, CUTS[0]) for start in subset]  # a fetch reads only the weights
+        assert relative_time(stripes, full, weights) < 1.05
+        assert relative_time(stripes, fetched, weights) < 1.25
 
 
 def test_small_drive_spread_over_all_records() -> None:
@@ -127,7 +127,7 @@ def test_distribute_without_promises() -> None:
 
 
 @pytest.mark.parametrize(
-    ("total", "weights", "room", "expected"),
+    ("total", "weights", "free", "expected"),
     [
         (300, [2, 1], [1000, 1000], [200, 100]),
         (300, [2, 1], [50, 1000], [50, 250]),
@@ -139,6 +139,6 @@ def test_distribute_without_promises() -> None:
     ],
 )
 def test_fair_shares(
-    total: int, weights: list[float], room: list[int], expected: list[float]
+    total: int, weights: list[float], free: list[int], expected: list[float]
 ) -> None:
-    assert fair_shares(total, weights, room) == pytest.approx(expected)
+    assert fair_shares(total, weights, free) == pytest.approx(expected)

@@ -25,7 +25,7 @@ from infinity.storage.reservations import PROCESS
 
 
 @dataclass(frozen=True)
-class Held:
+class Usage:
     memory: int
     files: frozenset[tuple[str, str]]  # (descriptor, target)
     threads: frozenset[str]
@@ -33,7 +33,7 @@ class Held:
     reserved: int
 
     @classmethod
-    def now(cls, path: Path) -> Held:
+    def measure(cls, path: Path) -> Usage:
         gc.collect()
         return_freed_memory()
         files = [p.stat() for p in path.rglob("*") if p.is_file()]
@@ -59,7 +59,7 @@ def open_files() -> Iterator[tuple[str, str]]:
 def test_steps_and_saves_do_not_leak(
     tmp_path: Path, placement: dict[str, str], device: str, steps: int, saves: int
 ) -> None:
-    before, after = forked.call(held_by_training, tmp_path, placement, device, steps, saves)
+    before, after = forked.call(usage_of_training, tmp_path, placement, device, steps, saves)
     assert not after.files - before.files
     assert not after.threads - before.threads
     assert after.on_disk == before.on_disk
@@ -69,17 +69,18 @@ def test_steps_and_saves_do_not_leak(
     assert len(list((tmp_path / "saved").iterdir())) == 1
 
 
-def held_by_training(
+def usage_of_training(
     path: Path, placement: dict[str, str], device: str, steps: int, saves: int
-) -> tuple[Held, Held]:
+) -> tuple[Usage, Usage]:
     count_held()
     reserve = HostArena.__init__
 
-    def touch(arena: HostArena, nbytes: int) -> None:
+    def reserve_and_touch(arena: HostArena, nbytes: int) -> None:
         reserve(arena, nbytes)
         arena.view(0, arena.nbytes).fill_(0)
 
-    HostArena.__init__ = touch  # otherwise timing decides when a buffer is first touched
+    # Otherwise timing decides when a buffer is first touched.
+    HostArena.__init__ = reserve_and_touch
     (scratch := path / "nvme").mkdir()
     # A unit has 2 MiB: a leak of one per step or save would be at least 20 MiB.
     model = small_model(width=512, num_blocks=2)
@@ -88,23 +89,23 @@ def held_by_training(
         model, {**settings(scratch, placement), "chunk_size": 1 << 18}, device=target
     )
     with engine:
-        place = engine.device
-        train_on(engine, 3, place)
+        torch_device = engine.device
+        train_on(engine, 3, torch_device)
         engine.save_weights(path / "saved")
         with torch.no_grad():
-            engine(batch(0, place))
+            engine(batch(0, torch_device))
         engine.settle()
-        before = Held.now(scratch)
+        before = Usage.measure(scratch)
         for _ in range(saves):
-            train_on(engine, steps // saves, place)
+            train_on(engine, steps // saves, torch_device)
             engine.save_weights(path / "saved")
         engine.settle()
-        return before, Held.now(scratch)
+        return before, Usage.measure(scratch)
 
 
-def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
+def train_on(engine: infinity.Engine, steps: int, device: torch.device) -> None:
     for index in range(steps):
-        loss = engine(batch(index, place))
+        loss = engine(batch(index, device))
         engine.backward(loss)
         engine.step()
 
@@ -112,12 +113,12 @@ def train_on(engine: infinity.Engine, steps: int, place: torch.device) -> None:
 @pytest.mark.parametrize("weights", ["host", "disk"])  # stored there, or in slots
 def test_closed_engine_holds_no_memory(tmp_path: Path, weights: str) -> None:
     """Also while referenced; the baseline is taken after an engine with one block has closed."""
-    grown, left = forked.call(held_by_an_engine, tmp_path, weights)
+    grown, remaining = forked.call(memory_of_engine, tmp_path, weights)
     assert grown > 256 << 20
-    assert left < SMALL_BYTES
+    assert remaining < SMALL_BYTES
 
 
-def held_by_an_engine(path: Path, weights: str) -> tuple[int, int]:
+def memory_of_engine(path: Path, weights: str) -> tuple[int, int]:
     count_held()
     config = settings(path, {"weights": weights, "optimizer_state": "host", "gradients": "host"})
     for num_blocks in (1, 8):

@@ -45,7 +45,7 @@ IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 SUMMED = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 
 
-class Signal:
+class ManualEvent:
     """Event set by the test."""
 
     def __init__(self) -> None:
@@ -62,7 +62,7 @@ class Signal:
 
 
 @contextmanager
-def working(nbytes: int = 1000) -> Iterator[GradientWorker]:
+def open_worker(nbytes: int = 1000) -> Iterator[GradientWorker]:
     worker = GradientWorker(Transfers(CpuDevice(), None), torch.zeros(nbytes, dtype=torch.uint8))
     worker.open()
     try:
@@ -77,7 +77,7 @@ def test_windows_read_in_expected_order(
 ) -> None:
     """Windows of ranks fill late; one read for a later unit is not dropped for an earlier one."""
     reads: list[int] = []
-    slow, quick = Signal(), HAPPENED
+    slow, quick = ManualEvent(), HAPPENED
 
     def read(pieces: Any, label: tuple[int, str]) -> Event:
         reads.append(label[0])
@@ -89,9 +89,9 @@ def test_windows_read_in_expected_order(
         local_units=[SimpleNamespace(trained_segments=[0])] * 5, ranks=1,
         gradient_bytes=lambda unit: 4096,
     )  # fmt: skip
-    places: Any = {unit: SimpleNamespace(nbytes=4096) for unit in range(5)}
+    extents: Any = {unit: SimpleNamespace(nbytes=4096) for unit in range(5)}
     transfers: Any = SimpleNamespace(read=read, write=lambda pieces, label: tickets.pop(0))
-    windows = GradientWindows(plan, transfers, torch.float32, places, gradient_windows.untimed)
+    windows = GradientWindows(plan, transfers, torch.float32, extents, gradient_windows.untimed)
     tickets: list[Event] = [quick, quick, quick, slow, slow]
     for micro_batch in range(2):
         for unit in (4, 3, 2, 1, 0):
@@ -109,9 +109,9 @@ def test_windows_read_in_expected_order(
 @pytest.mark.parametrize("seed", range(8))
 def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
     """Copies complete in any order; no byte is reused before its task has run."""
-    chosen = random.Random(seed)
+    rng = random.Random(seed)
     count, size = 400, 1000
-    events = [Signal() for _ in range(count)]
+    events = [ManualEvent() for _ in range(count)]
     seen: list[int] = []
     wrong: list[int] = []
 
@@ -119,24 +119,26 @@ def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
         """Complete the copies in random order, with at most 20 in flight."""
         waiting = list(range(20))
         for following in range(20, count + 20):
-            events[waiting.pop(chosen.randrange(len(waiting)))].set()
+            events[waiting.pop(rng.randrange(len(waiting)))].set()
             waiting += [following] if following < count else []
-            time.sleep(chosen.random() * 1e-4)
+            time.sleep(rng.random() * 1e-4)
 
-    def look(number: int, landed: Tensor) -> None:
+    def check(number: int, data: Tensor) -> None:
         seen.append(number)
-        if not bool((landed == number % 251).all()):
+        if not bool((data == number % 251).all()):
             wrong.append(number)
 
-    with working(size) as worker:
+    with open_worker(size) as worker:
         releaser = threading.Thread(target=release)
         releaser.start()
         for number, event in enumerate(events):
-            place = worker.allocate(chosen.choice([1, 63, 64, 65, 200, 500]))
-            assert place[0] % 64 == 0
-            assert place[0] + place[1].numel() <= size
-            place[1].fill_(number % 251)
-            worker.put(lambda n=number, p=place[1]: look(n, p), [HAPPENED, event], None, place)
+            allocation = worker.allocate(rng.choice([1, 63, 64, 65, 200, 500]))
+            assert allocation[0] % 64 == 0
+            assert allocation[0] + allocation[1].numel() <= size
+            allocation[1].fill_(number % 251)
+            worker.put(
+                lambda n=number, p=allocation[1]: check(n, p), [HAPPENED, event], None, allocation
+            )
         worker.drain()
         releaser.join()
         assert worker._transfers.stalled_s()["gradient"] > 0  # the buffer was full at times
@@ -145,12 +147,12 @@ def test_tasks_run_in_order_with_their_bytes(seed: int) -> None:
 
 
 def test_buffer_allocated_to_last_byte() -> None:
-    with working(256) as worker:
-        gate = Signal()
+    with open_worker(256) as worker:
+        gate = ManualEvent()
         for expected in (0, 64, 128, 192):
-            place = worker.allocate(64)
-            assert place[0] == expected
-            worker.put(lambda: None, [gate], None, place)
+            allocation = worker.allocate(64)
+            assert allocation[0] == expected
+            worker.put(lambda: None, [gate], None, allocation)
         assert worker._free_offset(1) is None
         gate.set()
         worker.drain()
@@ -163,7 +165,7 @@ def test_task_error_raised_until_reset() -> None:
     def fail() -> None:
         raise TransferError("lost", path="p", offset=0, length=1, errno=errno.EIO)
 
-    with working() as worker:
+    with open_worker() as worker:
         worker.put(lambda: ran.append("before"))
         worker.put(fail)
         worker.put(lambda: ran.append("behind"))
@@ -181,9 +183,9 @@ def test_task_error_raised_until_reset() -> None:
 @pytest.mark.parametrize("end", ["reset", "close"])
 def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
     ran: list[int] = []
-    begun, gate, last = Signal(), Signal(), Signal()
+    begun, gate, last = ManualEvent(), ManualEvent(), ManualEvent()
 
-    class Begun:
+    class BlockingEvent:
         """Event that is set when the thread waits for the first task."""
 
         def done(self) -> bool:
@@ -193,9 +195,9 @@ def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
             begun.set()
             gate.wait()
 
-    with working() as worker:
-        waited: list[Event] = [Begun(), gate, last]
-        for number, event in enumerate(waited):
+    with open_worker() as worker:
+        events: list[Event] = [BlockingEvent(), gate, last]
+        for number, event in enumerate(events):
             worker.put(lambda n=number: ran.append(n), [event], None, worker.allocate(300))
         begun.wait()
         ending = threading.Thread(target=getattr(worker, end))
@@ -214,7 +216,7 @@ def test_reset_and_close_drop_queue_after_copies(end: str) -> None:
 
 def test_ended_thread_ends_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gradient_worker, "_ALIVE_CHECK_S", 0.01)
-    with working() as worker:
+    with open_worker() as worker:
         worker.close()
         worker.put(lambda: None)
         for wait in (worker.drain, worker.reset):
@@ -226,20 +228,20 @@ def test_close_before_open_or_twice() -> None:
     worker = GradientWorker(Transfers(CpuDevice(), None), torch.zeros(0, dtype=torch.uint8))
     worker.close()
     worker.close()
-    with working() as other:
+    with open_worker() as other:
         other.close()
 
 
 # --- engines -----------------------------------------------------------------------------------
 
 
-class Gated(FakeAccelerator):
+class GatedAccelerator(FakeAccelerator):
     """Accelerator whose copies to the host, after the first `num_free`, wait for the gate."""
 
     def __init__(self, num_free: int = 0, *, kernels: bool = False) -> None:
         super().__init__(3, max_delay_s=0.0, kernels=kernels)
         self.num_free = num_free
-        self.gate = Signal()
+        self.gate = ManualEvent()
         self.sent = 0
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
@@ -249,13 +251,13 @@ class Gated(FakeAccelerator):
         return super().copy_d2h(target, source, after)
 
 
-def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[str, Tensor]:
+def train_masters(path: Path, device: FakeAccelerator | None, **more: object) -> dict[str, Tensor]:
     arguments = {} if device is None else {"device": device}
     with small_engine(path, model=small_model(num_blocks=1), arguments=arguments, **more) as engine:
         for index in range(4):
             loss = engine(batch(index))
             engine.backward(loss)
-            if isinstance(device, Gated) and index == 0:
+            if isinstance(device, GatedAccelerator) and index == 0:
                 assert device.sent == 9  # all gradient copies are pending
                 assert not device.gate.done()
                 engine(batch(9)).item()  # nor does the next forward wait
@@ -267,15 +269,15 @@ def trained(path: Path, device: FakeAccelerator | None, **more: object) -> dict[
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
 def test_backward_returns_before_first_copy(tmp_path: Path, precision: str) -> None:
     more = {"precision": precision, "gradient_accumulation_steps": 2}
-    expected = trained(tmp_path, None, placement=ON_DEVICE, **more)
-    assert same(trained(tmp_path, Gated(), placement=SUMMED, **more), expected)
+    expected = train_masters(tmp_path, None, placement=ON_DEVICE, **more)
+    assert same(train_masters(tmp_path, GatedAccelerator(), placement=SUMMED, **more), expected)
 
 
 @pytest.mark.parametrize("update", ["cpu", "device"])
 def test_step_returns_before_gradient_copies(tmp_path: Path, update: str) -> None:
     """The optimizer pass waits for the copies, one unit at a time, and then frees the gradients."""
     num_parameters = sum(1 for _ in small_model().parameters())
-    device = Gated(num_parameters - 1, kernels=True)
+    device = GatedAccelerator(num_parameters - 1, kernels=True)
     more: dict[str, Any] = {"update": update, "arguments": {"device": device}}
     with small_engine(tmp_path, ON_DEVICE) as engine:
         train(engine, 3)
@@ -318,7 +320,9 @@ def test_training_thread_never_waits_for_gradients(
         assert device.violations == []
 
 
-def threads_of(path: Path, device: FakeAccelerator | str, placement: dict[str, str]) -> int:
+def num_gradient_threads(
+    path: Path, device: FakeAccelerator | str, placement: dict[str, str]
+) -> int:
     with small_engine(path, placement, arguments={"device": device}) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
@@ -327,10 +331,10 @@ def threads_of(path: Path, device: FakeAccelerator | str, placement: dict[str, s
 
 def test_gradient_thread_started_only_if_needed(tmp_path: Path) -> None:
     for placement in (ON_DISK, MIXED, ON_DEVICE):
-        assert threads_of(tmp_path, "cpu", placement) == 0
-    assert threads_of(tmp_path, FakeAccelerator(1), ON_DEVICE) == 0
+        assert num_gradient_threads(tmp_path, "cpu", placement) == 0
+    assert num_gradient_threads(tmp_path, FakeAccelerator(1), ON_DEVICE) == 0
     for placement in (ON_DISK, MIXED):
-        assert threads_of(tmp_path, FakeAccelerator(1), placement) == 1
+        assert num_gradient_threads(tmp_path, FakeAccelerator(1), placement) == 1
 
 
 def test_gradient_thread_error_restarts_window(
@@ -338,7 +342,7 @@ def test_gradient_thread_error_restarts_window(
 ) -> None:
     """After any exception of the thread, the repeated window gives the same bits."""
     more = {"gradient_accumulation_steps": 2, "placement": SUMMED}
-    expected = trained(tmp_path, None, **more)
+    expected = train_masters(tmp_path, None, **more)
     with small_engine(
         tmp_path, model=small_model(num_blocks=1), arguments={"device": FakeAccelerator(2)}, **more
     ) as engine:

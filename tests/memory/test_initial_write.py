@@ -14,22 +14,22 @@ from infinity.model.deferred_init import KEEP_BYTES
 pytestmark = needs_peak
 
 
-def grown(path: Path, way: str) -> dict[str, int]:
-    found: dict[str, int] = call(make_engine_alone, path, way)
+def memory_growth(path: Path, mode: str) -> dict[str, int]:
+    found: dict[str, int] = call(make_engine_alone, path, mode)
     assert not list(path.iterdir())
     return found
 
 
-@pytest.mark.parametrize("way", ["init", "meta", "read"])
-def test_initialize_peak_within_plan(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("mode", ["init", "meta", "read"])
+def test_initialize_peak_within_plan(tmp_path: Path, mode: str) -> None:
     """The peak is the planned memory plus the operands of one operation of an initializer."""
-    found = grown(tmp_path, way)
-    more = 4 * found["largest"] + SMALL_BYTES  # truncated initialization compares and redraws
-    assert found["built"] < (KEEP_BYTES + more if way == "init" else SMALL_BYTES)
-    assert found["initialised"] < found["planned"] + more
-    assert found["model"] > 2 * (found["planned"] + more), "or nothing is shown"
+    found = memory_growth(tmp_path, mode)
+    margin = 4 * found["largest"] + SMALL_BYTES  # truncated initialization compares and redraws
+    assert found["built"] < (KEEP_BYTES + margin if mode == "init" else SMALL_BYTES)
+    assert found["initialised"] < found["planned"] + margin
+    assert found["model"] > 2 * (found["planned"] + margin), "the model must be much larger"
 
 
 def test_measurement_includes_model_in_ram(tmp_path: Path) -> None:
-    found = grown(tmp_path, "real")
+    found = memory_growth(tmp_path, "real")
     assert found["built"] > 0.9 * found["model"]

@@ -37,7 +37,7 @@ def process_bytes() -> int:
     return int(done.stdout) * os.sysconf("SC_PAGESIZE")
 
 
-def live_in(limit: int, job: dict[str, Any]) -> dict[str, Any]:
+def run_in_cgroup(limit: int, job: dict[str, Any]) -> dict[str, Any]:
     """Run the job in a memory control group of `limit` bytes."""
     command = [sys.executable, "-m", "support.larger_than_ram", json.dumps(job)]
     command = [str(IN_CGROUP), str(limit), *command]
@@ -49,18 +49,20 @@ def live_in(limit: int, job: dict[str, Any]) -> dict[str, Any]:
     return result
 
 
-def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def compare_runs(
+    job: dict[str, Any], limit: int, path: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """Run the job in the small group and in this process, and assert equal results.
 
     Only the small run resumes from its checkpoint: test_resume of tests/parity covers RAM.
     """
 
-    def own(name: str, **more: Any) -> dict[str, Any]:
+    def job_in(name: str, **more: Any) -> dict[str, Any]:
         (path / name).mkdir()
         return job | {"path": str(path / name), "save_dir": str(path / name / "saved")} | more
 
-    small = live_in(limit, own("small", host=limit, placement=ON_DISK))
-    roomy = live(own("roomy", host=20 << 30, placement={}, reload=""))
+    small = run_in_cgroup(limit, job_in("small", host=limit, placement=ON_DISK))
+    roomy = live(job_in("roomy", host=20 << 30, placement={}, reload=""))
     for name in ("small", "roomy"):
         assert [entry.name for entry in (path / name).iterdir()] == ["saved"]
         shutil.rmtree(path / name)
@@ -69,15 +71,15 @@ def compare(job: dict[str, Any], limit: int, path: Path) -> tuple[dict[str, Any]
     if job["reload"]:
         assert small["resumed"] == small["onward"]
         assert small["loaded"] == small["evaluated"] != small.get("fresh")
-    told = [*small["losses"], *small["onward"], small["evaluated"]]
-    assert len(set(told)) == len(told)
+    values = [*small["losses"], *small["onward"], small["evaluated"]]
+    assert len(set(values)) == len(values)
     assert small["tier_bytes"]["disk"] > small["state_bytes"]
     # The other run stores in RAM whatever fits: all of a model that is not too large.
     assert roomy["tier_bytes"]["disk"] < small["tier_bytes"]["disk"] / 2
     return small, roomy
 
 
-def disk_room(path: Path, nbytes: int) -> None:
+def require_disk_space(path: Path, nbytes: int) -> None:
     if mount_of(path).file_system in ("tmpfs", "ramfs"):
         pytest.skip(f"{path} is in RAM, and so is a disk tier there")
     facts = os.statvfs(path)
@@ -85,7 +87,7 @@ def disk_room(path: Path, nbytes: int) -> None:
         pytest.skip(f"{path} has less than {nbytes >> 30} GiB free")
 
 
-def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
+def make_job(width: int, num_layers: int, steps: int) -> dict[str, Any]:
     return {
         "width": width,
         "num_layers": num_layers,
@@ -98,13 +100,15 @@ def born_from_files(width: int, num_layers: int, steps: int) -> dict[str, Any]:
     }
 
 
-def check_state(tmp_path: Path, times: float, room: int, width: int, layers_per_gib: int) -> None:
-    """Train with state of `times` the limit, which is the process and `room` more bytes."""
+def compare_state(
+    tmp_path: Path, times: float, extra_bytes: int, width: int, layers_per_gib: int
+) -> None:
+    """Train with state of `times` the limit, which is the process and `extra_bytes`."""
     # More library pages are loaded as more code is used. A control group counts whole pages.
-    limit = (process_bytes() * 5 // 4 + room) // MIB * MIB
+    limit = (process_bytes() * 5 // 4 + extra_bytes) // MIB * MIB
     num_layers = math.ceil(layers_per_gib * limit / (1 << 30))
-    disk_room(tmp_path, int(3 * times * limit))
-    small, roomy = compare(born_from_files(width, num_layers, 1), limit, tmp_path)
+    require_disk_space(tmp_path, int(3 * times * limit))
+    small, roomy = compare_runs(make_job(width, num_layers, 1), limit, tmp_path)
     assert small["state_bytes"] >= times * limit
     assert roomy["tier_bytes"]["disk"] == 0  # it did not use the disk
 
@@ -116,10 +120,10 @@ def test_expert_layer_larger_than_memory(tmp_path: Path) -> None:
     stack_share = share / NUM_STACKS  # each parameter is created as one stack
     limit = int((process_bytes() * 5 / 4 + 120 * MIB) / (1 - stack_share)) // MIB * MIB
     num_experts = math.ceil(share * limit / (4 * NUM_STACKS * width**2))
-    disk_room(tmp_path, 8 * limit)
-    job = born_from_files(width, 1, 1) | {"num_experts": num_experts, "experts_per_unit": 4}
+    require_disk_space(tmp_path, 8 * limit)
+    job = make_job(width, 1, 1) | {"num_experts": num_experts, "experts_per_unit": 4}
     job["reload"] = ""  # it would double the duration
-    small, roomy = compare(job, limit, tmp_path)
+    small, roomy = compare_runs(job, limit, tmp_path)
     assert small["largest_layer_bytes"] >= share * limit
     assert roomy["tier_bytes"]["disk"] == 0  # it did not use the disk
 
@@ -128,13 +132,13 @@ def test_expert_layer_larger_than_memory(tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 def test_state_larger_than_memory(tmp_path: Path) -> None:
     """The weights, a third of the state, exceed the memory left to the engine."""
-    check_state(tmp_path, 1.25, 150 * MIB, 384, 64)
+    compare_state(tmp_path, 1.25, 150 * MIB, 384, 64)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(7200)
 def test_state_eight_times_memory(tmp_path: Path) -> None:
-    check_state(tmp_path, 8, 340 * MIB, 640, 150)
+    compare_state(tmp_path, 8, 340 * MIB, 640, 150)
 
 
 @pytest.mark.big
@@ -150,6 +154,6 @@ def test_1_3_billion_parameters_in_2_gib(tmp_path: Path) -> None:
         "micro_batches": 2,
         "reload": "loaded",
     }
-    disk_room(tmp_path, 40 << 30)
-    small, _ = compare(job, 2 << 30, tmp_path)
+    require_disk_space(tmp_path, 40 << 30)
+    small, _ = compare_runs(job, 2 << 30, tmp_path)
     assert small["state_bytes"] >= 15_000_000_000

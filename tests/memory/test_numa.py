@@ -18,11 +18,11 @@ GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
 def preferred_node(address: int) -> int | None:
     """Return the preferred node of the page at `address`, or None."""
     policy, mask = ctypes.c_int(), (ctypes.c_ulong * 16)()
-    library, word = ctypes.CDLL(None), ctypes.c_ulong
-    of_address, bits = word(1 << 1), word(8 * ctypes.sizeof(mask) + 1)
-    number = word(GET_MEMPOLICY[platform.machine()])
+    library, ulong = ctypes.CDLL(None), ctypes.c_ulong
+    of_address, bits = ulong(1 << 1), ulong(8 * ctypes.sizeof(mask) + 1)
+    number = ulong(GET_MEMPOLICY[platform.machine()])
     preferred = 1
-    if library.syscall(number, ctypes.byref(policy), mask, bits, word(address), of_address):
+    if library.syscall(number, ctypes.byref(policy), mask, bits, ulong(address), of_address):
         return None
     return int(mask[0]).bit_length() - 1 if policy.value == preferred and mask[0] else None
 
@@ -48,10 +48,10 @@ def test_prefer_missing_node_has_no_effect(node: int) -> None:
     assert preferred_node(address) is None
 
 
-@pytest.mark.parametrize(("told", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
-def test_node_of_pci_reads_sysfs(tmp_path: Path, told: str, node: int | None) -> None:
+@pytest.mark.parametrize(("content", "node"), [("1\n", 1), ("0\n", 0), ("-1\n", None), ("?", None)])
+def test_node_of_pci_reads_sysfs(tmp_path: Path, content: str, node: int | None) -> None:
     folder = tmp_path / "sys/bus/pci/devices/0000:1b:00.0"
     folder.mkdir(parents=True)
-    (folder / "numa_node").write_text(told)
+    (folder / "numa_node").write_text(content)
     assert node_of_pci(0, 0x1B, 0, tmp_path) == node
     assert node_of_pci(0, 0x1C, 0, tmp_path) is None

@@ -58,16 +58,16 @@ def resident_bytes(arena: HostArena) -> int:
 @pytest.mark.parametrize("nbytes", [1, PAGE, 3 * MIB + 1, 5 * MIB, 65 * MIB + PAGE])
 def test_arena_rounds_up_to_pages_only(nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch would round pinned memory up to a power of two."""
-    asked: list[int] = []
+    lengths: list[int] = []
     make = mmap.mmap
 
-    def counted(descriptor: int, length: int, **more: int) -> mmap.mmap:
-        asked.append(length)
+    def record_length(descriptor: int, length: int, **more: int) -> mmap.mmap:
+        lengths.append(length)
         return make(descriptor, length, **more)
 
-    monkeypatch.setattr(host_module.mmap, "mmap", counted)
+    monkeypatch.setattr(host_module.mmap, "mmap", record_length)
     arena = HostArena(nbytes)
-    assert asked == [-(-nbytes // PAGE) * PAGE] == [arena.nbytes]
+    assert lengths == [-(-nbytes // PAGE) * PAGE] == [arena.nbytes]
     assert address_of(arena) % PAGE == 0
     first, end, _ = mapping_at(address_of(arena))
     assert first <= address_of(arena) <= end - arena.nbytes
@@ -76,8 +76,8 @@ def test_arena_rounds_up_to_pages_only(nbytes: int, monkeypatch: pytest.MonkeyPa
 def test_arena_for_ranges_has_exact_size() -> None:
     arena = arena_for([1, PAGE, PAGE + 1])
     assert arena.nbytes == 4 * PAGE
-    parts = [arena.carve(size) for size in (1, PAGE, PAGE + 1)]
-    assert [part.data_ptr() - address_of(arena) for part in parts] == [0, PAGE, 2 * PAGE]
+    views = [arena.carve(size) for size in (1, PAGE, PAGE + 1)]
+    assert [view.data_ptr() - address_of(arena) for view in views] == [0, PAGE, 2 * PAGE]
 
 
 def test_arena_not_resident_until_used() -> None:
@@ -122,16 +122,16 @@ def test_arena_pinned_in_slices_of_one_gib(
     nbytes: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: list[tuple[int, int, int]] = []
-    device = bare_cuda_device(monkeypatch, lambda *asked: calls.append(asked) or 0)
-    made: list[tuple[int, int]] = []
-    monkeypatch.setattr(cuda_module, "prefault", lambda *asked: made.append(asked))
+    device = bare_cuda_device(monkeypatch, lambda *arguments: calls.append(arguments) or 0)
+    prefaulted: list[tuple[int, int]] = []
+    monkeypatch.setattr(cuda_module, "prefault", lambda *arguments: prefaulted.append(arguments))
     arena = HostArena(nbytes)
     device.pin(arena)
     base = address_of(arena)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     assert calls == [(base + start, size, 1) for start, size in zip(starts, sizes, strict=True)]
     assert device.warnings == []
-    assert made == [(address, size) for address, size, _ in calls]
+    assert prefaulted == [(address, size) for address, size, _ in calls]
     assert resident_bytes(arena) == 0  # pinning itself touches no page
     # A copy of the entire arena is split at slice boundaries only.
     ends = [start + size for start, size in zip(starts, sizes, strict=True)]
@@ -144,10 +144,10 @@ def test_pages_prefaulted_before_pinning(monkeypatch: pytest.MonkeyPatch) -> Non
     arena = HostArena(80 * MIB + PAGE)
     arena.view(PAGE, 3).fill_(7)
     bare_cuda_device(monkeypatch).pin(arena)
-    made = resident_bytes(arena)
+    resident = resident_bytes(arena)
     if not prefault(address_of(arena), arena.nbytes):
         pytest.skip("the kernel is older than Linux 5.14")
-    assert made == arena.nbytes
+    assert resident == arena.nbytes
     assert arena.view(0, PAGE + 4).sum() == 21
 
 
@@ -203,19 +203,19 @@ def test_pin_retried_after_one_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_host_memory_registered_on_engine_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise every rank creates a context on the first GPU."""
     seen: list[Any] = []
-    here: list[torch.device | None] = [None]
+    current_devices: list[torch.device | None] = [None]
 
     @contextmanager
     def current(device: torch.device) -> Iterator[None]:
-        here.append(device)
+        current_devices.append(device)
         yield
-        here.pop()
+        current_devices.pop()
 
-    def asked(*_: int) -> int:
-        seen.append(here[-1])
+    def record_device(*_: int) -> int:
+        seen.append(current_devices[-1])
         return 0
 
-    device = bare_cuda_device(monkeypatch, asked, asked, current)
+    device = bare_cuda_device(monkeypatch, record_device, record_device, current)
     device.torch_device = torch.device("cuda", 1)
     device.pin(HostArena(PAGE))
     device.close()
@@ -239,16 +239,16 @@ def test_zero_moments_not_written_to_ram(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A fresh mapping is zero, and moments would be two thirds of the initial write."""
-    kinds = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
-    config = {"placement": kinds, "precision": "bf16", "chunk_size": 16384}
+    placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
+    config = {"placement": placement, "precision": "bf16", "chunk_size": 16384}
     written: list[int] = []
     write = Transfers.write
 
-    def spy(self: Transfers, pieces: Any, *more: Any, **named: Any) -> Any:
-        written.extend(place.nbytes for place, _ in pieces)
+    def record_write(self: Transfers, pieces: Any, *more: Any, **named: Any) -> Any:
+        written.extend(extent.nbytes for extent, _ in pieces)
         return write(self, pieces, *more, **named)
 
-    monkeypatch.setattr(Transfers, "write", spy)
+    monkeypatch.setattr(Transfers, "write", record_write)
     with closing(FakeAccelerator(seed=1)) as device:
         engine, *_ = infinity.initialize(small_model(width=128), config, device=device)
         with engine:

@@ -20,7 +20,7 @@ IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 MODEL = {"width": 1024, "num_layers": 3, "vocab_size": 512, "tokens": 8, "init": True}
 GRADIENTS = (48 - 16) * MIB  # of a block, without the largest one
 RUNS: dict[str, dict[str, Any]] = {
-    "a device of its own": {
+    "separate device memory": {
         "config": {"placement": ON_DISK | {"gradients": "host"}, "prefetch_units": 1},
         "fake": True,
     },
@@ -45,25 +45,31 @@ INITIAL_WRITE = RUNS["all in RAM"] | {
 }
 
 
-def found_by(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def measure_runs(path: Path, runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     jobs = []
     for index, job in enumerate(runs.values()):
-        own = path / str(index)
-        own.mkdir()
-        common = {"micro_batches": 1, "steps": 2, "fake": False, "host": None, "path": str(own)}
+        directory = path / str(index)
+        directory.mkdir()
+        common = {
+            "micro_batches": 1,
+            "steps": 2,
+            "fake": False,
+            "host": None,
+            "path": str(directory),
+        }
         jobs.append(MODEL | common | job)
     return dict(zip(runs, forked.call(measure, jobs), strict=True))
 
 
-QUICK = ("a device of its own", "gradients in RAM", "all in RAM", "by budget")
+QUICK = ("separate device memory", "gradients in RAM", "all in RAM", "by budget")
 
 
 @needs_peak
 @pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(RUNS), marks=pytest.mark.big)])
 def test_measured_peaks_match_plan(tmp_path: Path, names: tuple[str, ...]) -> None:
     runs = {name: RUNS[name] for name in names}
-    found = found_by(tmp_path, runs | {"initial_write": INITIAL_WRITE})
-    assert_initial_write_takes_one_large_value_more(found.pop("initial_write"))
+    found = measure_runs(tmp_path, runs | {"initial_write": INITIAL_WRITE})
+    assert_initial_write_peak(found.pop("initial_write"))
     for name, one in found.items():
         host, ram = one["memory"]["host"], ram_of(one)
         assert one["initialised"] <= ram + SMALL_BYTES, name
@@ -78,14 +84,14 @@ def test_measured_peaks_match_plan(tmp_path: Path, names: tuple[str, ...]) -> No
         assert 0 <= record < 4096, name  # record of the process that owns the extents
         assert one["moved"] == one["forecast"], name
     tiers = [set(kind) for kind in found["by budget"]["placement"].values()]
-    assert len(set.union(*tiers)) > 1, "or nothing is shown"
+    assert len(set.union(*tiers)) > 1, "the budget must mix tiers"
 
 
 def ram_of(found: dict[str, Any]) -> int:
     return sum(sum(found["memory"][tier].values()) for tier in ("host", "device"))
 
 
-def assert_initial_write_takes_one_large_value_more(found: dict[str, Any]) -> None:
+def assert_initial_write_peak(found: dict[str, Any]) -> None:
     host, ram = found["memory"]["host"], ram_of(found)
     assert found["initialised"] <= ram + SMALL_BYTES
     assert found["initialised"] > ram - host["initial_write"] - host["gradients"]

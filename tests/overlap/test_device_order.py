@@ -59,7 +59,7 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-AT_LAST = 60.0  # copies start only when waited for, or at the end
+LATE_S = 60.0  # copies start only when waited for, or at the end
 
 
 def run(
@@ -67,7 +67,7 @@ def run(
     *,
     kernels: bool,
     steps: int = 3,
-    max_delay_s: float = AT_LAST,
+    max_delay_s: float = LATE_S,
     **changes: Any,
 ) -> Any:
     """Train with few slots and without poisoning, which would order everything."""
@@ -85,7 +85,7 @@ def expected(micro_batches: int) -> Result:
     return train(case, batches, make_config(gradient_accumulation_steps=micro_batches))
 
 
-def in_order(placement: tuple[str, str, str], micro_batches: int, **more: Any) -> Result:
+def train_ordered(placement: tuple[str, str, str], micro_batches: int, **more: Any) -> Result:
     """Train, and assert that all accesses are ordered and the result equals `expected`."""
     done = run(placement, gradient_accumulation_steps=micro_batches, **more)
     assert done.device.violations + done.result.differences(expected(micro_batches)) == []
@@ -107,22 +107,22 @@ def test_device_order_each_placement_pair(
 ) -> None:
     micro_batches, soon = 1 + (moments + gradients) % 2, bool((weights + gradients) % 2)
     placement = (TIERS[weights], TIERS[moments], TIERS[gradients])
-    ordered(placement, update, micro_batches, soon)
+    assert_run_ordered(placement, update, micro_batches, soon)
 
 
 @pytest.mark.parametrize("number", range(8))
 def test_device_order_streamed_with_cpu_share(number: int) -> None:
     placement = tuple(("host", "device")[number >> bit & 1] for bit in range(3))
     with cpu_beside(0.4):
-        ordered(placement, "device", 1 + number % 2, soon=number in (1, 2, 4))
+        assert_run_ordered(placement, "device", 1 + number % 2, soon=number in (1, 2, 4))
 
 
 @pytest.mark.parametrize("placement", [(tier,) * 3 for tier in TIERS], ids="-".join)
 def test_device_order_chunked_logits(placement: tuple[str, str, str]) -> None:
     sliced = {"activations": {"logits": "chunked"}}
     done = run(placement, kernels=True, **sliced)
-    near = train(CASE.build(), CASE.batches(3), make_config(**sliced))
-    assert done.device.violations + done.result.differences(near) == []
+    reference = train(CASE.build(), CASE.batches(3), make_config(**sliced))
+    assert done.device.violations + done.result.differences(reference) == []
 
 
 @pytest.mark.big
@@ -133,13 +133,15 @@ def test_device_order_chunked_logits(placement: tuple[str, str, str]) -> None:
 def test_device_order_all_placements(
     placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool
 ) -> None:
-    ordered(placement, update, micro_batches, soon)
+    assert_run_ordered(placement, update, micro_batches, soon)
 
 
-def ordered(placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool) -> None:
+def assert_run_ordered(
+    placement: tuple[str, str, str], update: str, micro_batches: int, soon: bool
+) -> None:
     more: dict[str, Any] = {} if update == "no_kernels" else {"update": update}
-    delay_s = 0.002 if soon else AT_LAST
-    in_order(placement, micro_batches, kernels=bool(more), max_delay_s=delay_s, **more)
+    delay_s = 0.002 if soon else LATE_S
+    train_ordered(placement, micro_batches, kernels=bool(more), max_delay_s=delay_s, **more)
 
 
 @pytest.mark.parametrize(
@@ -161,7 +163,7 @@ def test_device_order_two_ranks(
 
     def work(ranks: DistContext) -> list[str]:
         kernels = update != "no_kernels"
-        with ordered_device(seed=1, kernels=kernels, max_delay_s=AT_LAST) as device:
+        with ordered_device(seed=1, kernels=kernels, max_delay_s=LATE_S) as device:
             with make_engine(
                 ranks, models[ranks.rank], config, tmp_path, device=device, poison=None
             ) as engine:
@@ -173,20 +175,20 @@ def test_device_order_two_ranks(
     assert on_ranks(2, work) == [[], []]
 
 
-@pytest.mark.parametrize(("place", "offload"), diagonal(range(4), [*OFFLOADS]))
-def test_device_order_offloaded_activations(place: int, offload: str) -> None:
-    number = place + list(OFFLOADS).index(offload)
-    placement = (IN_RAM, ON_DEVICE, ON_DISK, MIXED)[place]
-    delay_s, more = (AT_LAST, 0.002)[number // 2 % 2], {"activations": OFFLOADS[offload]}
-    result = in_order(placement, 1 + number % 2, kernels=True, max_delay_s=delay_s, **more)
+@pytest.mark.parametrize(("placement_index", "offload"), diagonal(range(4), [*OFFLOADS]))
+def test_device_order_offloaded_activations(placement_index: int, offload: str) -> None:
+    number = placement_index + list(OFFLOADS).index(offload)
+    placement = (IN_RAM, ON_DEVICE, ON_DISK, MIXED)[placement_index]
+    delay_s, more = (LATE_S, 0.002)[number // 2 % 2], {"activations": OFFLOADS[offload]}
+    result = train_ordered(placement, 1 + number % 2, kernels=True, max_delay_s=delay_s, **more)
     assert result.counters["from_device"] > 0
 
 
-def forget_the_readers(monkeypatch: pytest.MonkeyPatch) -> None:
+def skip_reader_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slots_module, "after_all", lambda ready, compute: ready)
 
 
-def publish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def publish_early(monkeypatch: pytest.MonkeyPatch) -> None:
     publish = UnitUpdater._publish
 
     def too_early(self: UnitUpdater, *arguments: Any) -> Any:
@@ -197,16 +199,16 @@ def publish_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(UnitUpdater, "_publish", too_early)
 
 
-def compute_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def compute_early(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OrderedAccelerator, "compute_wait", lambda self, event: event.wait)
 
 
-def update_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def update_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel does not wait for what comes in."""
     monkeypatch.setattr(streams_module, "after_all", lambda *events: next(iter(events), HAPPENED))
 
 
-def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def write_back_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The write-back does not wait for the kernel."""
     copy = Transfers.copy_d2h_unordered
 
@@ -216,7 +218,7 @@ def go_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Transfers, "copy_d2h_unordered", too_early)
 
 
-def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def reuse_buffer_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """A buffer is refilled before its previous chunk has been written back."""
     take = BufferPool.take
 
@@ -230,18 +232,18 @@ def reuse_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(BufferPool, "take", always_one)
 
 
-def forget_what_is_landing(monkeypatch: pytest.MonkeyPatch) -> None:
+def drop_pending_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer pass uses gradients whose copies to RAM are pending."""
     hand_over = GradientStore.hand_over
 
-    def nothing(self: GradientStore) -> dict[int, Any]:
+    def hand_over_nothing(self: GradientStore) -> dict[int, Any]:
         hand_over(self)
         return {}
 
-    monkeypatch.setattr(GradientStore, "hand_over", nothing)
+    monkeypatch.setattr(GradientStore, "hand_over", hand_over_nothing)
 
 
-def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def release_units_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """Units are released while copies of their state are pending."""
     complete_oldest = UnitUpdater._complete_oldest
 
@@ -254,17 +256,23 @@ def land_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "mistake",
-    [update_at_once, go_back_at_once, reuse_at_once, forget_what_is_landing, land_at_once],
+    [
+        update_early,
+        write_back_early,
+        reuse_buffer_early,
+        drop_pending_gradients,
+        release_units_early,
+    ],
 )
 def test_missing_wait_in_streamed_update_detected(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match=r"is not ordered after|overlaps an earlier one"):
-        some_runs(IN_RAM, kernels=True, update="device")
+        run_repeatedly(IN_RAM, kernels=True, update="device")
 
 
-def some_runs(*placement: Any, **more: Any) -> None:
+def run_repeatedly(*placement: Any, **more: Any) -> None:
     """Repeat the run, because on a busy machine unrelated waits may order the accesses by chance.
 
     Nearly always the first run raises.
@@ -273,19 +281,19 @@ def some_runs(*placement: Any, **more: Any) -> None:
         run(*placement, **more)
 
 
-@pytest.mark.parametrize("mistake", [forget_the_readers, publish_at_once, compute_at_once])
+@pytest.mark.parametrize("mistake", [skip_reader_wait, publish_early, compute_early])
 def test_missing_wait_detected_with_correct_bytes(
     mistake: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mistake(monkeypatch)
     with pytest.raises(AssertionError, match="is not ordered after"):
-        some_runs(IN_RAM, kernels=False, gradient_accumulation_steps=2)
+        run_repeatedly(IN_RAM, kernels=False, gradient_accumulation_steps=2)
 
 
 # --- memory freed too early ----------------------------------------------------------------------
 
 
-def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_gradients_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reference is held to a gradient that is being copied."""
     copy = copies_module.Copy
     monkeypatch.setattr(
@@ -295,17 +303,17 @@ def let_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def let_staged_gradients_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_staged_gradients_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reference is held to a gradient that is being copied to the staging buffer."""
     task = gradient_worker._Task
     monkeypatch.setattr(
         gradient_worker,
         "_Task",
-        lambda run, after, _, *place: task(run, after, None, *place),
+        lambda run, after, _, *allocation: task(run, after, None, *allocation),
     )
 
 
-def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_saved_tensors_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reference is held to a block's input while it is copied out."""
     advance = ActivationStore._advance
 
@@ -317,7 +325,7 @@ def let_saved_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ActivationStore, "_advance", too_early)
 
 
-def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def free_fetched_tensors_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """No reference is held to an activation that is fetched ahead of its use."""
     copy_h2d = ActivationStore._copy_in
 
@@ -331,12 +339,12 @@ def let_restored_tensors_go(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("mistake", "changes"),
     [
-        (let_gradients_go, {}),
-        (let_staged_gradients_go, {"precision": "bf16", "gradient_accumulation_steps": 2}),
-        (let_saved_tensors_go, {"activations": OFFLOADS["host"]}),
-        (let_saved_tensors_go, {"activations": OFFLOADS["disk"]}),
-        (let_restored_tensors_go, {"activations": OFFLOADS["host"]}),
-        (let_restored_tensors_go, {"activations": OFFLOADS["disk"]}),
+        (free_gradients_early, {}),
+        (free_staged_gradients_early, {"precision": "bf16", "gradient_accumulation_steps": 2}),
+        (free_saved_tensors_early, {"activations": OFFLOADS["host"]}),
+        (free_saved_tensors_early, {"activations": OFFLOADS["disk"]}),
+        (free_fetched_tensors_early, {"activations": OFFLOADS["host"]}),
+        (free_fetched_tensors_early, {"activations": OFFLOADS["disk"]}),
     ],
 )
 def test_memory_freed_during_copy_detected(
@@ -346,21 +354,21 @@ def test_memory_freed_during_copy_detected(
 ) -> None:
     mistake(monkeypatch)
     # The next user of the memory may be reported first.
-    seen = r"memory was let go|is not ordered after|overlaps an earlier one"
-    with pytest.raises(AssertionError, match=seen):
-        some_runs(IN_RAM, kernels=True, **changes)
+    pattern = r"memory was let go|is not ordered after|overlaps an earlier one"
+    with pytest.raises(AssertionError, match=pattern):
+        run_repeatedly(IN_RAM, kernels=True, **changes)
 
 
 def test_unreserved_memory_filled_before_compute_detected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(activations_module, "after_all", lambda compute, left: left)
+    monkeypatch.setattr(activations_module, "after_all", lambda compute, freed: freed)
     with pytest.raises(AssertionError, match="copy in is not ordered after compute before it"):
-        some_runs(IN_RAM, kernels=True, activations=OFFLOADS["host"])
+        run_repeatedly(IN_RAM, kernels=True, activations=OFFLOADS["host"])
 
 
 def test_compute_write_during_copy_detected() -> None:
-    with ordered_device(seed=1, max_delay_s=AT_LAST) as device:
+    with ordered_device(seed=1, max_delay_s=LATE_S) as device:
         arena = HostArena(4096)
         device.pin(arena)
         gradient = torch.ones(1024)
@@ -418,7 +426,7 @@ def functions_that_call(name: str) -> set[tuple[str, str]]:
 
 # Functions that reserve unpinned memory: buffers of the initial write, and device memory. Shared
 # memory is pinned by the ranks: tests/ranks/test_shared.py.
-NOT_IN_RAM_FOR_LONG = {
+UNPINNED_RESERVERS = {
     ("infinity.distributed.shared_memory", "__init__"),
     ("infinity.training.initial_write", "__init__"),
     ("infinity.offload.slots", "__post_init__"),
@@ -428,9 +436,9 @@ NOT_IN_RAM_FOR_LONG = {
 
 def test_pinned_table_lists_every_pinning_function() -> None:
     reserving = {each for each in functions_that_call("reserve") if ".offload." in each[0]}
-    who = reserving | functions_that_call("pin") | functions_that_call("BufferPool")
-    who = {each for each in who if each[0] not in PASSED_ON_BY}
-    assert who - NOT_IN_RAM_FOR_LONG == set(PINNED)
+    pinning = reserving | functions_that_call("pin") | functions_that_call("BufferPool")
+    pinning = {each for each in pinning if each[0] not in PASSED_ON_BY}
+    assert pinning - UNPINNED_RESERVERS == set(PINNED)
     calls = [
         functions_that_call(name) for name in ("copy_h2d", "copy_d2h", "stage", "read", "write")
     ]
@@ -438,18 +446,18 @@ def test_pinned_table_lists_every_pinning_function() -> None:
     assert copying >= UNPINNED
 
 
-@pytest.mark.parametrize("who", PINNED, ids=".".join)
+@pytest.mark.parametrize("function", PINNED, ids=".".join)
 def test_missing_pin_detected(
-    tmp_path: Path, who: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, function: tuple[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pin = OrderedAccelerator.pin
 
-    def forgetful(self: OrderedAccelerator, arena: HostArena) -> None:
-        if asker() != who:
+    def pin_others(self: OrderedAccelerator, arena: HostArena) -> None:
+        if asker() != function:
             pin(self, arena)
 
-    monkeypatch.setattr(OrderedAccelerator, "pin", forgetful)
-    placement, changes = PINNED[who]
+    monkeypatch.setattr(OrderedAccelerator, "pin", pin_others)
+    placement, changes = PINNED[function]
     with ordered_device(seed=1, kernels=True) as device:
         config = make_config(placement, prefetch_units=0, **changes)
         with suppress(AssertionError), Run(CASE.build(), config, device=device, poison=None) as r:
@@ -537,7 +545,7 @@ def test_close_synchronizes_once() -> None:
 
 def test_host_wait_for_gradient_copy_counted() -> None:
     with (
-        ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device,
+        ordered_device(seed=1, kernels=True, max_delay_s=LATE_S) as device,
         Run(CASE.build(), make_config(IN_RAM), device=device, poison=None) as r,
     ):
         (one,) = CASE.batches(1)
@@ -556,16 +564,16 @@ def test_slot_reuse_waits_for_compute_on_alias() -> None:
         Run(CASE.build(), config, device=device, poison=None) as r,
     ):
         engine = r.engine
-        kept: list[Tensor] = []
+        aliases: list[Tensor] = []
         for batch in CASE.batches(4):
             loss = batch.call(engine)
-            kept.append(engine.module.blocks[0].qkv.weight.detach())  # fetched by attribute access
-            assert kept[0].isfinite().all()
+            aliases.append(engine.module.blocks[0].qkv.weight.detach())  # fetched by access
+            assert aliases[0].isfinite().all()
             engine.backward(loss)
             engine.step()  # the weights are evicted, the alias holds their slot
             with torch.no_grad():
-                kept[-1].sum()  # compute over the stale weights
-            kept.clear()
+                aliases[-1].sum()  # compute over the stale weights
+            aliases.clear()
         engine.settle()
         assert device.violations == []
 

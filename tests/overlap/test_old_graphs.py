@@ -25,11 +25,11 @@ class Shift(nn.Module):
         return (x * (x + self.bias)).mean()
 
 
-def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int) -> Tensor:
+def masters_after_old_backward(path: Path, tier: str, slow_bytes_per_s: int) -> Tensor:
     config = {
         "nvme_path": str(path),
         "precision": "fp32",
-        "placement": {"weights": where, "optimizer_state": where, "gradients": "host"},
+        "placement": {"weights": tier, "optimizer_state": tier, "gradients": "host"},
         "chunk_size": 4096,
         "gradient_clipping": 0.0,
         "io": {"slow_bytes_per_s": slow_bytes_per_s},
@@ -46,6 +46,6 @@ def masters_after_an_old_backward(path: Path, where: str, slow_bytes_per_s: int)
 
 
 def test_backward_of_old_graph_waits_for_optimizer_pass(tmp_path: Path) -> None:
-    expected = masters_after_an_old_backward(tmp_path, "device", 0)
-    slow = masters_after_an_old_backward(tmp_path, "disk", 2_000_000)
+    expected = masters_after_old_backward(tmp_path, "device", 0)
+    slow = masters_after_old_backward(tmp_path, "disk", 2_000_000)
     assert torch.equal(slow, expected)

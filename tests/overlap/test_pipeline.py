@@ -73,7 +73,7 @@ def make_engine(path: Path, *, prefetch_units: int, slow_bytes_per_s: int) -> in
     return engine
 
 
-def steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, list[float]]:
+def time_steps(engine: infinity.Engine, count: int, *, serial: bool) -> tuple[float, list[float]]:
     """Return the time of the fastest step after the first, and the losses.
 
     The fastest, because a busy machine only adds time. `serial` waits for the optimizer pass after
@@ -99,11 +99,11 @@ def test_next_forward_overlaps_optimizer_pass(
 ) -> None:
     """The optimizer pass waits at its last unit until the next step computes a block."""
     process = UnitUpdater._process
-    is_forward, in_time = threading.Event(), []
+    forward_started, started_in_time = threading.Event(), []
 
     def gated(self: UnitUpdater, job: UpdateJob, work: Any) -> None:
-        if work.unit == job.units[-1] and not in_time:
-            in_time.append(is_forward.wait(LONG_S))
+        if work.unit == job.units[-1] and not started_in_time:
+            started_in_time.append(forward_started.wait(LONG_S))
         process(self, job, work)
 
     monkeypatch.setattr(UnitUpdater, "_process", gated)
@@ -111,11 +111,11 @@ def test_next_forward_overlaps_optimizer_pass(
         x = torch.randn(2, DIM, dtype=torch.bfloat16)
         engine.backward(engine(x))
         engine.step()  # returns before the optimizer pass has finished
-        assert not is_forward.is_set()
+        assert not forward_started.is_set()
         blocks = engine.module.blocks
-        blocks[0].register_forward_hook(lambda *_: is_forward.set())
+        blocks[0].register_forward_hook(lambda *_: forward_started.set())
         engine.backward(engine(x))
-    assert in_time == [True]
+    assert started_in_time == [True]
 
 
 @pytest.mark.clock
@@ -124,9 +124,9 @@ def test_pipelined_step_faster_than_serial(tmp_path: Path) -> None:
     # All blocks are read and written in the time of one forward, which then hides the pass.
     rate = int(2 * BLOCKS * BLOCK_BYTES / (BLOCKS * SLEEP_S))
     with make_engine(tmp_path, prefetch_units=0, slow_bytes_per_s=rate) as engine:
-        serial_s, serial_losses = steps(engine, 6, serial=True)
+        serial_s, serial_losses = time_steps(engine, 6, serial=True)
     with make_engine(tmp_path, prefetch_units=2, slow_bytes_per_s=rate) as engine:
-        pipelined_s, losses = steps(engine, 6, serial=False)
+        pipelined_s, losses = time_steps(engine, 6, serial=False)
     assert losses == serial_losses
     compute_s = 2 * BLOCKS * SLEEP_S
     assert serial_s > 1.35 * compute_s, "the slow disk must show when nothing overlaps"
@@ -138,7 +138,7 @@ def test_stall_times_account_for_wall_time(tmp_path: Path) -> None:
     """Time that is not compute is attributed to a cause."""
     rate = int(2 * BLOCKS * BLOCK_BYTES / (3 * BLOCKS * SLEEP_S))  # the disk is the bottleneck
     with make_engine(tmp_path, prefetch_units=1, slow_bytes_per_s=rate) as engine:
-        steps(engine, 4, serial=False)
+        time_steps(engine, 4, serial=False)
         report = engine.last_report
     assert report is not None
     compute_s = 2 * BLOCKS * SLEEP_S

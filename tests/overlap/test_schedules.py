@@ -29,7 +29,7 @@ PLACEMENTS = [
 ]
 
 
-def losses_of(
+def train_losses(
     path: Path, placement: tuple[str, str, str], device: FakeAccelerator | None, num_steps: int
 ) -> list[float]:
     config = {
@@ -54,14 +54,14 @@ def losses_of(
 
 
 @cache
-def simplest(num_steps: int) -> list[float]:
+def reference_losses(num_steps: int) -> list[float]:
     with TemporaryDirectory() as path:
-        return losses_of(Path(path), ("device", "device", "device"), None, num_steps)
+        return train_losses(Path(path), ("device", "device", "device"), None, num_steps)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids="-".join)
 def test_random_schedules_give_same_losses(tmp_path: Path, placement: tuple[str, str, str]) -> None:
-    compare(tmp_path, placement, STEPS)
+    assert_same_losses(tmp_path, placement, STEPS)
 
 
 @pytest.mark.big
@@ -69,14 +69,18 @@ def test_random_schedules_give_same_losses(tmp_path: Path, placement: tuple[str,
 def test_many_random_schedules_give_same_losses(
     tmp_path: Path, placement: tuple[str, str, str]
 ) -> None:
-    compare(tmp_path, placement, MANY_STEPS)
+    assert_same_losses(tmp_path, placement, MANY_STEPS)
 
 
-def compare(path: Path, placement: tuple[str, str, str], num_steps: int) -> None:
+def assert_same_losses(path: Path, placement: tuple[str, str, str], num_steps: int) -> None:
     seed = sum(map(ord, "".join(placement)))
     fake = FakeAccelerator(seed=seed, max_delay_s=0.005, workers=3, on_demand=True)
-    losses = losses_of(path, placement, fake, num_steps)
-    wrong = [i for i, (a, b) in enumerate(zip(losses, simplest(num_steps), strict=True)) if a != b]
-    assert not wrong, f"first difference in micro-batch {wrong[0]}"
+    losses = train_losses(path, placement, fake, num_steps)
+    differing = [
+        i
+        for i, (a, b) in enumerate(zip(losses, reference_losses(num_steps), strict=True))
+        if a != b
+    ]
+    assert not differing, f"first difference in micro-batch {differing[0]}"
     assert fake.num_copies > num_steps
     assert fake.violations == []

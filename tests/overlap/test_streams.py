@@ -26,28 +26,28 @@ from infinity.errors import ResidencyError
 from infinity.optim import cuda as kernels_module
 
 CASE = CASES["gpt"]
-AT_LAST = 60.0  # copies start only when waited for
+LATE_S = 60.0  # copies start only when waited for
 IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 TRIPLES = {"ram": ("host",) * 3, "device": ("device",) * 3, "mixed": ("disk", "device", "host")}
 
 
-def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
+def violations_on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
     """Train on many streams, one block on two of them, and return the ordering violations."""
     more["gradient_accumulation_steps"] = 2
     model, config = CASE.build(), make_config(placement, prefetch_units=0, **more)
     with (
-        ordered_device(seed=1, kernels="update" in more, max_delay_s=AT_LAST) as device,
+        ordered_device(seed=1, kernels="update" in more, max_delay_s=LATE_S) as device,
         Run(model, config, device=device, poison=None) as r,
     ):
         block = r.engine.module.blocks[1]
         plain = block.forward
 
-        def twice(x: Tensor) -> Any:
-            with device.stream("beside"), torch.no_grad():
+        def forward_on_two_streams(x: Tensor) -> Any:
+            with device.stream("side"), torch.no_grad():
                 plain(torch.ones_like(x))  # independent of the other stream
             return plain(x)
 
-        block.forward = twice
+        block.forward = forward_on_two_streams
         for index, one in enumerate(CASE.batches(4)):
             with device.stream(f"forward {index % 2}"):
                 loss = one.call(r.engine)
@@ -64,28 +64,28 @@ def on_many_streams(placement: tuple[str, str, str], **more: Any) -> list[str]:
 def test_compute_on_many_streams_ordered(
     placement: tuple[str, str, str], more: dict[str, Any]
 ) -> None:
-    assert on_many_streams(placement, **more) == []
+    assert violations_on_many_streams(placement, **more) == []
 
 
-def never_asked(self: OrderedAccelerator) -> None:
+def skip_sync(self: OrderedAccelerator) -> None:
     """The engine does not announce compute with parameters that are bound already."""
 
 
-def apart(self: OrderedAccelerator) -> Past:
+def unchained(self: OrderedAccelerator) -> Past:
     """A stream does not wait for the previous one."""
     self._seen = self._current
     return self._streams[self._seen]
 
 
 @pytest.mark.parametrize(
-    ("name", "mistake"), [("sync_compute_stream", never_asked), ("_chain", apart)]
+    ("name", "mistake"), [("sync_compute_stream", skip_sync), ("_chain", unchained)]
 )
 def test_unchained_streams_detected(
     name: str, mistake: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(OrderedAccelerator, name, mistake)
     with pytest.raises(AssertionError, match="is not ordered after"):
-        assert on_many_streams(TRIPLES["ram"], update="device") == []
+        assert violations_on_many_streams(TRIPLES["ram"], update="device") == []
 
 
 class Stream:
@@ -115,12 +115,12 @@ def test_new_compute_stream_waits_for_previous(monkeypatch: pytest.MonkeyPatch) 
     assert waits == [("other", "one")]
     found: list[Any] = []
 
-    def follow() -> None:
+    def attach_and_compute() -> None:
         device.attach_worker_thread()
         current[0] = one
         found.append(device._compute_stream())
 
-    thread = threading.Thread(target=follow)
+    thread = threading.Thread(target=attach_and_compute)
     thread.start()
     thread.join()
     assert (found, waits) == ([other], [("other", "one")])
@@ -202,7 +202,7 @@ def test_backward_on_another_thread_gives_same_results(
 def test_backward_on_another_thread_ordered(
     placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with ordered_device(seed=1, kernels=True, max_delay_s=AT_LAST) as device:
+    with ordered_device(seed=1, kernels=True, max_delay_s=LATE_S) as device:
         backward_on_a_thread(monkeypatch, lambda: watched(device))
         with Run(CASE.build(), make_config(placement), device=device, poison=None) as r:
             for one in CASE.batches(3):
@@ -214,7 +214,7 @@ def test_backward_on_another_thread_ordered(
 # --- kernels rejected by the driver ---------------------------------------------------------------
 
 
-class Refused:
+class RejectedLauncher:
     """Launcher whose code compiles but is rejected when loaded."""
 
     def __init__(self, device: torch.device) -> None:
@@ -230,17 +230,20 @@ class Refused:
         return torch.zeros(num_elements, dtype=torch.float64)
 
 
-class Idle(Refused):
+class IdleLauncher(RejectedLauncher):
     def __call__(self, launch: object, stream: object) -> None:
         """Compute nothing."""
 
 
 @pytest.mark.parametrize(
     ("launcher", "reason"),
-    [(Refused, "CUDA_ERROR_NO_BINARY_FOR_GPU"), (Idle, "10 ones squared are 0, and 1 - 0.25 is 1")],
+    [
+        (RejectedLauncher, "CUDA_ERROR_NO_BINARY_FOR_GPU"),
+        (IdleLauncher, "10 ones squared are 0, and 1 - 0.25 is 1"),
+    ],
 )
 def test_failed_kernel_launch_disables_kernels(
-    launcher: type[Refused], reason: str, monkeypatch: pytest.MonkeyPatch
+    launcher: type[RejectedLauncher], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kernels_module, "CudaLauncher", launcher)
     device = bare_cuda_device(monkeypatch)

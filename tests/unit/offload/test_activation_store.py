@@ -63,19 +63,21 @@ def assert_all_free(engine: Engine) -> None:
 # --- placement rule and ranges -------------------------------------------------------------------
 
 
-def slow_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
+def brute_force_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
     """Brute-force reference for `tiers_of`: offload as many as possible, the last ones to RAM."""
     fits = [s >= plan.min_bytes and round_up(s, PAGE) <= plan.host_bytes for s in sizes]
     pages = [round_up(s, PAGE) for s in sizes]
     all_pages = sum(p for p, f in zip(pages, fits, strict=True) if f)
-    room = plan.host_bytes
-    if plan.offload is Tier.DISK and all_pages > room:
-        room = max(room - TRANSIT * max(p for p, f in zip(pages, fits, strict=True) if f), 0)
+    host_bytes = plan.host_bytes
+    if plan.offload is Tier.DISK and all_pages > host_bytes:
+        host_bytes = max(
+            host_bytes - TRANSIT * max(p for p, f in zip(pages, fits, strict=True) if f), 0
+        )
     movable = [i for i, f in enumerate(fits) if f]
     for count in range(len(movable), -1, -1):
         for on_disk in range(count + 1):
             disk, host = movable[:on_disk], movable[on_disk:count]
-            if sum(pages[i] for i in host) > room:
+            if sum(pages[i] for i in host) > host_bytes:
                 continue
             if sum(pages[i] for i in disk) <= plan.disk_bytes:
                 found = [Tier.DEVICE] * len(sizes)
@@ -89,43 +91,43 @@ def slow_placement(sizes: tuple[int, ...], plan: SavedPlan) -> list[Tier]:
 
 
 def test_tiers_of_matches_brute_force_placement() -> None:
-    chosen = random.Random(1)
+    rng = random.Random(1)
     for _ in range(400):
-        sizes = tuple(chosen.choice((100, 4096, 5000, 9000)) for _ in range(chosen.randint(0, 9)))
+        sizes = tuple(rng.choice((100, 4096, 5000, 9000)) for _ in range(rng.randint(0, 9)))
         plan = SavedPlan(
-            offload=chosen.choice((Tier.HOST, Tier.DISK)),
-            host_bytes=PAGE * chosen.randint(1, 14),
-            min_bytes=chosen.choice((1, 4096)),
+            offload=rng.choice((Tier.HOST, Tier.DISK)),
+            host_bytes=PAGE * rng.randint(1, 14),
+            min_bytes=rng.choice((1, 4096)),
             disk_bytes=0,
         )
         if plan.offload is Tier.DISK:
             plan = SavedPlan(
                 offload=Tier.DISK,
                 host_bytes=plan.host_bytes,
-                disk_bytes=PAGE * chosen.randint(0, 12),
+                disk_bytes=PAGE * rng.randint(0, 12),
                 min_bytes=plan.min_bytes,
             )
-        assert list(tiers_of(sizes, plan)) == slow_placement(sizes, plan), (sizes, plan)
+        assert list(tiers_of(sizes, plan)) == brute_force_placement(sizes, plan), (sizes, plan)
         forward, backward = saved_moves(sizes, plan, unified=False)
         assert forward.get("from_device", 0) == backward.get("to_device", 0)
         assert forward.get("disk_write", 0) == backward.get("disk_read", 0) <= plan.disk_bytes
 
 
 def test_ranges_match_list_of_pages() -> None:
-    chosen = random.Random(2)
+    rng = random.Random(2)
     for _ in range(50):
         pages = [False] * 24
         ranges = Ranges(len(pages) * PAGE)
         taken: dict[int, int] = {}
         for _ in range(60):
-            if taken and chosen.random() < 0.45:
-                start = chosen.choice(list(taken))
+            if taken and rng.random() < 0.45:
+                start = rng.choice(list(taken))
                 nbytes = taken.pop(start)
                 ranges.give(start, nbytes)
                 for page in range(start // PAGE, (start + round_up(nbytes, PAGE)) // PAGE):
                     pages[page] = False
             else:
-                nbytes = chosen.randint(1, 5 * PAGE)
+                nbytes = rng.randint(1, 5 * PAGE)
                 count = round_up(nbytes, PAGE) // PAGE
                 fits = [i for i in range(len(pages) - count + 1) if not any(pages[i : i + count])]
                 start_of = ranges.take(nbytes)
@@ -154,7 +156,9 @@ def test_saved_by_checkpoint_detects_checkpoint_inputs() -> None:
             y = checkpoint(lambda t: torch.tanh(t @ weight), x.exp(), use_reentrant=reentrant)
             y.square().sum()
         # Before torch 2.13 an empty tensor is saved too; it is below the offload threshold.
-        assert [shape for ours, shape in seen if ours and shape != (0,)] == [(2, 3)], seen
+        assert [shape for by_checkpoint, shape in seen if by_checkpoint and shape != (0,)] == [
+            (2, 3)
+        ], seen
         assert len(seen) >= 3
 
 
@@ -192,7 +196,7 @@ def test_tensor_identity_compares_values_without_reference() -> None:
     assert one != TensorIdentity(x[:2])
     assert one != TensorIdentity(x.view(16))
     x.add_(1)
-    assert one != TensorIdentity(x), "it shows other values now"
+    assert one != TensorIdentity(x), "the values have changed"
     del x
     others = [torch.randn(4, 4) for _ in range(64)]  # one may reuse the address of x
     assert all(one != TensorIdentity(other) for other in others)
@@ -221,7 +225,7 @@ def test_saved_graphs_dropped_reordered_retained_partial(
     tmp_path: Path, kind: str, device: str
 ) -> None:
     if (kind, device) == ("host", "cpu"):
-        pytest.skip("nothing moves there")
+        pytest.skip("nothing is offloaded on the CPU")
     expected = reference(3)
     with small_engine(
         tmp_path, model=deep_model(), activations=KINDS[kind], arguments=device_for(device)
@@ -269,20 +273,20 @@ def test_exception_releases_all_activation_memory(tmp_path: Path, device: str) -
         tmp_path, model=deep_model(), activations=DISK, arguments=device_for(device)
     ) as engine:
         block = engine.module.blocks[1]
-        for at in ("forward", "backward", "recompute"):
+        for stage in ("forward", "backward", "recompute"):
             calls = 0
 
-            def fail(*_: Any, at: str = at) -> None:
+            def fail(*_: Any, stage: str = stage) -> None:
                 nonlocal calls
                 calls += 1
-                if calls == (2 if at == "recompute" else 1):
-                    raise ValueError(at)
+                if calls == (2 if stage == "recompute" else 1):
+                    raise ValueError(stage)
 
-            if at == "backward":
+            if stage == "backward":
                 handle = block.norm.bias.register_hook(fail)
             else:
                 handle = block.up.register_forward_hook(fail)
-            with pytest.raises(ValueError, match=at):
+            with pytest.raises(ValueError, match=stage):
                 engine.backward(engine(batch(0)))
             handle.remove()
         # After an exception in backward, torch keeps the remaining graph tasks until the next one.
@@ -321,7 +325,7 @@ def test_small_and_noncontiguous_tensors_not_offloaded(tmp_path: Path) -> None:
         assert store_of(engine).save(x * 1) is not None
 
 
-class Spoiler(SmallModel):
+class InputModifyingModel(SmallModel):
     """Model that modifies a block's input after it was saved."""
 
     def features(self, tokens: Tensor) -> Tensor:
@@ -336,7 +340,9 @@ def test_tensor_modified_before_copy_raises(tmp_path: Path) -> None:
     torch.manual_seed(0)
     slow = FakeAccelerator(0, max_delay_s=600.0, on_demand=True)
     arguments = {"device": slow}
-    with small_engine(tmp_path, model=Spoiler(), activations=HOST, arguments=arguments) as engine:
+    with small_engine(
+        tmp_path, model=InputModifyingModel(), activations=HOST, arguments=arguments
+    ) as engine:
         loss = engine(batch(0))
         with pytest.raises(RuntimeError, match="inplace operation"):
             engine.backward(loss)
@@ -358,7 +364,7 @@ def test_disk_write_error_raises_and_frees_memory(tmp_path: Path) -> None:
         store = store_of(engine)
         write = store.transfers.write
 
-        class Failed:
+        class FailingTicket:
             def __init__(self, ticket: Any) -> None:
                 self.ticket = ticket
 
@@ -369,7 +375,7 @@ def test_disk_write_error_raises_and_frees_memory(tmp_path: Path) -> None:
                 self.ticket.wait()
                 raise TransferError("it broke", path="x", offset=0, length=PAGE, errno=5)
 
-        store.transfers.write = lambda *a, **k: Failed(write(*a, **k))  # type: ignore[method-assign]
+        store.transfers.write = lambda *a, **k: FailingTicket(write(*a, **k))  # type: ignore[method-assign]
         with pytest.raises(TransferError):
             engine.backward(engine(batch(0)))
         store.transfers.write = write  # type: ignore[method-assign]
@@ -398,7 +404,7 @@ def test_ranges_not_reused_during_pending_copies(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("activations", "more", "said"),
+    ("activations", "more", "message"),
     [
         ({"offload": "disk", "tokens": 8}, {}, "nvme_path"),
         ({"offload": "host", "disk": "1GiB"}, {}, "offload: disk"),
@@ -412,9 +418,9 @@ def test_ranges_not_reused_during_pending_copies(tmp_path: Path) -> None:
     ],
 )
 def test_invalid_activations_config_rejected(
-    activations: dict[str, Any], more: dict[str, Any], said: str
+    activations: dict[str, Any], more: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=message):
         load_config({"activations": activations, **more})
 
 

@@ -68,16 +68,18 @@ def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str,
             losses.append(loss.item())
         with torch.no_grad():
             losses.append(engine.module(x).item())
-        stuck = sum(entry.forward_depth for entry in components(engine).prefetcher.ledger.entries)
-        return losses, dict(engine.state_dict(master=True)), stuck
+        num_in_forward = sum(
+            entry.forward_depth for entry in components(engine).prefetcher.ledger.entries
+        )
+        return losses, dict(engine.state_dict(master=True)), num_in_forward
 
 
 def test_parameter_read_by_another_module_stays_resident(tmp_path: Path) -> None:
-    losses, state, stuck = train(tmp_path, ON_DISK)
-    same_losses, same, _ = train(tmp_path, ON_DEVICE)
-    assert losses == same_losses
-    assert [n for n in same if not torch.equal(state[n], same[n])] == []
-    assert stuck == 0
+    losses, state, num_in_forward = train(tmp_path, ON_DISK)
+    expected_losses, expected, _ = train(tmp_path, ON_DEVICE)
+    assert losses == expected_losses
+    assert [n for n in expected if not torch.equal(state[n], expected[n])] == []
+    assert num_in_forward == 0
     plain = build()
     x = torch.randn(5, WIDTH, generator=torch.Generator().manual_seed(0))
     assert losses[0] == pytest.approx(plain(x).item(), rel=1e-6)

@@ -78,12 +78,12 @@ def test_placeholder_made_in_inference_mode_is_normal_tensor() -> None:
 def test_parameters_keep_shape_and_dtype(tmp_path: Path, precision: str) -> None:
     plain = dict(small_model().named_parameters())
     with small_engine(tmp_path, precision=precision) as engine:
-        for when in range(2):
+        for trained in range(2):
             for name, parameter in engine.module.named_parameters():
                 assert parameter.shape == plain[name].shape
                 assert parameter.dtype is (torch.bfloat16 if precision == "bf16" else torch.float32)
                 assert parameter.requires_grad
-            if not when:
+            if not trained:
                 train(engine, 1)
 
 
@@ -130,8 +130,8 @@ def test_weight_used_by_another_module_fetched(tmp_path: Path) -> None:
         loss = engine(x)
         assert torch.equal(loss, plain(x))
         engine.backward(loss)
-        for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-            assert torch.equal(engine.gradient(mine), theirs.grad)
+        for parameter, plain_parameter in zip(model.parameters(), plain.parameters(), strict=True):
+            assert torch.equal(engine.gradient(parameter), plain_parameter.grad)
 
 
 def test_tied_weight_gradients_summed(tmp_path: Path) -> None:
@@ -172,14 +172,14 @@ def test_no_free_slot_error_names_units_and_holders(tmp_path: Path) -> None:
         torch.no_grad(),
     ):
         blocks = engine.module.blocks
-        held = [blocks[i].up.weight.detach() for i in range(2)]
+        aliases = [blocks[i].up.weight.detach() for i in range(2)]
         refusal = pytest.raises(ResidencyError, match=r"no slot is free for unit 'blocks\.\d'")
         with refusal as caught:
             for index in range(2, 6):
-                held.append(blocks[index].up.weight.detach())
+                aliases.append(blocks[index].up.weight.detach())
         assert "blocks.0" in str(caught.value)
         assert "blocks.1" in str(caught.value)
-        del held, caught
+        del aliases, caught
         gc.collect()
         assert engine(batch(0)).isfinite()
 
@@ -402,7 +402,7 @@ def test_restored_model_can_be_trained_again(tmp_path: Path) -> None:
 
 
 def test_module_registered_twice_owned_once(tmp_path: Path) -> None:
-    class Twice(nn.Module):
+    class SharedModule(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.first = nn.Linear(8, 8)
@@ -411,7 +411,7 @@ def test_module_registered_twice_owned_once(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.second(self.first(x)).square().mean()
 
-    model = Twice()
+    model = SharedModule()
     with small_engine(tmp_path, model=model) as engine:
         x = torch.randn(2, 8)
         engine.backward(engine(x))
@@ -421,7 +421,7 @@ def test_module_registered_twice_owned_once(tmp_path: Path) -> None:
 
 
 def test_frozen_parameters_of_any_dtype_unchanged(tmp_path: Path) -> None:
-    class Mixed(nn.Module):
+    class MixedDtypes(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(8, 8)
@@ -433,7 +433,7 @@ def test_frozen_parameters_of_any_dtype_unchanged(tmp_path: Path) -> None:
             return ((self.a(x) * self.scale) * self.mask).square().mean() + self.table.sum()
 
     torch.manual_seed(0)
-    model = Mixed()
+    model = MixedDtypes()
     plain = copy.deepcopy(model)
     x = torch.randn(2, 8)
     with small_engine(tmp_path, model=model) as engine:
@@ -466,7 +466,7 @@ def test_bound_parameters_share_slot_memory(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
 def test_scalar_and_empty_parameters_trained(tmp_path: Path, placement: dict[str, str]) -> None:
-    class Odd(nn.Module):
+    class ScalarAndEmpty(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.a = nn.Linear(8, 8)
@@ -478,7 +478,7 @@ def test_scalar_and_empty_parameters_trained(tmp_path: Path, placement: dict[str
             loss = self.a(x).square().mean() * self.scale * self.frozen
             return loss + self.empty.sum()
 
-    with small_engine(tmp_path, placement, model=Odd()) as engine:
+    with small_engine(tmp_path, placement, model=ScalarAndEmpty()) as engine:
         for _ in range(3):
             engine.backward(engine(torch.ones(2, 8)))
             engine.step()
@@ -496,42 +496,42 @@ def test_view_outliving_eviction_keeps_losses_equal(
     more: dict[str, Any] = {"model": small_model(num_blocks=8)}
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         expected = train(engine, 3)
-    late: list[Any] = []
-    give_up = BoundUnits.evict
+    aliases: list[Any] = []
+    evict = BoundUnits.evict
 
-    def give_up_late(self: Any, unit: int) -> None:
-        late[:] = [self._entries[unit].slot.memory.detach()]
-        give_up(self, unit)
+    def evict_with_alias(self: Any, unit: int) -> None:
+        aliases[:] = [self._entries[unit].slot.memory.detach()]
+        evict(self, unit)
 
-    monkeypatch.setattr(BoundUnits, "evict", give_up_late)
+    monkeypatch.setattr(BoundUnits, "evict", evict_with_alias)
     more = {"model": small_model(num_blocks=8)}
     with small_engine(tmp_path, ON_DISK, **more) as engine:
         assert train(engine, 3) == expected
-        assert late
-        late.clear()
+        assert aliases
+        aliases.clear()
 
 
 def test_alias_of_weights_keeps_values_before_update(tmp_path: Path) -> None:
     """The slot is not reused while an alias exists, although its unit has been updated since."""
-    kept: list[torch.Tensor] = []
+    aliases: list[torch.Tensor] = []
 
-    def keep(module: Any, args: Any, output: Any) -> None:
-        kept.append(module.up.weight.detach())
+    def add_alias(module: Any, args: Any, output: Any) -> None:
+        aliases.append(module.up.weight.detach())
 
     with small_engine(tmp_path, ON_DISK, model=small_model(num_blocks=8)) as engine:
-        hook = engine.module.blocks[2].register_forward_hook(keep)
+        hook = engine.module.blocks[2].register_forward_hook(add_alias)
         engine.backward(engine(batch(0)))
         hook.remove()
-        before = kept[0].clone()
+        before = aliases[0].clone()
         engine.step()
         assert len(train(engine, 3)) == 3
-        assert torch.equal(kept[0], before)
+        assert torch.equal(aliases[0], before)
         assert not torch.equal(engine.module.blocks[2].up.weight, before)
-        kept.clear()
+        aliases.clear()
         assert len(train(engine, 1)) == 1
 
 
-class Nothing(nn.Module):
+class EmptyBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(0, 0), nn.Linear(0, 0)
@@ -543,7 +543,7 @@ class Nothing(nn.Module):
 def test_empty_unit_does_not_affect_loss(tmp_path: Path) -> None:
     """Saved weights are identified by their address, which an empty unit does not have."""
     losses = []
-    for blocks in ([], [Nothing()]):
+    for blocks in ([], [EmptyBlock()]):
         model = small_model()
         for block in blocks:
             model.blocks.insert(1, block)

@@ -35,45 +35,47 @@ import infinity
 from infinity.profiling.trace_reader import read_timeline
 
 IN_RAM = dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")
-PLACES = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK, "ram, the CPU beside": IN_RAM}
-SHARE = {"ram, the CPU beside": 0.4}
+TIERS = {"ram": IN_RAM, "mixed": MIXED, "disk": ON_DISK, "ram, CPU share": IN_RAM}
+SHARE = {"ram, CPU share": 0.4}
 
 
-def model_of(place: str) -> Any:
+def model_of(tiers: str) -> Any:
     """Return a model; its units have several chunks if the CPU updates a share of them."""
-    return small_model(width=64) if place in SHARE else small_model()
+    return small_model(width=64) if tiers in SHARE else small_model()
 
 
-def with_kernels(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
+def kernel_device(seed: int = 0, max_delay_s: float = 0.002) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=max_delay_s, kernels=True)
 
 
-def by_cpu(engine: infinity.Engine) -> bool:
+def has_cpu_chunks(engine: infinity.Engine) -> bool:
     """Return True if the CPU updates a share of the chunks while others are streamed."""
     plan = engine.plan
-    each = (plan.chunk_batches(*pair) for pair in zip(plan.units, plan.placements, strict=True))
-    return any(not streamed for passages in each for _, streamed in passages)
+    batches_by_unit = (
+        plan.chunk_batches(*pair) for pair in zip(plan.units, plan.placements, strict=True)
+    )
+    return any(not streamed for batches in batches_by_unit for _, streamed in batches)
 
 
 # --- saving ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("tiers", TIERS)
 def test_checkpoint_holds_state_at_time_of_call(
-    tmp_path: Path, place: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, tiers: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No updated chunk is written back before the copier has read the previous state."""
     nvme, saved = tmp_path / "nvme", tmp_path / "saved"
     nvme.mkdir()
     slow = SlowWriter(monkeypatch)
     slow.go.set()
-    arguments = {"device": with_kernels()}
+    arguments = {"device": kernel_device()}
     more: dict[str, Any] = {"precision": "bf16", "update": "device", "arguments": arguments}
     with (
-        cpu_beside(SHARE.get(place, 0.0)),
-        small_engine(nvme, PLACES[place], model_of(place), **more) as engine,
+        cpu_beside(SHARE.get(tiers, 0.0)),
+        small_engine(nvme, TIERS[tiers], model_of(tiers), **more) as engine,
     ):
-        assert by_cpu(engine) == (place in SHARE)
+        assert has_cpu_chunks(engine) == (tiers in SHARE)
         train(engine, 2)
         before = masters(engine)
         slow.go.clear()
@@ -92,14 +94,14 @@ def test_checkpoint_holds_state_at_time_of_call(
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_durable_run_resumes_with_same_state(tmp_path: Path, placement: str) -> None:
     more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
-    for at in (0, 2):
-        fake = with_kernels(at)
-        given = settings(tmp_path, PLACEMENTS[placement], update="device", **more)
-        engine, *_ = infinity.initialize(gated(), given, device=fake)
+    for step in (0, 2):
+        fake = kernel_device(step)
+        config = settings(tmp_path, PLACEMENTS[placement], update="device", **more)
+        engine, *_ = infinity.initialize(gated(), config, device=fake)
         with engine:
-            assert equal(state_of(engine), undisturbed(at))
-            train(engine, 2, first=at)
-            assert equal(state_of(engine), undisturbed(at + 2))
+            assert equal(state_of(engine), undisturbed(step))
+            train(engine, 2, first=step)
+            assert equal(state_of(engine), undisturbed(step + 2))
         assert fake.num_updates > 0
         assert not fake.violations
 
@@ -116,8 +118,8 @@ def test_commit_reads_after_queued_updates_and_copies(
 ) -> None:
     """Updates and write-backs may be queued but not finished on the device."""
     with ordered_device(seed=1, kernels=True) as device:
-        given = settings(tmp_path, placement, durable=True, commit_every=1, update=update)
-        engine, *_ = infinity.initialize(small_model(), given, device=device)
+        config = settings(tmp_path, placement, durable=True, commit_every=1, update=update)
+        engine, *_ = infinity.initialize(small_model(), config, device=device)
         with engine:
             train(engine, 3)
             engine.settle()
@@ -127,22 +129,22 @@ def test_commit_reads_after_queued_updates_and_copies(
 # --- early close ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_close_waits_for_in_flight_chunks(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("tiers", TIERS)
+def test_close_waits_for_in_flight_chunks(tmp_path: Path, tiers: str) -> None:
     """In-flight chunks read and write memory that close frees."""
-    fake = with_kernels(max_delay_s=0.2)
+    fake = kernel_device(max_delay_s=0.2)
     more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
-    share = SHARE.get(place, 0.0)
+    share = SHARE.get(tiers, 0.0)
     with (
         cpu_beside(share),
-        small_engine(tmp_path, PLACES[place], model_of(place), **more) as engine,
+        small_engine(tmp_path, TIERS[tiers], model_of(tiers), **more) as engine,
     ):
         engine.backward(engine(batch(0)))
         engine.step()
-        streams = components(engine).optimizer_pass.updates._in_flight
-        while not len(streams):
+        in_flight = components(engine).optimizer_pass.updates._in_flight
+        while not len(in_flight):
             time.sleep(0.0005)
-    assert len(streams) == 0
+    assert len(in_flight) == 0
     assert not fake.violations
 
 
@@ -150,7 +152,7 @@ def test_close_waits_for_in_flight_chunks(tmp_path: Path, place: str) -> None:
 
 
 def test_trace_records_every_streamed_chunk(tmp_path: Path) -> None:
-    fake, nvme = with_kernels(), tmp_path / "nvme"
+    fake, nvme = kernel_device(), tmp_path / "nvme"
     nvme.mkdir()
     config = settings(nvme, IN_RAM, update="device", trace=str(tmp_path / "t.json"))
     with infinity.initialize(small_model(), config, device=fake)[0] as engine:

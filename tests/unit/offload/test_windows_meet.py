@@ -17,7 +17,7 @@ from infinity.errors import CheckpointError, TrainingError
 IN_RAM = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
 
 
-def make(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:
+def make_engine(precision: str = "fp32", windows: int = 1, **options: Any) -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(3)])
     config = {
@@ -43,7 +43,7 @@ def loss_of(engine: Engine, factor: float = 1.0) -> Tensor:
 def test_device_norm_recomputed_after_accumulation(factor: float) -> None:
     norms = []
     for device in (torch.device("cpu"), FakeAccelerator(kernels=True)):
-        with make(device=device) as engine:
+        with make_engine(device=device) as engine:
             engine.backward(loss_of(engine))
             with engine.no_sync():
                 engine.backward(loss_of(engine, factor))
@@ -55,7 +55,7 @@ def test_device_norm_recomputed_after_accumulation(factor: float) -> None:
 
 @pytest.mark.parametrize("by_engine", [True, False])
 def test_unscaled_backward_detected_before_scaled_one(by_engine: bool) -> None:
-    with make("fp16") as engine:
+    with make_engine("fp16") as engine:
         y = engine(inputs(torch.float16))
         y.float().pow(2).mean().backward(retain_graph=True)
         scaled = engine.backward if by_engine else engine.scale
@@ -77,11 +77,11 @@ class _Fails(torch.autograd.Function):
 
 
 def test_zero_grad_after_failed_backward_resets_window() -> None:
-    with make() as engine:
+    with make_engine() as engine:
         engine.backward(loss_of(engine))
         engine.step()
         expected = engine.grad_norm
-    with make() as engine:
+    with make_engine() as engine:
         first, second, third = engine.module
         y = third(second(_Fails.apply(first(inputs()))))
         with pytest.raises(RuntimeError, match="out of memory"):
@@ -93,7 +93,7 @@ def test_zero_grad_after_failed_backward_resets_window() -> None:
 
 
 def test_gradient_readable_while_copy_in_flight() -> None:
-    with make("bf16", 2, device=FakeAccelerator(max_delay_s=0.05)) as engine:
+    with make_engine("bf16", 2, device=FakeAccelerator(max_delay_s=0.05)) as engine:
         engine(inputs(torch.bfloat16)).float().pow(2).mean().backward()
         for parameter in engine.module.parameters():
             assert engine.gradient(parameter).abs().sum() > 0
@@ -101,12 +101,12 @@ def test_gradient_readable_while_copy_in_flight() -> None:
 
 def test_checkpoint_after_torch_backward_keeps_gradients(tmp_path: Path) -> None:
     norms = []
-    with make() as engine:
+    with make_engine() as engine:
         loss_of(engine).backward()
         engine.save_checkpoint(tmp_path / "saved", wait=True)
         engine.step()
         norms.append(engine.grad_norm)
-    with make() as engine:
+    with make_engine() as engine:
         engine.load_checkpoint(tmp_path / "saved")
         engine.step()
         norms.append(engine.grad_norm)
@@ -114,15 +114,18 @@ def test_checkpoint_after_torch_backward_keeps_gradients(tmp_path: Path) -> None
 
 
 def test_checkpoint_requires_same_accumulation_steps(tmp_path: Path) -> None:
-    with make(windows=2) as engine:
+    with make_engine(windows=2) as engine:
         engine.set_gradient_accumulation_steps(4)
         for _ in range(3):
             engine.backward(loss_of(engine))
             engine.step()
         engine.save_checkpoint(tmp_path / "saved", wait=True)
-    with make(windows=2) as engine, pytest.raises(CheckpointError, match="of 4 micro-batches"):
+    with (
+        make_engine(windows=2) as engine,
+        pytest.raises(CheckpointError, match="of 4 micro-batches"),
+    ):
         engine.load_checkpoint(tmp_path / "saved")
-    with make(windows=4) as engine:
+    with make_engine(windows=4) as engine:
         engine.load_checkpoint(tmp_path / "saved")
         assert engine.micro_step == 3
         assert engine.is_gradient_accumulation_boundary()

@@ -45,10 +45,10 @@ from infinity.storage.run_dir import Scratch
 TIERS = ("device", "host", "disk")
 
 
-def refusal(
+def failed_initialize(
     kind: type[InfinityError],
     folder: Path,
-    given: dict[str, Any],
+    config: dict[str, Any],
     model: nn.Module | None = None,
     **arguments: Any,
 ) -> str:
@@ -58,7 +58,7 @@ def refusal(
     threads = set(threading.enumerate())
     reserved = [PROCESS.total(t) for t in TIERS]
     with pytest.raises(kind) as caught:
-        infinity.initialize(model, given, **arguments)
+        infinity.initialize(model, config, **arguments)
     assert_nothing_left(folder, threads)
     assert [PROCESS.total(t) for t in TIERS] == reserved
     assert same(dict(model.state_dict()), before)
@@ -69,7 +69,7 @@ def refusal(
 
 
 def test_missing_nvme_path_raises(tmp_path: Path) -> None:
-    text = refusal(MachineError, tmp_path, settings(tmp_path / "none"))
+    text = failed_initialize(MachineError, tmp_path, settings(tmp_path / "none"))
     assert f"{tmp_path / 'none'}" in text
     assert "mkdir -p" in text or "does not exist" in text
 
@@ -85,7 +85,7 @@ def test_nvme_path_that_is_a_file_raises(tmp_path: Path, placement: dict[str, st
 
 def test_unwritable_nvme_path_raises(tmp_path: Path) -> None:
     """In /proc not even root can create files."""
-    text = refusal(MachineError, tmp_path, settings(Path("/proc/self/task")))
+    text = failed_initialize(MachineError, tmp_path, settings(Path("/proc/self/task")))
     assert "/proc/self/task" in text
 
 
@@ -98,7 +98,7 @@ def test_full_disk_raises_with_free_space(tmp_path: Path, monkeypatch: pytest.Mo
         f_favail = facts.f_favail
 
     monkeypatch.setattr(os, "statvfs", lambda path: Full())
-    text = refusal(DoesNotFitError, tmp_path, settings(tmp_path))
+    text = failed_initialize(DoesNotFitError, tmp_path, settings(tmp_path))
     assert "12.00 KiB free" in text or "12.00 KiB" in text
 
 
@@ -109,24 +109,24 @@ def test_disk_full_during_reservation_raises(
         raise DoesNotFitError("disk: full", remedy="free space")
 
     monkeypatch.setattr(Scratch, "check_space", full)
-    assert "disk: full" in refusal(DoesNotFitError, tmp_path, settings(tmp_path))
+    assert "disk: full" in failed_initialize(DoesNotFitError, tmp_path, settings(tmp_path))
 
 
 def test_disk_placement_without_nvme_path_raises(tmp_path: Path) -> None:
-    given = settings(tmp_path)
-    del given["nvme_path"]
-    assert "nvme_path must be given" in refusal(ConfigError, tmp_path, given)
+    config = settings(tmp_path)
+    del config["nvme_path"]
+    assert "nvme_path must be given" in failed_initialize(ConfigError, tmp_path, config)
 
 
 def test_device_budget_below_two_slots_raises(tmp_path: Path) -> None:
     from support.fake_accelerator import FakeAccelerator
 
     fake = FakeAccelerator()
-    given = settings(tmp_path, budget={"device": "16KiB"})
+    config = settings(tmp_path, budget={"device": "16KiB"})
     model = small_model(width=64)
     before = {k: v.clone() for k, v in model.state_dict().items()}
     with pytest.raises(DoesNotFitError) as caught:
-        infinity.initialize(model, given, device=fake)
+        infinity.initialize(model, config, device=fake)
     text = str(caught.value)
     assert "16.00 KiB cannot hold two slots of the largest unit" in text
     assert "raise budget.device to at least" in text
@@ -136,28 +136,30 @@ def test_device_budget_below_two_slots_raises(tmp_path: Path) -> None:
 
 
 def test_host_budget_too_small_raises(tmp_path: Path) -> None:
-    text = refusal(DoesNotFitError, tmp_path, settings(tmp_path, ON_DISK, budget={"host": "1MiB"}))
+    text = failed_initialize(
+        DoesNotFitError, tmp_path, settings(tmp_path, ON_DISK, budget={"host": "1MiB"})
+    )
     assert "1.00 MiB" in text
     assert "too much" in text or "cannot hold" in text
 
 
 def test_budget_above_machine_memory_raises(tmp_path: Path) -> None:
-    text = refusal(ConfigError, tmp_path, settings(tmp_path, budget={"host": "900TiB"}))
+    text = failed_initialize(ConfigError, tmp_path, settings(tmp_path, budget={"host": "900TiB"}))
     assert "budget.host" in text
     assert "may use at most" in text
 
 
 def test_unknown_config_keys_suggest_similar(tmp_path: Path) -> None:
-    given = settings(tmp_path, gradient_acumulation_steps=2, optimiser={"lr": 1})
+    config = settings(tmp_path, gradient_acumulation_steps=2, optimiser={"lr": 1})
     with pytest.raises(ConfigError) as caught:
-        infinity.initialize(small_model(), given)
+        infinity.initialize(small_model(), config)
     assert "gradient_accumulation_steps" in str(caught.value)
     assert "optimizer" in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
 def test_unknown_unit_raises(tmp_path: Path) -> None:
-    text = refusal(ConfigError, tmp_path, settings(tmp_path), units=["nothing"])
+    text = failed_initialize(ConfigError, tmp_path, settings(tmp_path), units=["nothing"])
     assert "'nothing'" in text
 
 
@@ -190,14 +192,14 @@ def test_float_input_dtype_mismatch_raises_or_is_cast(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, layer: nn.Module, precision: str
 ) -> None:
     x, dtype = torch.randn(2, 4, 4), {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
-    told = settings(tmp_path, precision=precision)
-    with infinity.initialize(Regression(deepcopy(layer)), told, device="cpu")[0] as engine:
+    config = settings(tmp_path, precision=precision)
+    with infinity.initialize(Regression(deepcopy(layer)), config, device="cpu")[0] as engine:
         with pytest.raises(TrainingError, match=r"float32, the engine[\s\S]*cast_inputs: true"):
             engine(x)
         expected = engine(x.to(dtype))
     caplog.set_level("INFO", "infinity")
-    told["cast_inputs"] = True
-    with infinity.initialize(Regression(deepcopy(layer)), told, device="cpu")[0] as engine:
+    config["cast_inputs"] = True
+    with infinity.initialize(Regression(deepcopy(layer)), config, device="cpu")[0] as engine:
         caplog.clear()
         assert torch.equal(engine(x, more={"ids": [torch.arange(3)]}), expected)
         engine.backward(engine(x=x))
@@ -229,7 +231,7 @@ def test_permanent_nan_loss_raises(tmp_path: Path) -> None:
 # --- child processes -----------------------------------------------------------------------------
 
 
-class Nosy(Dataset[Tensor]):
+class TouchingDataset(Dataset[Tensor]):
     """Dataset whose rows each run a function that uses the engine or model in the worker."""
 
     def __init__(self, *touches: Callable[[], object]) -> None:
@@ -257,7 +259,7 @@ def test_data_loader_worker_using_engine_raises(tmp_path: Path) -> None:
             lambda: module.state_dict(),
         )
         loader = DataLoader(
-            Nosy(*touches), num_workers=2, multiprocessing_context="fork", timeout=HANG_S
+            TouchingDataset(*touches), num_workers=2, multiprocessing_context="fork", timeout=HANG_S
         )
         rows = iter(loader)
         for _ in touches:
@@ -276,7 +278,10 @@ def test_data_loader_workers_do_not_affect_training(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         train(engine, 1)
         loader = DataLoader(
-            Nosy(*[lambda: None] * 4), batch_size=2, num_workers=2, multiprocessing_context="fork"
+            TouchingDataset(*[lambda: None] * 4),
+            batch_size=2,
+            num_workers=2,
+            multiprocessing_context="fork",
         )
         for tokens in loader:
             engine.backward(engine(tokens))

@@ -44,7 +44,7 @@ from infinity.errors import (
 from infinity.storage.reservations import PROCESS
 
 
-class Poisonable(nn.Module):
+class FactorModel(nn.Module):
     """A small model whose loss can be made non-finite."""
 
     def __init__(self) -> None:
@@ -59,9 +59,9 @@ class Poisonable(nn.Module):
 def test_initialize_returns_engine_optimizer_loader_and_scheduler(tmp_path: Path) -> None:
     data = torch.utils.data.TensorDataset(torch.stack([batch(i)[0] for i in range(6)]))
     scheduler = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.5}}
-    given = settings(tmp_path, scheduler=scheduler)
-    made = infinity.initialize(small_model(), given, training_data=data, batch_size=2)
-    engine, optimizer, loader, schedule = made
+    config = settings(tmp_path, scheduler=scheduler)
+    result = infinity.initialize(small_model(), config, training_data=data, batch_size=2)
+    engine, optimizer, loader, schedule = result
     with engine:
         assert isinstance(optimizer, torch.optim.Optimizer)
         assert optimizer is engine.optimizer
@@ -140,9 +140,9 @@ def test_backward_of_invalid_loss_raises(tmp_path: Path, loss: Any) -> None:
         with pytest.raises(TrainingError, match="scalar loss"):
             engine.backward(loss)
         with torch.no_grad():
-            without = engine(batch(0))
+            no_grad_loss = engine(batch(0))
         with pytest.raises(TrainingError, match="no_grad"):
-            engine.backward(without)
+            engine.backward(no_grad_loss)
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
@@ -150,7 +150,7 @@ def test_backward_of_invalid_loss_raises(tmp_path: Path, loss: Any) -> None:
 def test_non_finite_step_skipped_and_counted(
     tmp_path: Path, placement: dict[str, str], factor: float
 ) -> None:
-    with small_engine(tmp_path, placement, model=Poisonable()) as engine:
+    with small_engine(tmp_path, placement, model=FactorModel()) as engine:
         train(engine, 1)
         before = masters(engine)
         engine.backward(engine(batch(1), factor))
@@ -166,9 +166,9 @@ def test_non_finite_step_skipped_and_counted(
 
 
 def test_skipped_step_does_not_affect_later_steps(tmp_path: Path) -> None:
-    with small_engine(tmp_path, ON_DEVICE, model=Poisonable()) as engine:
+    with small_engine(tmp_path, ON_DEVICE, model=FactorModel()) as engine:
         losses, expected = train(engine, 3), masters(engine)
-    with small_engine(tmp_path, model=Poisonable()) as engine:
+    with small_engine(tmp_path, model=FactorModel()) as engine:
         seen = []
         for index in range(3):
             engine.backward(engine(batch(50), math.nan))
@@ -181,7 +181,7 @@ def test_skipped_step_does_not_affect_later_steps(tmp_path: Path) -> None:
 def test_many_consecutive_non_finite_steps_raise(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
-    with small_engine(tmp_path, model=Poisonable()) as engine:
+    with small_engine(tmp_path, model=FactorModel()) as engine:
         with pytest.raises(  # noqa: PT012
             TrainingError, match=r"20 steps in a row .*'inner[\s\S]*view of a weight"
         ):
@@ -405,7 +405,7 @@ def test_unsupported_models_rejected(tmp_path: Path) -> None:
     shared.blocks[1].up.weight = nn.Parameter(shared.blocks[0].up.weight.data)
     lazy.extra = nn.LazyLinear(4)
     scripted.blocks[1] = torch.jit.script(nn.Linear(WIDTH, WIDTH))
-    words = {
+    models = {
         "'blocks.0.up.weight' and 'norm.copy' share memory": stale,
         "'blocks.0.up.weight' and 'blocks.1.up.weight' share memory": shared,
         "'extra.weight' has no shape yet": lazy,
@@ -413,7 +413,7 @@ def test_unsupported_models_rejected(tmp_path: Path) -> None:
         "'model' is torch's DataParallel": nn.DataParallel(small_model()),
         "'model' is torch's OptimizedModule": torch.compile(small_model()),
     }
-    for expected, model in words.items():
+    for expected, model in models.items():
         with pytest.raises(ConfigError, match=expected):
             infinity.initialize(model, settings(tmp_path))
     shared.blocks[1].up.weight.requires_grad_(False)
@@ -485,10 +485,10 @@ def test_failed_update_fails_all_later_calls(
         engine.backward(loss)
         components(engine).gradients.settle()
 
-        def broken(pieces: Any, **options: Any) -> Any:
+        def failing_write(pieces: Any, **options: Any) -> Any:
             raise OSError(5, "Input/output error")
 
-        monkeypatch.setattr(transfers, "write", broken)
+        monkeypatch.setattr(transfers, "write", failing_write)
         calls = [
             lambda: engine(batch(2)),
             lambda: engine.state_dict(),
@@ -564,19 +564,19 @@ def test_function_transforms_raise(tmp_path: Path) -> None:
 
 def test_initialize_arguments_validated(tmp_path: Path) -> None:
     model = small_model()
-    stranger = nn.Parameter(torch.ones(3))
-    own = next(model.parameters())
+    foreign = nn.Parameter(torch.ones(3))
+    parameter = next(model.parameters())
     with pytest.raises(ConfigError, match=r"the model does not have.*\n.*\n.*that you pass$"):
-        infinity.initialize(model, settings(tmp_path), model_parameters=[stranger])
+        infinity.initialize(model, settings(tmp_path), model_parameters=[foreign])
     with pytest.raises(ConfigError, match="put both into one module"):
-        infinity.initialize(model, settings(tmp_path), model_parameters=[own, stranger])
+        infinity.initialize(model, settings(tmp_path), model_parameters=[parameter, foreign])
     with pytest.raises(ConfigError, match="no parameter for the optimizer"):
         infinity.initialize(model, settings(tmp_path), model_parameters=[])
     with pytest.raises(ConfigError, match=r"'embedding\.weight' has dtype torch\.float64"):
         infinity.initialize(small_model().double(), settings(tmp_path))
     with pytest.raises(ConfigError, match="Module"):
         infinity.initialize([1, 2], settings(tmp_path))  # type: ignore[arg-type]
-    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([stranger]), 1)
+    scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([foreign]), 1)
     with pytest.raises(ConfigError, match="another optimizer"):
         infinity.initialize(model, settings(tmp_path), lr_scheduler=scheduler)
     assert not list(tmp_path.iterdir())

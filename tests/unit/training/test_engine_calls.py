@@ -56,7 +56,7 @@ small_engine = partial(small.small_engine, engine_class=DeepSpeedEngine)
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
-def few_of(every: list[Any], few: list[Any]) -> list[Any]:
+def mark_big(every: list[Any], few: list[Any]) -> list[Any]:
     """Return all rows as parameters; rows not in `few` run only in `make test-big`."""
     assert set(few) <= set(every)
     return [pytest.param(*row, marks=[] if row in few else [pytest.mark.big]) for row in every]
@@ -75,17 +75,17 @@ def deepspeed_config(**more: Any) -> dict[str, Any]:
 
 
 def test_engine_class_follows_config_style(tmp_path: Path) -> None:
-    ours, theirs = settings(tmp_path), deepspeed_config()
-    args = argparse.Namespace(deepspeed_config=ours)
-    for initialize, how, kind in (
-        (infinity.initialize, {"config": ours}, Engine),
-        (infinity.initialize, {"config": theirs}, DeepSpeedEngine),
-        (infinity.initialize, {"config_params": ours}, DeepSpeedEngine),
+    native_config, deepspeed_style = settings(tmp_path), deepspeed_config()
+    args = argparse.Namespace(deepspeed_config=native_config)
+    for initialize, arguments, kind in (
+        (infinity.initialize, {"config": native_config}, Engine),
+        (infinity.initialize, {"config": deepspeed_style}, DeepSpeedEngine),
+        (infinity.initialize, {"config_params": native_config}, DeepSpeedEngine),
         (infinity.initialize, {"args": args}, DeepSpeedEngine),
-        (infinity.initialize, {"config": theirs, "engine_class": Engine}, Engine),
-        (deepspeed.initialize, {"config": ours}, DeepSpeedEngine),
+        (infinity.initialize, {"config": deepspeed_style, "engine_class": Engine}, Engine),
+        (deepspeed.initialize, {"config": native_config}, DeepSpeedEngine),
     ):
-        engine, *_ = initialize(model=small_model(), **how)
+        engine, *_ = initialize(model=small_model(), **arguments)
         with engine:
             assert type(engine) is kind
             assert hasattr(engine, "get_lr") == (kind is DeepSpeedEngine)
@@ -98,10 +98,10 @@ def test_positional_arguments_in_deepspeed_order() -> None:
     model, data = small_model(), torch.utils.data.DataLoader([batch(0)])
     parameters = [p for p in model.parameters() if p.requires_grad]
     args = argparse.Namespace()
-    made = deepspeed.initialize(
+    result = deepspeed.initialize(
         args, model, None, parameters, data, None, 29500, None, False, None, deepspeed_config()
     )
-    engine, optimizer, loader, scheduler = made
+    engine, optimizer, loader, scheduler = result
     with engine:
         assert engine.module is model
         assert loader is data is engine.training_dataloader
@@ -113,18 +113,18 @@ def test_positional_arguments_in_deepspeed_order() -> None:
 def test_training_data_order_and_resume(tmp_path: Path) -> None:
     """The order is that of torch's `DistributedSampler`; a resume within an epoch warns."""
     samples = [(torch.tensor(n), torch.tensor(n + 10)) for n in range(9)]
-    theirs = torch.utils.data.DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True)
-    expected = [*theirs]
+    sampler = torch.utils.data.DistributedSampler(samples, num_replicas=1, rank=0, shuffle=True)
+    expected = [*sampler]
     args = argparse.Namespace(local_rank=-1)
 
-    def made() -> Any:
+    def make_engine() -> Any:
         return deepspeed.initialize(
             args, small_model(), training_data=samples, config=deepspeed_config()
         )
 
-    engine, _, loader, _ = made()
+    engine, _, loader, _ = make_engine()
     with engine:
-        assert args.local_rank == 0, "as DeepSpeed's launcher would say"
+        assert args.local_rank == 0, "as set by DeepSpeed's launcher"
         assert [n for first, _ in loader for n in first.tolist()] == expected
         seen = []
         for first, _ in itertools.islice(loader, 2):
@@ -139,12 +139,12 @@ def test_training_data_order_and_resume(tmp_path: Path) -> None:
         for name in ("a/b", ""):
             with pytest.raises(ConfigError, match="a tag names a directory"):
                 engine.save_checkpoint(tmp_path, name)
-    engine, _, loader, _ = made()
+    engine, _, loader, _ = make_engine()
     with engine:
         engine.load_checkpoint(tmp_path)
         with pytest.warns(InfinityWarning, match="goes on after 2 batches of its pass"):
-            left = [n for first, _ in loader for n in first.tolist()]
-        assert seen + left == expected
+            remaining = [n for first, _ in loader for n in first.tolist()]
+        assert seen + remaining == expected
         engine.save_checkpoint(tmp_path, "other")
     names = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
     assert names == ["mine.replaced", "other", "saved"]
@@ -166,13 +166,13 @@ def test_deepspeed_zero_grad_keeps_open_window(tmp_path: Path) -> None:
             engine.step()
 
 
-@pytest.mark.parametrize("by_place", [False, True])
-def test_config_file_passed_by_args(tmp_path: Path, by_place: bool) -> None:
+@pytest.mark.parametrize("positional", [False, True])
+def test_config_file_passed_by_args(tmp_path: Path, positional: bool) -> None:
     path = tmp_path / "ds_config.json"
     path.write_text('{"train_batch_size": 2, "optimizer": {"type": "Adam", "params": {}}}')
     parser = infinity.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
-    if by_place:
+    if positional:
         engine, *_ = deepspeed.initialize(args, small_model())
     else:
         engine, *_ = deepspeed.initialize(args=args, model=small_model())
@@ -182,13 +182,13 @@ def test_config_file_passed_by_args(tmp_path: Path, by_place: bool) -> None:
 
 def test_initialize_accepts_deepspeed_arguments() -> None:
     config = deepspeed_config()
-    for by_place, named in (
+    for positional, named in (
         (False, {"config_params": config}),
         (False, {"config": settings(Path(), ON_DEVICE)}),
         (True, {"config": config}),
     ):
         args, model = argparse.Namespace(local_rank=-1), small_model()
-        if by_place:
+        if positional:
             engine, *_ = infinity.initialize(args, model, None, model.parameters(), **named)
         else:
             engine, *_ = infinity.initialize(
@@ -218,9 +218,9 @@ def test_config_translation_logged_once_not_printed(
     caplog.set_level(logging.INFO, "infinity")
     engine, *_ = deepspeed.initialize(small_model(), deepspeed_config(steps_per_print=10))
     engine.close()
-    told = [record for record in caplog.records if record.name == "infinity"]
-    assert [record.levelno for record in told] == [logging.INFO]
-    heading, *lines = told[0].getMessage().splitlines()
+    records = [record for record in caplog.records if record.name == "infinity"]
+    assert [record.levelno for record in records] == [logging.INFO]
+    heading, *lines = records[0].getMessage().splitlines()
     assert heading == "the DeepSpeed configuration, key by key:"
     rows = engine.translation.rows
     assert [line.split()[0] for line in lines] == [row.key for row in rows]
@@ -259,12 +259,12 @@ def test_optimizer_must_match_model_parameters() -> None:
     trained = [p for p in model.parameters() if p.requires_grad]
     config = deepspeed_config()
     del config["optimizer"]
-    for given in (iter(trained), model.parameters(), [{"params": trained}]):
+    for parameters in (iter(trained), model.parameters(), [{"params": trained}]):
         optimizer = torch.optim.SGD(trained, lr=0.5)
-        made = deepspeed.initialize(
-            model=model, optimizer=optimizer, model_parameters=given, config=config
+        result = deepspeed.initialize(
+            model=model, optimizer=optimizer, model_parameters=parameters, config=config
         )
-        with made[0] as engine:
+        with result[0] as engine:
             assert engine.optimizer.param_groups[0]["lr"] == 0.5
             assert engine.get_lr() == [0.5]
             engine.close(restore=True)
@@ -314,7 +314,7 @@ def test_scheduler_of_passed_optimizer_matches_torch() -> None:
 def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
     """`MultiStepLR` has a `Counter` of milestones; the other is not a torch scheduler."""
 
-    class Own:
+    class CustomScheduler:
         def __init__(self, optimizer: torch.optim.Optimizer) -> None:
             self.groups, self.last = optimizer.param_groups, 0
 
@@ -330,8 +330,11 @@ def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
 
     config = deepspeed_config()
     del config["optimizer"]
-    for kind in (partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 2, 3]), Own):
-        told = []
+    for kind in (
+        partial(torch.optim.lr_scheduler.MultiStepLR, milestones=[1, 2, 3]),
+        CustomScheduler,
+    ):
+        rates = []
         for steps in (1, 2):
             model = small_model()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -339,15 +342,15 @@ def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
                 model=model, optimizer=optimizer, lr_scheduler=kind(optimizer), config=config
             )
             with engine:
-                if told:
+                if rates:
                     engine.load_checkpoint(tmp_path)
                 for index in range(steps):
                     engine.backward(engine(batch(index)))
                     engine.step()
-                    told += engine.get_lr()
+                    rates += engine.get_lr()
                 engine.save_checkpoint(tmp_path)
-        assert told == pytest.approx(
-            [0.05, 0.005, 0.0005] if kind is not Own else [1 / 2, 1 / 3, 1 / 4]
+        assert rates == pytest.approx(
+            [0.05, 0.005, 0.0005] if kind is not CustomScheduler else [1 / 2, 1 / 3, 1 / 4]
         )
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
@@ -373,8 +376,8 @@ def test_user_stepped_scheduler_does_not_warn(tmp_path: Path) -> None:
     model = small_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
-    engine, *_ = infinity.initialize(model, given, optimizer=optimizer)
+    config = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+    engine, *_ = infinity.initialize(model, config, optimizer=optimizer)
     with engine, warnings.catch_warnings():
         warnings.simplefilter("error")
         engine.backward(engine(batch(0)))
@@ -390,21 +393,21 @@ def test_passed_optimizer_delegates_to_engine(tmp_path: Path) -> None:
         model = small_model()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
-        given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
-        engine, ours, *_ = infinity.initialize(
-            model, given, optimizer=optimizer, lr_scheduler=schedule
+        config = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+        engine, engine_optimizer, *_ = infinity.initialize(
+            model, config, optimizer=optimizer, lr_scheduler=schedule
         )
         with engine:
             for index in range(4):
                 if drops:
                     loss = engine(batch(9))
                     engine.backward(loss) if index % 2 else loss.backward()
-                    (ours if by_engine else optimizer).zero_grad()
+                    (engine_optimizer if by_engine else optimizer).zero_grad()
                 engine(batch(index)).backward()
-                (ours if by_engine else optimizer).step()
+                (engine_optimizer if by_engine else optimizer).step()
                 if index == 1:
-                    state = {**ours.state_dict(), "state": {}}
-                    (ours if by_engine else optimizer).load_state_dict(state)
+                    state = {**engine_optimizer.state_dict(), "state": {}}
+                    (engine_optimizer if by_engine else optimizer).load_state_dict(state)
             assert engine.global_steps == 4
             assert engine.optimizer.param_groups[0] is optimizer.param_groups[0]
             with pytest.raises(ConfigError, match="once the engine is made"):
@@ -413,22 +416,26 @@ def test_passed_optimizer_delegates_to_engine(tmp_path: Path) -> None:
             found.append(small.masters(engine))
         assert "zero_grad" not in vars(optimizer)
     assert small.same(found[0], found[1])
-    assert small.same(found[0], found[2]), "what was dropped left nothing"
+    assert small.same(found[0], found[2]), "dropped gradients have no effect"
 
 
 def test_unsupported_group_options_and_hooks_rejected(tmp_path: Path) -> None:
     """Group options that change the update rule, and hooks on steps."""
-    given = settings(tmp_path, ON_DISK)
+    config = settings(tmp_path, ON_DISK)
     model = small_model()
-    for asked in ({"amsgrad": True}, {"bias_correction": False}, {"decoupled_weight_decay": False}):
-        groups = [{"params": model.parameters(), **asked}]
-        with pytest.raises(ConfigError, match=f"group has {next(iter(asked))}="):
-            infinity.initialize(model, given, model_parameters=groups)
+    for option in (
+        {"amsgrad": True},
+        {"bias_correction": False},
+        {"decoupled_weight_decay": False},
+    ):
+        groups = [{"params": model.parameters(), **option}]
+        with pytest.raises(ConfigError, match=f"group has {next(iter(option))}="):
+            infinity.initialize(model, config, model_parameters=groups)
     hooked = torch.optim.RMSprop(model.parameters())
     hooked.register_step_post_hook(lambda *_: None)
-    del given["optimizer"]
+    del config["optimizer"]
     with pytest.raises(ConfigError, match="RMSprop has hooks on its steps"):
-        infinity.initialize(model, given, optimizer=hooked)
+        infinity.initialize(model, config, optimizer=hooked)
 
 
 def test_read_state_finishes_pass_before_groups(
@@ -438,8 +445,8 @@ def test_read_state_finishes_pass_before_groups(
     calls: list[str] = []
 
     def note(owner: Any, name: str) -> None:
-        usual = getattr(owner, name)
-        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), usual(*args))[1])
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *args: (calls.append(name), original(*args))[1])
 
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
@@ -453,28 +460,32 @@ def test_read_state_finishes_pass_before_groups(
 
 def test_autocast_cache_disabled_in_module_calls(tmp_path: Path) -> None:
     """For calls of the module, with and without gradients."""
-    kept: list[bool] = []
+    cache_enabled: list[bool] = []
     model = small_model()
-    model.norm.register_forward_hook(lambda *_: kept.append(torch.is_autocast_cache_enabled()))
+    model.norm.register_forward_hook(
+        lambda *_: cache_enabled.append(torch.is_autocast_cache_enabled())
+    )
     with small_engine(tmp_path, model=model) as engine, torch.autocast("cpu", torch.bfloat16):
         engine.module(batch(0)).backward()
         with torch.no_grad():
             engine.module(batch(0))
-        assert kept == [False, False]
+        assert cache_enabled == [False, False]
         assert torch.is_autocast_cache_enabled()
 
 
 def test_meta_default_device_has_no_effect(tmp_path: Path) -> None:
     """Scripts for GPUs set a default device; here it is one without values."""
 
-    def maker(parameters: Any) -> Any:
+    def make_optimizer(parameters: Any) -> Any:
         return torch.optim.RMSprop(parameters, lr=1e-2)
 
     model, tokens = small_model(), batch(0)
-    given = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
+    base_config = {k: v for k, v in settings(tmp_path, ON_DISK).items() if k != "optimizer"}
     with torch.device("meta"):
-        for kind in (None, maker):
-            config = given if kind else given | {"optimizer": {"type": "AdamW", "lr": 1e-2}}
+        for kind in (None, make_optimizer):
+            config = (
+                base_config if kind else base_config | {"optimizer": {"type": "AdamW", "lr": 1e-2}}
+            )
             engine, *_ = infinity.initialize(model, config, optimizer=kind, device="cpu")
             parameter = next(engine.module.parameters())
             engine.backward(engine(tokens))
@@ -490,20 +501,24 @@ def test_meta_default_device_has_no_effect(tmp_path: Path) -> None:
 def test_inputs_moved_to_device_scalars_and_sizes_kept(tmp_path: Path) -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(2), torch.ones(3)], enforce_sorted=False)
     Row = namedtuple("Row", "tokens label")
-    given = {"packed": packed, "rows": [Row(torch.ones(2), 3)], "encoding": UserDict(x=batch(0))}
+    call_inputs = {
+        "packed": packed,
+        "rows": [Row(torch.ones(2), 3)],
+        "encoding": UserDict(x=batch(0)),
+    }
     with small_engine(tmp_path, precision="bf16") as engine:
         inputs: Any = engine._inputs
-        same = inputs.prepare((given, {"scale": torch.tensor(2.0)}))
-        assert same[0] is given
+        prepared = inputs.prepare((call_inputs, {"scale": torch.tensor(2.0)}))
+        assert prepared[0] is call_inputs
         inputs._device = torch.device("meta")
-        moved, (scale,) = inputs.prepare((given, (torch.tensor(2.0),)))
+        moved, (scale,) = inputs.prepare((call_inputs, (torch.tensor(2.0),)))
         assert scale.device.type == moved["packed"].batch_sizes.device.type == "cpu"
         row = moved["rows"][0]
         assert isinstance(row, Row)
         assert isinstance(moved["encoding"], UserDict)
         tensors = (moved["packed"].data, moved["packed"].sorted_indices, row.tokens)
         assert all(t.device.type == "meta" for t in (*tensors, moved["encoding"]["x"]))
-        assert given["rows"][0].tokens.device.type == "cpu"  # the caller's objects are not modified
+        assert call_inputs["rows"][0].tokens.device.type == "cpu"  # not modified
 
 
 def test_buffer_dtype_mismatch_error_names_buffer(tmp_path: Path) -> None:
@@ -537,14 +552,14 @@ def test_frozen_reference_engine_with_trained_policy(
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     expected = reference_plain.to(dtype)(batch(0))
     frozen = small_model(2).requires_grad_(False)
-    place = tmp_path / "trained"
-    place.mkdir()
-    other = tmp_path / "frozen"
-    other.mkdir()
-    given = settings(other, PLACEMENTS[placement], precision=precision)
+    trained_dir = tmp_path / "trained"
+    trained_dir.mkdir()
+    frozen_dir = tmp_path / "frozen"
+    frozen_dir.mkdir()
+    config = settings(frozen_dir, PLACEMENTS[placement], precision=precision)
     with (
-        small_engine(place, PLACEMENTS[placement], plain, precision=precision) as policy,
-        rough.initialize(frozen, given, engine_class=DeepSpeedEngine)[0] as reference,
+        small_engine(trained_dir, PLACEMENTS[placement], plain, precision=precision) as policy,
+        rough.initialize(frozen, config, engine_class=DeepSpeedEngine)[0] as reference,
     ):
         reference.eval()
         assert not any(p.requires_grad for p in reference.module.parameters())
@@ -619,8 +634,8 @@ def backward_by_user(engine: Engine, loss: Tensor) -> None:
     loss.backward()
 
 
-ALL_OWN = list(itertools.product(PLACEMENTS, ("fp32", "bf16"), (1, 4)))
-FEW_OWN = [
+ALL_BACKWARDS = list(itertools.product(PLACEMENTS, ("fp32", "bf16"), (1, 4)))
+FEW_BACKWARDS = [
     ("disk", "fp32", 1),
     ("disk", "bf16", 4),
     ("device", "fp32", 4),
@@ -630,7 +645,9 @@ FEW_OWN = [
 ]
 
 
-@pytest.mark.parametrize(("placement", "precision", "steps"), few_of(ALL_OWN, FEW_OWN))
+@pytest.mark.parametrize(
+    ("placement", "precision", "steps"), mark_big(ALL_BACKWARDS, FEW_BACKWARDS)
+)
 def test_loss_backward_equals_engine_backward(
     tmp_path: Path, placement: str, precision: str, steps: int
 ) -> None:
@@ -758,7 +775,7 @@ FEW_WINDOWS = [  # all pairs
 
 
 @pytest.mark.parametrize(
-    ("placement", "precision", "count", "style"), few_of(ALL_WINDOWS, FEW_WINDOWS)
+    ("placement", "precision", "count", "style"), mark_big(ALL_WINDOWS, FEW_WINDOWS)
 )
 def test_manual_windows_equal_configured_windows(
     tmp_path: Path, placement: str, precision: str, count: int, style: str
@@ -853,12 +870,12 @@ def test_batch_size_can_change_between_updates(tmp_path: Path) -> None:
 
 
 def test_counters_continue_after_checkpoint(tmp_path: Path) -> None:
-    place = tmp_path / "nvme"
-    place.mkdir()
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
     found = []
     for _ in range(2):
         with small_engine(
-            place, gradient_accumulation_steps=2, arguments={"batch_size": 3}
+            nvme, gradient_accumulation_steps=2, arguments={"batch_size": 3}
         ) as engine:
             engine.load_checkpoint(tmp_path / "saved") if found else None
             for index in range(4 - 2 * len(found)):
@@ -933,8 +950,8 @@ def test_destroyed_engine_weights_used_by_next_engine(
     tmp_path: Path, placement: str, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loaded into RAM if all fit, otherwise one at a time; also after a failed attempt."""
-    model, given = small_model(), settings(tmp_path, PLACEMENTS[placement], precision="bf16")
-    engine = infinity.initialize(model, given, engine_class=DeepSpeedEngine)[0]
+    model, config = small_model(), settings(tmp_path, PLACEMENTS[placement], precision="bf16")
+    engine = infinity.initialize(model, config, engine_class=DeepSpeedEngine)[0]
     assert isinstance(engine, DeepSpeedEngine)
     small.train(engine, 2)
     expected = engine.module_state_dict()
@@ -948,7 +965,7 @@ def test_destroyed_engine_weights_used_by_next_engine(
         with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
             model.state_dict()
         with pytest.raises(DoesNotFitError):
-            infinity.initialize(model, {**given, "budget": {"host": "1KiB"}})
+            infinity.initialize(model, {**config, "budget": {"host": "1KiB"}})
         with pytest.raises(DoesNotFitError, match="more RAM, and 0 B are available"):
             next(model.parameters()).mul_(1)
         if fits:
@@ -1039,24 +1056,24 @@ def test_module_state_dict_saves_and_loads(tmp_path: Path) -> None:
     model = small_model()
     model.norm.requires_grad_(False)
     with small_engine(tmp_path, model=model, precision="bf16") as engine:
-        whole = engine.module_state_dict()
+        full_state = engine.module_state_dict()
         expected = small_model().bfloat16().state_dict()
-        assert whole.keys() == expected.keys()
+        assert full_state.keys() == expected.keys()
         assert all(
-            torch.equal(whole[name], expected[name]) for name in ("norm.bias", "head.weight")
+            torch.equal(full_state[name], expected[name]) for name in ("norm.bias", "head.weight")
         )
-        assert engine._zero3_consolidated_16bit_state_dict().keys() == whole.keys()
+        assert engine._zero3_consolidated_16bit_state_dict().keys() == full_state.keys()
         trained = engine.module_state_dict(exclude_frozen_parameters=True)
-        assert whole.keys() - trained.keys() == {"norm.weight", "norm.bias"}
+        assert full_state.keys() - trained.keys() == {"norm.weight", "norm.bias"}
         target: dict[str, Tensor] = {}
         assert engine.module_state_dict(destination=target, prefix="model.") is target
         assert "model.norm.bias" in target
 
-        engine.load_module_state_dict({**whole, "norm.bias": whole["norm.bias"] + 1})
-        assert torch.equal(engine.state_dict()["module.norm.bias"], whole["norm.bias"] + 1)
+        engine.load_module_state_dict({**full_state, "norm.bias": full_state["norm.bias"] + 1})
+        assert torch.equal(engine.state_dict()["module.norm.bias"], full_state["norm.bias"] + 1)
         with pytest.raises(ConfigError, match="missing"):
-            engine.load_module_state_dict({"norm.bias": whole["norm.bias"]})
-        engine.load_module_state_dict({"norm.bias": whole["norm.bias"]}, strict=False)
+            engine.load_module_state_dict({"norm.bias": full_state["norm.bias"]})
+        engine.load_module_state_dict({"norm.bias": full_state["norm.bias"]}, strict=False)
 
         def load(src: dict[str, Tensor], dst: nn.Module) -> None:
             with torch.no_grad():
@@ -1067,11 +1084,11 @@ def test_module_state_dict_saves_and_loads(tmp_path: Path) -> None:
 
 
 def test_save_16bit_model_formats(tmp_path: Path) -> None:
-    place = tmp_path / "nvme"
-    place.mkdir()
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
     model = small_model()
     model.norm.requires_grad_(False)
-    with small_engine(place, model=model, precision="bf16") as engine:
+    with small_engine(nvme, model=model, precision="bf16") as engine:
         expected = engine.module_state_dict()
         assert engine.save_16bit_model(tmp_path / "a") is True
         assert engine.save_fp16_model(str(tmp_path / "b"), "pytorch_model.bin") is True
@@ -1132,9 +1149,9 @@ def test_materialized_parameter_can_be_pickled(tmp_path: Path) -> None:
 
 
 def test_checkpoint_with_deepspeed_arguments(tmp_path: Path) -> None:
-    place = tmp_path / "nvme"
-    place.mkdir()
-    with small_engine(place) as engine:
+    nvme = tmp_path / "nvme"
+    nvme.mkdir()
+    with small_engine(nvme) as engine:
         engine.backward(engine(batch(0)))
         engine.step()
         engine.save_checkpoint(tmp_path / "out", "one", {"epoch": 1}, True)

@@ -42,14 +42,14 @@ from infinity.model.parameter_map import GoneParameters
 from infinity.offload.sigint import DEFERRAL
 
 STEPS = 3
-TWO = {"gradient_accumulation_steps": 2}
+WINDOW_OF_TWO = {"gradient_accumulation_steps": 2}
 
 
 def ctrl_c() -> None:
     signal.raise_signal(signal.SIGINT)
 
 
-def from_another_thread() -> None:
+def interrupt_from_thread() -> None:
     """Send SIGINT to the process, as a terminal does; Python handles it in the main thread."""
     thread = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGINT))
     thread.start()
@@ -69,57 +69,59 @@ def assert_restored(engine: Engine) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[float], dict[str, Tensor]]:
-    with small_engine(tmp_path_factory.mktemp("plain"), **TWO) as engine:
+    with small_engine(tmp_path_factory.mktemp("plain"), **WINDOW_OF_TWO) as engine:
         return train(engine, STEPS), masters(engine)
 
 
 # --- first interrupt ------------------------------------------------------------------------------
 
 
-def during(engine: Engine, name: str, action: Callable[[], object]) -> Callable[[], None]:
+def inject(engine: Engine, name: str, action: Callable[[], object]) -> Callable[[], None]:
     """Run `action` in the middle of each call of this kind; return a function that undoes it."""
-    block, parts = engine.module.blocks[1], components(engine)
+    block, internals = engine.module.blocks[1], components(engine)
     if name == "forward":
         return block.up.register_forward_hook(lambda *_: action() and None).remove
     if name == "backward":
         return block.up.weight.register_hook(lambda _: action() and None).remove
     owner, method = {
-        "step": (parts.gradients, "square_sum"),
-        "commit": (parts.prefetcher, "make_pending"),
-        "save": (parts.saver, "start"),
-        "load": (parts.gradients, "reset"),
+        "step": (internals.gradients, "square_sum"),
+        "commit": (internals.prefetcher, "make_pending"),
+        "save": (internals.saver, "start"),
+        "load": (internals.gradients, "reset"),
         "read": (engine._values, "_load"),
     }[name]
     plain = getattr(owner, method)
 
-    def meddled(*args: Any, **kwargs: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         action()
         return plain(*args, **kwargs)
 
-    setattr(owner, method, meddled)
+    setattr(owner, method, wrapper)
     return lambda: setattr(owner, method, plain)
 
 
 @contextmanager
-def struck_once(engine: Engine, name: str, how: Callable[[], None] = ctrl_c) -> Iterator[None]:
+def interrupt_once(engine: Engine, name: str, send: Callable[[], None] = ctrl_c) -> Iterator[None]:
     """Interrupt the call in the block once; assert that it raises at its end."""
-    struck: list[int] = []
-    undo = during(engine, name, lambda: how() if not struck and not struck.append(1) else None)
+    interrupted: list[int] = []
+    undo = inject(
+        engine, name, lambda: send() if not interrupted and not interrupted.append(1) else None
+    )
     with pytest.raises(KeyboardInterrupt):
         yield
     undo()
-    assert struck
+    assert interrupted
     assert_restored(engine)
 
 
 @pytest.mark.parametrize(
-    ("device", "how"),
-    diagonal(["cpu", "fake", "backward on a thread"], [ctrl_c, from_another_thread]),
+    ("device", "send"),
+    diagonal(["cpu", "fake", "backward on a thread"], [ctrl_c, interrupt_from_thread]),
 )
 def test_interrupt_raised_at_end_of_call(
     tmp_path: Path,
     device: str,
-    how: Callable[[], None],
+    send: Callable[[], None],
     undisturbed: tuple[list[float], dict[str, Tensor]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -128,34 +130,34 @@ def test_interrupt_raised_at_end_of_call(
         backward_on_a_thread(monkeypatch)
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    with small_engine(nvme, arguments=arguments, **TWO) as engine:
+    with small_engine(nvme, arguments=arguments, **WINDOW_OF_TWO) as engine:
         losses = [float(engine(batch(index)).detach()) for index in range(1)]
-        with struck_once(engine, "forward", how):  # only its result is lost
+        with interrupt_once(engine, "forward", send):  # only its result is lost
             engine(batch(0))
         loss = engine(batch(0))
-        with struck_once(engine, "backward", how):
+        with interrupt_once(engine, "backward", send):
             engine.backward(loss)
         engine.step()
         for name in ("step", "commit"):
             loss = engine(batch(len(losses)))
             losses.append(float(loss.detach()))
             engine.backward(loss)
-            with struck_once(engine, name, how):
+            with interrupt_once(engine, name, send):
                 engine.step()
             if len(losses) < 4:
                 losses.append(float((loss := engine(batch(len(losses)))).detach()))
                 engine.backward(loss)
                 engine.step()
-        with struck_once(engine, "save", how):
+        with interrupt_once(engine, "save", send):
             engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
         for index in range(4, 2 * STEPS):
             losses.append(float((loss := engine(batch(index))).detach()))
             engine.backward(loss)
             engine.step()
-        with struck_once(engine, "read", how):
+        with interrupt_once(engine, "read", send):
             engine.state_dict()["norm.weight"]
         assert (losses, same(masters(engine), undisturbed[1])) == (undisturbed[0], True)
-        with struck_once(engine, "load", how):
+        with interrupt_once(engine, "load", send):
             engine.load_checkpoint(tmp_path / "saved", "one")
         assert engine.global_steps == 2
         assert train(engine, 1, first=4) == losses[4:]
@@ -164,10 +166,10 @@ def test_interrupt_raised_at_end_of_call(
 
 def test_interrupt_deferred_in_module_and_torch_backward(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
-        with struck_once(engine, "forward"):
+        with interrupt_once(engine, "forward"):
             engine.module(batch(0))
         loss = engine(batch(0))
-        with struck_once(engine, "backward"):
+        with interrupt_once(engine, "backward"):
             loss.backward()
         engine.step()
         assert engine.global_steps == 1
@@ -181,7 +183,7 @@ def test_interrupt_in_materialized_block_keeps_edit(tmp_path: Path) -> None:
                 engine.module.norm.weight.fill_(3.0)
             ctrl_c()
         assert (engine.state_dict()["norm.weight"] == 3.0).all()
-        with struck_once(engine, "read"), engine.materialized(engine.module.norm):
+        with interrupt_once(engine, "read"), engine.materialized(engine.module.norm):
             pytest.fail("the block is not entered")
         assert engine(batch(0)).isfinite()
 
@@ -203,10 +205,10 @@ def test_second_interrupt_ends_call_and_engine(
     nvme.mkdir()
     more: dict[str, Any] = {"durable": True, "resume": "auto"} if durable else {}
     model = small_model()
-    engine, *_ = rough.initialize(model, settings(nvme, ON_DISK, **TWO, **more))
+    engine, *_ = rough.initialize(model, settings(nvme, ON_DISK, **WINDOW_OF_TWO, **more))
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
-    undo = during(engine, name, lambda: (ctrl_c(), ctrl_c(), pytest.fail("it went on")))
+    undo = inject(engine, name, lambda: (ctrl_c(), ctrl_c(), pytest.fail("the call continued")))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012
         train(engine, 1, first=2)
         engine.save_checkpoint(tmp_path / "saved", "two")
@@ -230,7 +232,7 @@ def test_second_interrupt_ends_call_and_engine(
     if not durable:
         assert_nothing_left(nvme, threads)
         return
-    with small_engine_at(nvme, **TWO, **more) as engine:
+    with persistent_engine(nvme, **WINDOW_OF_TWO, **more) as engine:
         assert engine.resumed
         assert engine.global_steps in (1, 2)
         train(engine, STEPS - engine.global_steps, first=2 * engine.global_steps)
@@ -238,7 +240,7 @@ def test_second_interrupt_ends_call_and_engine(
 
 
 @contextmanager
-def small_engine_at(path: Path, **more: Any) -> Iterator[Engine]:
+def persistent_engine(path: Path, **more: Any) -> Iterator[Engine]:
     """Yield an engine without removing its directory."""
     engine, *_ = infinity.initialize(small_model(1), settings(path, ON_DISK, **more))
     with engine:
@@ -250,31 +252,33 @@ def test_second_interrupt_ends_blocking_wait(tmp_path: Path, wait: str) -> None:
     """The main thread blocks in a lock or in native code that is never released."""
     nvme, gate = tmp_path / "nvme", threading.Event()
     nvme.mkdir()
-    with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **TWO) as engine:
-        parts = components(engine)
+    with small_engine(nvme, arguments={"device": FakeAccelerator(1)}, **WINDOW_OF_TWO) as engine:
+        internals = components(engine)
         if wait == "for an update":
-            parts.optimizer_pass.updates.before_change = lambda unit: gate.wait() and None
+            internals.optimizer_pass.updates.before_change = lambda unit: gate.wait() and None
             train(engine, 1)
             call: Callable[[], Any] = engine.settle
         elif wait == "for a gradient":
-            parts.gradients._worker.put(lambda: gate.wait() and None)
+            internals.gradients._worker.put(lambda: gate.wait() and None)
             call = lambda: engine.gradient(engine.module.norm.weight)  # noqa: E731
         elif wait == "for a save":
-            copy = parts.saver._copy
-            parts.saver._copy = lambda put, *, frozen: (gate.wait(), copy(put, frozen=frozen))[1]
+            copy = internals.saver._copy
+            internals.saver._copy = lambda put, *, frozen: (gate.wait(), copy(put, frozen=frozen))[
+                1
+            ]
             engine.save_checkpoint(tmp_path / "saved", "one")
             call = engine.finish_saving
         else:
-            store, read = parts.store, parts.store.read
+            store, read = internals.store, internals.store.read
             store.read = lambda *a: (gate.wait(), read(*a))[1]
             call = lambda: engine.state_dict()["norm.weight"]  # noqa: E731
 
-        def press() -> None:
+        def send_interrupts() -> None:
             while not gate.wait(0.1):
                 if DEFERRAL._calls:  # while the call is running
                     os.kill(os.getpid(), signal.SIGINT)
 
-        thread = threading.Thread(target=press)
+        thread = threading.Thread(target=send_interrupts)
         thread.start()
         try:
             with pytest.raises(KeyboardInterrupt):
@@ -302,43 +306,43 @@ def test_interrupted_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_user_signal_handlers_preserved(tmp_path: Path) -> None:
-    heard: list[str] = []
+    handled: list[str] = []
 
-    def mine(signum: int, frame: object) -> None:
-        heard.append("mine")
+    def user_handler(signum: int, frame: object) -> None:
+        handled.append("mine")
 
-    def late(signum: int, frame: object) -> None:
-        heard.append("late")
+    def late_handler(signum: int, frame: object) -> None:
+        handled.append("late")
 
-    before = signal.signal(signal.SIGINT, mine)
+    before = signal.signal(signal.SIGINT, user_handler)
     try:
         with small_engine(tmp_path) as engine:
             seen: list[Any] = []
-            undo = during(engine, "forward", lambda: (ctrl_c(), seen.append(list(heard))))
+            undo = inject(engine, "forward", lambda: (ctrl_c(), seen.append(list(handled))))
             engine(batch(0))
-            assert (seen, heard) == ([[]], ["mine"])  # handled once, at the end
-            assert signal.getsignal(signal.SIGINT) is mine
+            assert (seen, handled) == ([[]], ["mine"])  # handled once, at the end
+            assert signal.getsignal(signal.SIGINT) is user_handler
             undo()
-            undo = during(engine, "forward", lambda: signal.signal(signal.SIGINT, late))
+            undo = inject(engine, "forward", lambda: signal.signal(signal.SIGINT, late_handler))
             engine(batch(0))
-            assert signal.getsignal(signal.SIGINT) is late  # installed by the user's own forward
+            assert signal.getsignal(signal.SIGINT) is late_handler  # set by the user's forward
             undo()
-            for left_alone in (signal.SIG_IGN, signal.SIG_DFL):
-                signal.signal(signal.SIGINT, left_alone)
-                undo = during(
+            for handler in (signal.SIG_IGN, signal.SIG_DFL):
+                signal.signal(signal.SIGINT, handler)
+                undo = inject(
                     engine,
                     "forward",
                     lambda: seen.append(signal.getsignal(signal.SIGINT)),
                 )
                 engine(batch(0))
                 undo()
-                assert seen[-1] is left_alone
-            signal.signal(signal.SIGINT, mine)
-            undo = during(engine, "forward", lambda: seen.append(signal.getsignal(signal.SIGINT)))
+                assert seen[-1] is handler
+            signal.signal(signal.SIGINT, user_handler)
+            undo = inject(engine, "forward", lambda: seen.append(signal.getsignal(signal.SIGINT)))
             thread = threading.Thread(target=engine, args=(batch(0),))
             thread.start()
             thread.join()
-            assert seen[-1] is mine
+            assert seen[-1] is user_handler
             undo()
     finally:
         signal.signal(signal.SIGINT, before)
@@ -360,7 +364,7 @@ def test_failed_backward_does_not_defer_interrupts(tmp_path: Path) -> None:
         handle.remove()
         with pytest.raises(KeyboardInterrupt):
             ctrl_c()
-        undo = during(engine, "forward", lambda: (ctrl_c(), other(batch(0))))
+        undo = inject(engine, "forward", lambda: (ctrl_c(), other(batch(0))))
         with pytest.raises(KeyboardInterrupt):
             engine(batch(0))
         undo()
@@ -379,13 +383,13 @@ def test_exception_restarts_window_at_most(
     def fail() -> None:
         raise torch.OutOfMemoryError("the device's own")
 
-    with small_engine(tmp_path, **TWO) as engine:
+    with small_engine(tmp_path, **WINDOW_OF_TWO) as engine:
         losses = []
         for step in range(STEPS):
             failed = 0
             while engine.global_steps == step:
                 index = 2 * engine.global_steps + engine.micro_step
-                undo = during(engine, moment, fail) if not failed and index % 2 else None
+                undo = inject(engine, moment, fail) if not failed and index % 2 else None
                 try:
                     loss = engine(batch(index))
                     engine.backward(loss)

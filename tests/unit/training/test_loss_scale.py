@@ -25,27 +25,27 @@ DISK = ("disk", "disk", "disk")
 INF, NAN = math.inf, math.nan
 
 
-def rules_of(words: ScaleWords) -> ScaleRules:
-    return ScaleRules.of(load_config(config_of(words)).loss_scale)
+def rules_of(options: ScaleWords) -> ScaleRules:
+    return ScaleRules.of(load_config(config_of(options)).loss_scale)
 
 
-def config_of(words: ScaleWords) -> dict[str, Any]:
+def config_of(options: ScaleWords) -> dict[str, Any]:
     """Return the engine configuration of these settings."""
-    if words.static:
-        return {"precision": "fp16", "loss_scale": {"value": words.static}}
+    if options.static:
+        return {"precision": "fp16", "loss_scale": {"value": options.static}}
     section = {
-        "initial_power": int(math.log2(words.initial)),
-        "window": words.window,
-        "hysteresis": words.hysteresis,
-        "consecutive_hysteresis": words.consecutive,
-        "min": words.minimum,
+        "initial_power": int(math.log2(options.initial)),
+        "window": options.window,
+        "hysteresis": options.hysteresis,
+        "consecutive_hysteresis": options.consecutive,
+        "min": options.minimum,
     }
     return {"precision": "fp16", "loss_scale": section}
 
 
 # --- rules ---------------------------------------------------------------------------------------
 
-words_of_users = st.builds(
+scale_options = st.builds(
     ScaleWords,
     initial=st.integers(0, 20).map(lambda power: 2.0**power),
     window=st.integers(1, 6),
@@ -56,18 +56,18 @@ words_of_users = st.builds(
 
 
 @settings(max_examples=300, deadline=None)
-@given(words_of_users, st.lists(st.sampled_from([False, False, False, True]), max_size=60))
-def test_scale_rules_match_closed_form(words: ScaleWords, overflows: list[bool]) -> None:
-    rules = rules_of(words)
+@given(scale_options, st.lists(st.sampled_from([False, False, False, True]), max_size=60))
+def test_scale_rules_match_closed_form(options: ScaleWords, overflows: list[bool]) -> None:
+    rules = rules_of(options)
     state = rules.start()
     for number, overflow in enumerate(overflows):
         state = rules.after(state, overflow)
-        assert state.scale == closed_form_scale(words, overflows[: number + 1])
+        assert state.scale == closed_form_scale(options, overflows[: number + 1])
 
 
-def trace(words: ScaleWords, overflows: str) -> list[float]:
+def trace(options: ScaleWords, overflows: str) -> list[float]:
     """Return the scale of each step; "x" overflows, "." does not."""
-    rules = rules_of(words)
+    rules = rules_of(options)
     state, scales = rules.start(), []
     for step in overflows:
         scales.append(state.scale)
@@ -94,7 +94,7 @@ def test_static_scale_rules_never_change() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("config", "message"),
     [
         ({"loss_scale": {"window": 5}}, "loss_scale: is for precision: fp16; nothing is scaled"),
         ({"precision": "fp32", "loss_scale": {"value": 8}}, "nothing is scaled in fp32"),
@@ -108,9 +108,9 @@ def test_static_scale_rules_never_change() -> None:
         ({"precision": "half"}, "precision"),
     ],
 )  # fmt: skip
-def test_invalid_loss_scale_config_rejected(given: dict[str, Any], message: str) -> None:
+def test_invalid_loss_scale_config_rejected(config: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        load_config(given)
+        load_config(config)
     assert message in str(caught.value)
 
 
@@ -159,12 +159,12 @@ def unchanged(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
     """Scale, counters, learning rate, weights, report and step log, at every step."""
-    words = ScaleWords(initial=64.0, window=3, hysteresis=2)
+    options = ScaleWords(initial=64.0, window=3, hysteresis=2)
     overflows = [step == "x" for step in ".x.xx....x.....x...."]
     step_log = tmp_path / "journal.jsonl"
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
     engine = make_engine(
-        tmp_path / "run", step_log=str(step_log), scheduler=schedule, **config_of(words)
+        tmp_path / "run", step_log=str(step_log), scheduler=schedule, **config_of(options)
     )
     with engine:
         assert engine.loss_scale == 64.0
@@ -173,7 +173,7 @@ def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
             one_step(engine, number, bad if overflow else 1.0)
             report = engine.last_report
             assert report is not None
-            assert engine.loss_scale == closed_form_scale(words, overflows[: number + 1])
+            assert engine.loss_scale == closed_form_scale(options, overflows[: number + 1])
             assert report.loss_scale == used
             assert report.skipped == overflow
             assert report.non_finite == ("first.weight" if overflow else "")
@@ -183,8 +183,10 @@ def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
             assert lr == pytest.approx(1e-2 * 0.9 ** (number + 1 - engine.skipped_steps), rel=1e-12)
             assert unchanged(before, masters(engine)) == overflow
     entries = [json.loads(line) for line in step_log.read_text().splitlines()]
-    told = [entry["loss_scale"] for entry in entries if entry["event"] == "step"]
-    assert told == [closed_form_scale(words, overflows[:n]) for n in range(len(overflows))]
+    logged_scales = [entry["loss_scale"] for entry in entries if entry["event"] == "step"]
+    assert logged_scales == [
+        closed_form_scale(options, overflows[:n]) for n in range(len(overflows))
+    ]
 
 
 def test_dynamic_scale_halves_until_finite(
@@ -211,8 +213,8 @@ def test_warning_after_ten_consecutive_skipped_steps(
     tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     """Overflows are normal while a dynamic scale is searched; ten in a row are not."""
-    words = {"initial_power": 16, "hysteresis": 1, "min": 1e-6}
-    with make_engine(tmp_path, loss_scale=words) as engine:
+    options = {"initial_power": 16, "hysteresis": 1, "min": 1e-6}
+    with make_engine(tmp_path, loss_scale=options) as engine:
         for number, count in ((0, 9), (10, 12)):
             for _ in range(count):
                 one_step(engine, number, INF)
@@ -253,22 +255,22 @@ def test_fp32_loss_not_scaled(tmp_path: Path) -> None:
 
 
 def test_minimum_scale_error_names_parameter_and_history(tmp_path: Path) -> None:
-    words = {"initial_power": 2, "hysteresis": 2}
-    with make_engine(tmp_path, loss_scale=words) as engine:
+    options = {"initial_power": 2, "hysteresis": 2}
+    with make_engine(tmp_path, loss_scale=options) as engine:
         for number in range(3):
             one_step(engine, number, INF)
         assert engine.loss_scale == 1.0
         with pytest.raises(TrainingError) as caught:
             one_step(engine, 3, INF)
         text = str(caught.value)
-        for part in (
+        for phrase in (
             "not finite at the smallest loss scale, 1: first in 'first.weight' of the module "
             "'first', and in 3 more up to 'second.bias'",
             "4, 2 after step 2, 1 after step 3",
             "precision: bf16",
             "loss_scale.min below 1",
         ):
-            assert part in text
+            assert phrase in text
         assert engine.skipped_steps == 4
         one_step(engine, 5)  # the engine stays usable
         assert (engine.global_steps, engine.loss_scale) == (5, 1.0)
@@ -277,7 +279,9 @@ def test_minimum_scale_error_names_parameter_and_history(tmp_path: Path) -> None
 def test_non_finite_input_gradient_does_not_skip_step(tmp_path: Path) -> None:
     with make_engine(tmp_path, loss_scale={"initial_power": 0, "hysteresis": 1}) as engine:
         handle = engine.module.first.register_full_backward_hook(
-            lambda module, given, out: tuple(g * INF if g is not None else g for g in given)
+            lambda module, grads_in, grads_out: tuple(
+                g * INF if g is not None else g for g in grads_in
+            )
         )
         engine.backward(engine(batch(0).requires_grad_()))
         handle.remove()
@@ -351,16 +355,16 @@ def test_scale_and_gradient_match_torch(tmp_path: Path) -> None:
         assert scaled.item() == loss.item() * 1024
         scaled.backward()
         weight = engine.module.first.weight
-        mine = engine.gradient(weight)
+        gradient = engine.gradient(weight)
         engine.zero_grad()
         assert engine.backward(engine(batch(0))).item() == loss.item()
-        assert same_bits(engine.gradient(weight), mine)
+        assert same_bits(engine.gradient(weight), gradient)
         torch.manual_seed(0)
         plain = Exploding().half()
         plain.blow = plain.blow.float()
         (plain(batch(0)) * 1024).backward()
         assert plain.first.weight.grad is not None
-        assert same_bits(mine, plain.first.weight.grad.float() / 1024)
+        assert same_bits(gradient, plain.first.weight.grad.float() / 1024)
         with pytest.raises(TrainingError, match="scalar loss"):
             engine.scale(torch.zeros(3))
 
@@ -369,11 +373,11 @@ def test_torch_backward_of_scaled_loss_matches_engine(tmp_path: Path) -> None:
     """Two windows of two micro-batches, by `engine.backward` and by `Tensor.backward`."""
     changes = {"gradient_accumulation_steps": 2, "loss_scale": {"initial_power": 12}}
     results = []
-    for own in (False, True):
-        with make_engine(tmp_path / str(own), **changes) as engine:
+    for by_user in (False, True):
+        with make_engine(tmp_path / str(by_user), **changes) as engine:
             for number in range(4):
                 loss = engine(batch(number))
-                if own:
+                if by_user:
                     engine.scale(loss).backward()
                 else:
                     engine.backward(loss)
@@ -402,13 +406,13 @@ def test_fp16_loss_scaled_in_fp32(tmp_path: Path) -> None:
 # --- checkpoints ---------------------------------------------------------------------------------
 
 HYSTERESIS = {"initial_power": 10, "window": 3, "hysteresis": 3}
-PLAN = ".xx.x.....x....xx..."  # one character per step
+OVERFLOWS = ".xx.x.....x....xx..."  # one character per step
 
 
 def finish(engine: Engine, first: int) -> tuple[list[float], dict[str, Tensor]]:
     scales = []
-    for number in range(first, len(PLAN)):
-        one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+    for number in range(first, len(OVERFLOWS)):
+        one_step(engine, number, INF if OVERFLOWS[number] == "x" else 1.0)
         scales.append(engine.loss_scale)
     return scales, masters(engine)
 
@@ -417,10 +421,10 @@ def finish(engine: Engine, first: int) -> tuple[list[float], dict[str, Tensor]]:
 def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
     with make_engine(tmp_path / "one", loss_scale=HYSTERESIS) as engine:
         for number in range(stop):
-            one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+            one_step(engine, number, INF if OVERFLOWS[number] == "x" else 1.0)
         engine.save_checkpoint(tmp_path / "saved", wait=True)
         counted = engine.global_steps, engine.skipped_steps
-        assert counted == (stop, PLAN[:stop].count("x"))
+        assert counted == (stop, OVERFLOWS[:stop].count("x"))
         assert (tmp_path / "saved" / f"global_step{stop}").is_dir()
         expected = finish(engine, stop)
     placement = ("host", "device", "host")
@@ -432,15 +436,15 @@ def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
         scales, found = finish(engine, stop)
     assert scales == expected[0]
     assert unchanged(found, expected[1])
-    words = ScaleWords(initial=1024.0, window=3, hysteresis=3)
-    assert scales[-1] == closed_form_scale(words, [step == "x" for step in PLAN])
+    options = ScaleWords(initial=1024.0, window=3, hysteresis=3)
+    assert scales[-1] == closed_form_scale(options, [step == "x" for step in OVERFLOWS])
 
 
 def test_durable_resume_continues_overflow_count(tmp_path: Path) -> None:
     changes = {"loss_scale": HYSTERESIS, "durable": True}
     with make_engine(tmp_path, **changes) as engine:
         for number in range(3):  # one more overflow halves the scale
-            one_step(engine, number, INF if PLAN[number] == "x" else 1.0)
+            one_step(engine, number, INF if OVERFLOWS[number] == "x" else 1.0)
         one_step(engine, 3)
         engine.settle()
         patience = engine._step_runner.counters.loss_scale
@@ -472,18 +476,18 @@ def test_loaded_scale_dynamic_and_static(tmp_path: Path) -> None:
 
 
 def test_open_window_checkpoint_keeps_its_scale(tmp_path: Path) -> None:
-    two = {"gradient_accumulation_steps": 2}
-    with make_engine(tmp_path / "a", loss_scale={"value": 64}, **two) as engine:
+    window = {"gradient_accumulation_steps": 2}
+    with make_engine(tmp_path / "a", loss_scale={"value": 64}, **window) as engine:
         one_step(engine, 0)
         engine.save_checkpoint(tmp_path / "within", wait=True)
         one_step(engine, 1)
         expected = masters(engine)
-    with make_engine(tmp_path / "b", loss_scale={"value": 128}, **two) as engine:
+    with make_engine(tmp_path / "b", loss_scale={"value": 128}, **window) as engine:
         with pytest.raises(CheckpointError, match="have the loss scale 64; this engine has 128"):
             engine.load_checkpoint(tmp_path / "within")
         one_step(engine, 0)
         assert engine.micro_step == 1
-    with make_engine(tmp_path / "c", loss_scale={"initial_power": 3}, **two) as engine:
+    with make_engine(tmp_path / "c", loss_scale={"initial_power": 3}, **window) as engine:
         engine.load_checkpoint(tmp_path / "within")
         assert engine.loss_scale == 64.0
         one_step(engine, 1)

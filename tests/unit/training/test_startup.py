@@ -43,7 +43,7 @@ from infinity.types import Tier
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
 
 
-class Watched(FakeAccelerator):
+class CountingDevice(FakeAccelerator):
     """Accelerator that counts calls of `close`."""
 
     num_closed = 0
@@ -53,7 +53,7 @@ class Watched(FakeAccelerator):
         super().close()
 
 
-class OwnCpu(CpuDevice):
+class CountingCpu(CpuDevice):
     """CPU device that counts calls of `close`."""
 
     num_closed = 0
@@ -66,7 +66,7 @@ def interrupt(done: int, total: int, what: str) -> None:
     raise KeyboardInterrupt
 
 
-def broken(optimizer: Any) -> Any:
+def failing_scheduler(optimizer: Any) -> Any:
     raise ValueError("a schedule that fails")
 
 
@@ -74,13 +74,13 @@ def broken(optimizer: Any) -> Any:
 FAILURES: dict[str, tuple[type[BaseException], dict[str, Any], dict[str, Any]]] = {
     "optimizer": (ConfigError, {}, {"optimizer": optim.LBFGS}),
     "plan": (DoesNotFitError, {"budget": {"host": "1MiB"}}, {}),
-    "scheduler": (ValueError, {}, {"lr_scheduler": broken}),
+    "scheduler": (ValueError, {}, {"lr_scheduler": failing_scheduler}),
     "initial_write": (KeyboardInterrupt, {}, {"progress": interrupt}),
     "loader": (ValueError, {}, {"training_data": TensorDataset(torch.ones(2)), "batch_size": -1}),
 }
 
 
-def fail(name: str, path: Path, device: Any, placement: dict[str, str]) -> None:
+def fail_initialize(name: str, path: Path, device: Any, placement: dict[str, str]) -> None:
     kind, more, arguments = FAILURES[name]
     config = {**settings(path, placement), **more}
     if "optimizer" in arguments:
@@ -97,8 +97,8 @@ def test_passed_device_closed_on_initialize_failure(
     tmp_path: Path, name: str, placement: str
 ) -> None:
     threads = set(threading.enumerate())
-    device = Watched(1)
-    fail(name, tmp_path, device, PLACEMENTS[placement])
+    device = CountingDevice(1)
+    fail_initialize(name, tmp_path, device, PLACEMENTS[placement])
     assert device.num_closed >= 1
     assert_nothing_left(tmp_path, threads)
 
@@ -107,14 +107,14 @@ def test_passed_device_closed_on_initialize_failure(
 def test_found_device_closed_on_initialize_failure(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found: list[OwnCpu] = []
+    found: list[CountingCpu] = []
 
     def find(device: Any) -> Device:
-        found.append(OwnCpu())
+        found.append(CountingCpu())
         return found[-1]
 
     monkeypatch.setattr(_initialize, "find_device", find)
-    fail(name, tmp_path, "cpu", MIXED)
+    fail_initialize(name, tmp_path, "cpu", MIXED)
     assert found[0].num_closed >= 1
 
 
@@ -125,7 +125,7 @@ def test_warning_as_error_leaves_nothing_behind(
     """The last step that can fail, after the memory of the parameters has been freed."""
     monkeypatch.setattr(infinity.Engine, "warnings", property(lambda engine: ("slow",)))
     model, threads = small_model(), set(threading.enumerate())
-    device, before = OwnCpu(), PROCESS.total("host")
+    device, before = CountingCpu(), PROCESS.total("host")
     with warnings.catch_warnings():
         warnings.simplefilter("error", InfinityWarning)
         with pytest.raises(InfinityWarning, match="slow"):
@@ -180,12 +180,12 @@ def test_second_engine_gpu_budget_subtracts_first() -> None:
 
     card, other, first, promise = Card(), Card(), Owner(), Owner()
     other.torch_device = torch.device("cuda", 1)
-    told = {"budget": {"device": "64GiB"}}
+    budget_config = {"budget": {"device": "64GiB"}}
 
     def budgets() -> list[float]:
         return [
             round((limits_for(load_config(config), device, nn.Linear(4, 4)).device or 0) / 2**30)
-            for config in ({}, told)
+            for config in ({}, budget_config)
             for device in (card, other)
         ]
 
@@ -207,45 +207,45 @@ def test_gpu_parameters_not_subtracted_from_ram(
     model = nn.Linear(4, 4)
     before = limits_for(load_config({}), CpuDevice(), model).base
     monkeypatch.setattr(nn.Parameter, "device", torch.device("cuda", 0), raising=False)
-    monkeypatch.setattr(run_plan, "storage_address", lambda tensor: pytest.fail("looked at"))
+    monkeypatch.setattr(run_plan, "storage_address", lambda tensor: pytest.fail("accessed"))
     assert limits_for(load_config({}), CpuDevice(), model).base == pytest.approx(before, rel=0.1)
 
 
 def test_make_current_sets_gpu_with_several_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    set_devices: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", set_devices.append)
     for count in (1, 2):
         for device in (torch.device("cpu"), torch.device("cuda", 1)):
             make_current(device, SimpleNamespace(count=count))
-    assert made == [torch.device("cuda", 1)]
+    assert set_devices == [torch.device("cuda", 1)]
 
 
-NAMED = {"precision": "fp32", "gradient_clipping": 0.0, "optimizer": {"lr": 1e-3}}
+EXPLICIT = {"precision": "fp32", "gradient_clipping": 0.0, "optimizer": {"lr": 1e-3}}
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
+    ("missing", "message"),
     [
         ((), ""),
         (("precision",), "precision is bf16;"),
         (("gradient_clipping", "optimizer"), "gradient_clipping is 1, optimizer.lr is 0.001;"),
     ],
 )
-def test_defaulted_config_values_warned(missing: tuple[str, ...], words: str) -> None:
-    config = {name: value for name, value in NAMED.items() if name not in missing}
+def test_defaulted_config_values_warned(missing: tuple[str, ...], message: str) -> None:
+    config = {name: value for name, value in EXPLICIT.items() if name not in missing}
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         infinity.initialize(nn.Linear(4, 4), config)[0].close()
     texts = [str(one.message) for one in found if issubclass(one.category, InfinityWarning)]
-    assert len(texts) == bool(words)
-    assert all(words in text for text in texts)
+    assert len(texts) == bool(message)
+    assert all(message in text for text in texts)
     assert all(
         one.filename == __file__ for one in found if issubclass(one.category, InfinityWarning)
     )
 
 
 def test_lr_of_groups_and_optimizers_not_warned() -> None:
-    config = {name: NAMED[name] for name in ("precision", "gradient_clipping")}
+    config = {name: EXPLICIT[name] for name in ("precision", "gradient_clipping")}
     with warnings.catch_warnings():
         warnings.simplefilter("error", InfinityWarning)
         model = nn.Linear(4, 4)
@@ -260,7 +260,7 @@ def test_lr_of_groups_and_optimizers_not_warned() -> None:
 
 
 def test_engine_repr() -> None:
-    with infinity.initialize(nn.Linear(4, 4), NAMED)[0] as engine:
+    with infinity.initialize(nn.Linear(4, 4), EXPLICIT)[0] as engine:
         assert repr(engine).startswith(
             "Engine(Linear on cpu: 20 trained parameters in fp32 by AdamW; "
         )

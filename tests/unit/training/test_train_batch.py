@@ -23,7 +23,7 @@ STEPS = 3
 Train = Callable[[Engine, Tensor], Tensor]
 
 
-class Recorder(DeepSpeedEngine):
+class RecordingEngine(DeepSpeedEngine):
     """Engine that stores the gradients of the last update."""
 
     gradients: tuple[Tensor, ...] = ()
@@ -34,7 +34,7 @@ class Recorder(DeepSpeedEngine):
         super().step(lr_kwargs)
 
 
-def whole(engine: Engine, step: int) -> Tensor:
+def step_tokens(engine: Engine, step: int) -> Tensor:
     """Return the tokens of a step, two sequences per micro-batch."""
     count = engine._window.length
     return torch.cat([batch(step * count + i) for i in range(count)])
@@ -42,8 +42,8 @@ def whole(engine: Engine, step: int) -> Tensor:
 
 def by_three_calls(engine: Engine, tokens: Tensor) -> Tensor:
     total = torch.zeros(())
-    for part in tokens.split(2):
-        loss = engine(part)
+    for micro_batch in tokens.split(2):
+        loss = engine(micro_batch)
         engine.backward(loss)
         engine.step()
         total += loss.detach()
@@ -61,16 +61,16 @@ def by_iterator(engine: Engine, tokens: Tensor) -> Tensor:
     return loss
 
 
-def trained(
+def train_steps(
     path: Path, train: Train, placement: dict[str, str], length: int | None = None, **config: Any
 ) -> tuple[list[Any], dict[str, Tensor]]:
     """Return what each step reported, except for times, and the final masters."""
     seen: list[Any] = []
-    with small_engine(path, placement, engine_class=Recorder, **config) as engine:
+    with small_engine(path, placement, engine_class=RecordingEngine, **config) as engine:
         if length is not None:
             engine.set_gradient_accumulation_steps(length)
         for step in range(STEPS):
-            loss = train(engine, whole(engine, step))
+            loss = train(engine, step_tokens(engine, step))
             assert (loss.dtype, loss.shape, loss.requires_grad) == (torch.float32, (), False)
             report = engine.last_report
             facts = (
@@ -104,10 +104,10 @@ def trained(
 def test_train_batch_equals_forward_backward_step(
     tmp_path: Path, placement: dict[str, str], config: dict[str, Any], length: int | None
 ) -> None:
-    seen, expected = trained(tmp_path, by_three_calls, placement, length, **config)
+    seen, expected = train_steps(tmp_path, by_three_calls, placement, length, **config)
     assert len({loss for loss, _, _ in seen}) == STEPS
     for way in (by_one_call, by_iterator):
-        again, found = trained(tmp_path, way, placement, length, **config)
+        again, found = train_steps(tmp_path, way, placement, length, **config)
         assert again == seen
         assert same(found, expected)
     if config.get("precision") == "fp16":
@@ -138,12 +138,12 @@ def test_loss_fn_forms_give_same_losses(tmp_path: Path) -> None:
         lambda engine, x: engine.train_batch([x, "ignored", x], next_token),
         lambda engine, x: engine.train_batch(x, loss_fn=next_token),
         lambda engine, x: engine.train_batch(
-            {"tokens": x}, lambda logits, given: next_token(logits, given["tokens"])
+            {"tokens": x}, lambda logits, inputs: next_token(logits, inputs["tokens"])
         ),
     ):
         model = None if way is by_three_calls else Features()
         with small_engine(tmp_path, model=model, gradient_accumulation_steps=2) as engine:
-            found.append([way(engine, whole(engine, step)).item() for step in range(STEPS)])
+            found.append([way(engine, step_tokens(engine, step)).item() for step in range(STEPS)])
     assert found == [found[0]] * len(found)
 
 
@@ -154,23 +154,23 @@ Pair = namedtuple("Pair", "x y")
 
 def test_micro_batches_are_views_in_order() -> None:
     x, y, scale = torch.arange(24).view(6, 4), torch.arange(6), torch.tensor(2.0)
-    given = UserDict(pair=Pair(x, [y]), scale=scale, name="n", more=({"x": x}, None))
-    parts = list(micro_batches_of(given, 3))
-    assert torch.equal(torch.cat([part["pair"].x for part in parts]), x)
-    assert torch.equal(torch.cat([part["pair"].y[0] for part in parts]), y)
-    for number, part in enumerate(parts):
-        assert part.keys() == given.keys()
-        assert type(part["pair"]) is Pair
-        assert part["pair"].x.data_ptr() == x[2 * number].data_ptr()
-        assert torch.equal(part["more"][0]["x"], part["pair"].x)
-        assert part["scale"] is scale
-        assert (part["name"], part["more"][1]) == ("n", None)
+    data = UserDict(pair=Pair(x, [y]), scale=scale, name="n", more=({"x": x}, None))
+    micro_batches = list(micro_batches_of(data, 3))
+    assert torch.equal(torch.cat([micro_batch["pair"].x for micro_batch in micro_batches]), x)
+    assert torch.equal(torch.cat([micro_batch["pair"].y[0] for micro_batch in micro_batches]), y)
+    for number, micro_batch in enumerate(micro_batches):
+        assert micro_batch.keys() == data.keys()
+        assert type(micro_batch["pair"]) is Pair
+        assert micro_batch["pair"].x.data_ptr() == x[2 * number].data_ptr()
+        assert torch.equal(micro_batch["more"][0]["x"], micro_batch["pair"].x)
+        assert micro_batch["scale"] is scale
+        assert (micro_batch["name"], micro_batch["more"][1]) == ("n", None)
     uneven = (x, y[:5])
     assert list(micro_batches_of(uneven, 1)) == [uneven]  # nothing to cut
 
 
 @pytest.mark.parametrize(
-    ("data", "words"),
+    ("data", "message"),
     [
         (torch.zeros(10, 2), r"10 samples cannot be cut into 4 .*\n.*try: 8 or 12 samples"),
         (torch.zeros(3), r"3 samples.*\n.*try: 4 samples"),
@@ -180,12 +180,12 @@ def test_micro_batches_are_views_in_order() -> None:
         (torch.utils.data.DataLoader([1]), r"got a DataLoader.*\n.*iter\(loader\)"),
     ],
 )
-def test_indivisible_batch_rejected_with_sizes(data: Any, words: str) -> None:
-    with pytest.raises(TrainingError, match=words):
+def test_indivisible_batch_rejected_with_sizes(data: Any, message: str) -> None:
+    with pytest.raises(TrainingError, match=message):
         micro_batches_of(data, 4)
 
 
-class Returns:
+class FixedOutputEngine:
     """Stand-in for an engine whose model returns a fixed output."""
 
     def __init__(self, output: Any) -> None:
@@ -209,13 +209,13 @@ class WithLoss:
 )
 @pytest.mark.parametrize("loss", [torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16)])
 def test_loss_found_in_model_output(form: Any, loss: Tensor) -> None:
-    found = train_one(Returns(form(loss)), torch.zeros(1), None)
+    found = train_one(FixedOutputEngine(form(loss)), torch.zeros(1), None)
     assert torch.equal(found, torch.tensor(1.5))
     assert found.dtype is torch.float32
 
 
 @pytest.mark.parametrize(
-    ("output", "words"),
+    ("output", "description"),
     [
         (torch.zeros(2, 3), r"a Tensor of shape \(2, 3\)"),
         ((torch.zeros(2, 3),), r"a tuple with one of shape \(2, 3\)"),
@@ -225,9 +225,9 @@ def test_loss_found_in_model_output(form: Any, loss: Tensor) -> None:
         (None, "a NoneType"),
     ],
 )
-def test_output_without_loss_raises_with_type(output: Any, words: str) -> None:
-    with pytest.raises(TrainingError, match=rf"no loss, but {words}(?s:.*)loss_fn"):
-        train_one(Returns(output), torch.zeros(1), None)
+def test_output_without_loss_raises_with_type(output: Any, description: str) -> None:
+    with pytest.raises(TrainingError, match=rf"no loss, but {description}(?s:.*)loss_fn"):
+        train_one(FixedOutputEngine(output), torch.zeros(1), None)
 
 
 def test_unaccepted_target_asks_for_loss_fn(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_unaccepted_target_asks_for_loss_fn(tmp_path: Path) -> None:
 
 def test_loss_fn_needs_inputs_and_target() -> None:
     with pytest.raises(TrainingError, match="1 elements, and a loss_fn"):
-        train_one(Returns(None), [torch.zeros(1)], next_token)
+        train_one(FixedOutputEngine(None), [torch.zeros(1)], next_token)
 
 
 # --- failures ------------------------------------------------------------------------------------
@@ -261,24 +261,32 @@ def test_failed_train_batch_leaves_no_trace(tmp_path: Path, placement: dict[str,
     def after_failures(engine: Engine, tokens: Tensor) -> Tensor:
         calls = 0
 
-        def loss_fn(logits: Tensor, given: Tensor) -> Tensor:
+        def loss_fn(logits: Tensor, targets: Tensor) -> Tensor:
             nonlocal calls
             calls += 1
             if calls == 2:
                 raise RuntimeError("on purpose")
-            loss = next_token(logits, given)
+            loss = next_token(logits, targets)
             return fails_in_backward(loss) if calls == 4 else loss
 
-        parts = [(part, part) for part in tokens.split(2)]
+        micro_batches = [(micro_batch, micro_batch) for micro_batch in tokens.split(2)]
         failures: list[tuple[type[Exception], str, Any]] = [
             (RuntimeError, "on purpose", (tokens, tokens)),
             (RuntimeError, "on purpose", (tokens, tokens)),
-            (TrainingError, "ended: 2 of the 3 micro-batches of this step", iter(parts[:2])),
-            (TrainingError, "on meta, the engine", iter([parts[0], (tokens.to("meta"), tokens)])),
-            (IndexError, "out of range", iter([parts[0], (tokens + 1000, tokens)])),
+            (
+                TrainingError,
+                "ended: 2 of the 3 micro-batches of this step",
+                iter(micro_batches[:2]),
+            ),
+            (
+                TrainingError,
+                "on meta, the engine",
+                iter([micro_batches[0], (tokens.to("meta"), tokens)]),
+            ),
+            (IndexError, "out of range", iter([micro_batches[0], (tokens + 1000, tokens)])),
         ]
-        for kind, words, data in failures:
-            with pytest.raises(kind, match=words):
+        for kind, message, data in failures:
+            with pytest.raises(kind, match=message):
                 engine.train_batch(data, loss_fn)
             assert (engine.micro_step, engine._window.is_open) == (0, False)
             assert not components(engine).gradients.arrived()
@@ -287,7 +295,7 @@ def test_failed_train_batch_leaves_no_trace(tmp_path: Path, placement: dict[str,
     found = []
     for way in (clean, after_failures):
         with small_engine(tmp_path, placement, Features(), gradient_accumulation_steps=3) as engine:
-            losses = [way(engine, whole(engine, step)).item() for step in range(2)]
+            losses = [way(engine, step_tokens(engine, step)).item() for step in range(2)]
             assert engine.global_steps == 2
             found.append((losses, masters(engine)))
     assert found[0][0] == found[1][0]
@@ -300,17 +308,17 @@ def test_train_batch_in_open_window_rejected(tmp_path: Path) -> None:
     ) as engine:
         engine(batch(0)).backward()
         with pytest.raises(TrainingError, match="micro_step is 0 of 2, and a backward has been"):
-            engine.train_batch(whole(engine, 0))
+            engine.train_batch(step_tokens(engine, 0))
         engine.step()
         with pytest.raises(TrainingError, match=r"micro_step is 1 of 2\n(?s:.*)zero_grad"):
-            engine.train_batch(whole(engine, 0))
+            engine.train_batch(step_tokens(engine, 0))
         assert engine.micro_step == 1
         Engine.zero_grad(engine)
         with engine.no_sync(), pytest.raises(TrainingError, match="set by hand"):
-            engine.train_batch(whole(engine, 0))
+            engine.train_batch(step_tokens(engine, 0))
         engine.set_gradient_accumulation_boundary(True)
         with pytest.raises(TrainingError, match=r"set_gradient_accumulation_boundary\(None\)"):
-            engine.train_batch(whole(engine, 0))
+            engine.train_batch(step_tokens(engine, 0))
         engine.set_gradient_accumulation_boundary(None)
-        engine.train_batch(whole(engine, 0))
+        engine.train_batch(step_tokens(engine, 0))
         assert engine.global_steps == 1

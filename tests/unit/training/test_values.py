@@ -104,17 +104,17 @@ def test_saving_or_copying_module_raises(tmp_path: Path) -> None:
             copy.deepcopy(engine.module)
 
 
-def by_engine(engine: Engine, state: dict[str, Tensor]) -> None:
+def load_by_engine(engine: Engine, state: dict[str, Tensor]) -> None:
     engine.load_state_dict(state)
 
 
-def by_module(engine: Engine, state: dict[str, Tensor]) -> None:
+def load_by_module(engine: Engine, state: dict[str, Tensor]) -> None:
     engine.module.load_state_dict(state)
 
 
 @every_placement
 @every_precision
-@pytest.mark.parametrize("load", [by_engine, by_module])
+@pytest.mark.parametrize("load", [load_by_engine, load_by_module])
 def test_loaded_fp32_values_become_exact_masters(
     tmp_path: Path, placement: dict[str, str], precision: str, load: Callable[[Engine, Any], None]
 ) -> None:
@@ -132,7 +132,7 @@ def test_loaded_fp32_values_become_exact_masters(
             assert engine(batch(0)).isfinite()
 
 
-@pytest.mark.parametrize("load", [by_engine, by_module])
+@pytest.mark.parametrize("load", [load_by_engine, load_by_module])
 def test_bf16_round_trip_keeps_residuals(
     tmp_path: Path, load: Callable[[Engine, Any], None]
 ) -> None:
@@ -218,8 +218,10 @@ def test_materialized_accepts_module_parameter_or_list(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         module = engine.module
         with engine.materialized(module):
-            for mine, theirs in zip(module.parameters(), plain.parameters(), strict=True):
-                assert torch.equal(mine, theirs)
+            for parameter, plain_parameter in zip(
+                module.parameters(), plain.parameters(), strict=True
+            ):
+                assert torch.equal(parameter, plain_parameter)
         with engine.materialized([module.norm, module.blocks[0].up.bias]):
             assert torch.equal(module.norm.weight, plain.norm.weight)
             assert torch.equal(module.blocks[0].up.bias, plain.blocks[0].up.bias)
@@ -311,9 +313,13 @@ def test_gradient_matches_plain_torch(tmp_path: Path) -> None:
         engine.backward(engine(batch(0)))
         engine.step()
         engine.backward(engine(batch(1)))
-        for mine, theirs in zip(engine.module.parameters(), plain.parameters(), strict=True):
-            assert mine.grad is None
-            assert torch.allclose(engine.gradient(mine), theirs.grad, rtol=1e-4, atol=1e-7)
+        for parameter, plain_parameter in zip(
+            engine.module.parameters(), plain.parameters(), strict=True
+        ):
+            assert parameter.grad is None
+            assert torch.allclose(
+                engine.gradient(parameter), plain_parameter.grad, rtol=1e-4, atol=1e-7
+            )
         with pytest.raises(Exception, match="does not belong"):
             engine.gradient(torch.nn.Parameter(torch.ones(1)))
         engine.step()

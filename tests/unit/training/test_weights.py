@@ -54,7 +54,7 @@ def values(engine: Engine) -> dict[str, Tensor]:
     return dict(engine.state_dict().items())
 
 
-def saved(files: list[Path]) -> dict[str, Tensor]:
+def read_saved(files: list[Path]) -> dict[str, Tensor]:
     """Return the tensors that the safetensors library reads from the files."""
     shards = [load_file(f) for f in files if f.suffix == ".safetensors"]
     return {name: tensor.clone() for shard in shards for name, tensor in shard.items()}
@@ -104,7 +104,7 @@ def test_saved_masters_load_bit_for_bit(tmp_path: Path, placement: dict[str, str
         train(engine, 3)
         expected = masters(engine)
         engine.save_weights(tmp_path / "out", torch.float32)
-    assert {t.dtype for t in saved([tmp_path / "out/model.safetensors"]).values()} == {
+    assert {t.dtype for t in read_saved([tmp_path / "out/model.safetensors"]).values()} == {
         torch.float32
     }
     for other in PLACEMENTS.values():
@@ -124,7 +124,7 @@ def test_shards_readable_by_safetensors(
     shards = [f for f in files if f.suffix == ".safetensors"]
     assert len(shards) >= num_files
     assert sorted(f.name for f in out.iterdir()) == sorted(f.name for f in files)
-    assert same(saved(files), without(state, "head.weight")), "tied weights are stored once"
+    assert same(read_saved(files), without(state, "head.weight")), "tied weights are stored once"
     if len(shards) > 1:
         assert max(f.stat().st_size for f in shards) < 12 << 10
         index = json.loads((out / "model.safetensors.index.json").read_text())
@@ -143,12 +143,12 @@ def test_shards_readable_by_safetensors(
 def test_save_weights_dtypes(tmp_path: Path, dtype: Any, expected: torch.dtype) -> None:
     with engine_in(tmp_path, precision="bf16") as engine:
         train(engine, 1)
-        state = saved(engine.save_weights(tmp_path / "out", dtype))
-        assert state.pop("offset").dtype is torch.float32, "buffers keep theirs"
-        whole = without(masters(engine), "head.weight", "offset")
+        state = read_saved(engine.save_weights(tmp_path / "out", dtype))
+        assert state.pop("offset").dtype is torch.float32, "buffers keep their dtype"
+        expected_state = without(masters(engine), "head.weight", "offset")
         if expected is torch.bfloat16:
-            whole = without(values(engine), "head.weight", "offset")
-        assert same(state, {n: t.to(expected) for n, t in whole.items()}), "rounded once"
+            expected_state = without(values(engine), "head.weight", "offset")
+        assert same(state, {n: t.to(expected) for n, t in expected_state.items()}), "rounded once"
 
 
 def test_invalid_dtypes_and_shard_sizes_rejected(tmp_path: Path) -> None:
@@ -178,9 +178,9 @@ def test_frozen_routed_and_buffered_models_round_trip(
             engine.step()
         expected = masters(engine)
         files = engine.save_weights(tmp_path / "out", "fp32", max_shard="4KiB")
-        kept = {n: t.dtype for n, t in values(engine).items() if not t.is_floating_point()}
-    state = saved(files)
-    assert {n: state[n].dtype for n in kept} == kept
+        other_dtypes = {n: t.dtype for n, t in values(engine).items() if not t.is_floating_point()}
+    state = read_saved(files)
+    assert {n: state[n].dtype for n in other_dtypes} == other_dtypes
     assert all(torch.equal(state[n], t.to(state[n].dtype)) for n, t in expected.items())
     with engine_in(tmp_path, model=case.build(seed=4), precision=precision) as engine:
         infinity.load_weights(engine, tmp_path / "out")
@@ -223,11 +223,11 @@ def test_full_disk_leaves_engine_and_files_unchanged(tmp_path: Path) -> None:
     try:
         with engine_in(tmp_path, precision="bf16") as engine:
             files = engine.save_weights(out)
-            first = saved(files)
+            first = read_saved(files)
             train(engine, 1)
             with pytest.raises(DoesNotFitError, match="the weights need"):
                 engine.save_weights(out, "fp32")
-            assert same(saved(files), first)
+            assert same(read_saved(files), first)
             assert len(train(engine, 1)) == 1
     finally:
         subprocess.run(["umount", str(out)], check=True)
@@ -262,22 +262,24 @@ def test_units_read_and_written_once(tmp_path: Path, name: str) -> None:
         weights = sum(unit.slot_bytes for unit in engine.plan.units)
         residuals = sum(2 * unit.numel for unit in engine.plan.units)
 
-        def moved(act: Callable[[], Any]) -> tuple[int, int]:
+        def bytes_moved(act: Callable[[], Any]) -> tuple[int, int]:
             before = engine.counters()
             act()
             after = engine.counters()
             return tuple(after[k] - before[k] for k in ("disk_read", "disk_write"))  # type: ignore[return-value]
 
         out = tmp_path / "out"
-        assert moved(lambda: engine.save_weights(out, max_shard="2KiB")) == (weights, 0)
-        assert moved(lambda: engine.save_weights(out, "fp32")) == (weights + residuals, 0)
-        changed = {n: t * 1.01 for n, t in saved([out / "model.safetensors"]).items()}
+        assert bytes_moved(lambda: engine.save_weights(out, max_shard="2KiB")) == (weights, 0)
+        assert bytes_moved(lambda: engine.save_weights(out, "fp32")) == (weights + residuals, 0)
+        changed = {n: t * 1.01 for n, t in read_saved([out / "model.safetensors"]).items()}
         write(out / "model.safetensors", changed)
         both = weights + residuals
-        assert moved(lambda: infinity.load_weights(engine, out)) == (both, both)
-        assert moved(lambda: infinity.load_weights(engine, out)) == (both, 0), "nothing is new"
+        assert bytes_moved(lambda: infinity.load_weights(engine, out)) == (both, both)
+        assert bytes_moved(lambda: infinity.load_weights(engine, out)) == (both, 0), (
+            "nothing is new"
+        )
         engine.load_state_dict(small := values(engine))
-        assert moved(lambda: engine.load_state_dict(small)) == (both, 0)
+        assert bytes_moved(lambda: engine.load_state_dict(small)) == (both, 0)
 
 
 UNITS, SLOT = 6, 12.0  # number of units; MiB of a unit's weights, and of its residuals
@@ -298,7 +300,7 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
             *(nn.Sequential(nn.Linear(1024, 3072), nn.Linear(3072, 1024)) for _ in range(UNITS))
         )
 
-    given = {
+    config = {
         "nvme_path": f"{folder}/nvme",
         "precision": "bf16",
         "cpu": {"num_threads": 1},
@@ -306,7 +308,7 @@ def peaks(folder: str, dtypes: list[str | None]) -> list[float]:
         "optimizer": {"type": "SGD", "lr": 0.1},  # no moments: less to write
     }
     out, found = Path(folder) / "out", []
-    with infinity.initialize(build(), given)[0] as engine:
+    with infinity.initialize(build(), config)[0] as engine:
         for dtype in dtypes:
             found.append(peak_of(partial(engine.save_weights, out, dtype, max_shard="40MB")))
             found.append(peak_of(lambda: infinity.load_weights(engine, out)))
@@ -354,9 +356,9 @@ def targets(folder: Path) -> Iterator[tuple[Any, Callable[[], dict[str, Tensor]]
 def test_one_name_of_tied_weights_suffices(tmp_path: Path, dropped: str | None) -> None:
     state = changed_state()
     file = write(tmp_path / "w.safetensors", without(state, dropped or ""))
-    for target, look in targets(tmp_path):
+    for target, read_values in targets(tmp_path):
         result = infinity.load_weights(target, file)
-        assert same(look(), state)
+        assert same(read_values(), state)
         assert {"head.weight", "embedding.weight"} <= set(result.loaded)
 
 
@@ -364,14 +366,14 @@ def test_differing_tied_weights_rejected(tmp_path: Path) -> None:
     state = without(changed_state())
     state["head.weight"][-1, -1] += 1
     file = write(tmp_path / "w.safetensors", state)
-    for target, look in targets(tmp_path):
-        before = look()
+    for target, read_values in targets(tmp_path):
+        before = read_values()
         for strict in (True, False):
             with pytest.raises(ConfigError, match=r"embedding.*head.* differ in the file"):
                 infinity.load_weights(target, file, strict=strict)
-        assert same(look(), before)
+        assert same(read_values(), before)
         infinity.load_weights(target, file, rename=lambda n: None if n == "head.weight" else n)
-        assert same(look(), changed_state())
+        assert same(read_values(), changed_state())
 
 
 def test_load_error_lists_everything_that_does_not_fit(tmp_path: Path) -> None:
@@ -379,8 +381,8 @@ def test_load_error_lists_everything_that_does_not_fit(tmp_path: Path) -> None:
     extra = {f"extra.{i}": torch.zeros(2) for i in range(30)}
     state |= extra | {"norm.weight": torch.zeros(3), "norm.bias": torch.zeros(16).to(torch.int8)}
     file = write(tmp_path / "w.safetensors", state)
-    for target, look in targets(tmp_path):
-        before = look()
+    for target, read_values in targets(tmp_path):
+        before = read_values()
         with pytest.raises(ConfigError) as caught:
             infinity.load_weights(target, file)
         text = str(caught.value)
@@ -394,16 +396,16 @@ def test_load_error_lists_everything_that_does_not_fit(tmp_path: Path) -> None:
         assert "missing" not in str(caught.value)
         assert "'norm.weight' has shape" in str(caught.value)
         assert "'norm.bias' holds int8" in str(caught.value)
-        assert same(look(), before)
+        assert same(read_values(), before)
 
 
 def test_non_strict_load_reports_names(tmp_path: Path) -> None:
     some = {"norm.weight": torch.full((16,), 3.0), "head.weight": torch.ones(50, 16)}
     file = write(tmp_path / "w.safetensors", some | {"extra": torch.ones(1)})
-    for target, look in targets(tmp_path):
-        expected = look() | some | {"embedding.weight": torch.ones(50, 16)}
+    for target, read_values in targets(tmp_path):
+        expected = read_values() | some | {"embedding.weight": torch.ones(50, 16)}
         result = infinity.load_weights(target, file, strict=False)
-        assert same(look(), expected)
+        assert same(read_values(), expected)
         assert set(result.loaded) == {"norm.weight", "embedding.weight", "head.weight"}
         assert result.unexpected == ("extra",)
         assert set(result.missing) == expected.keys() - set(result.loaded)
@@ -411,26 +413,28 @@ def test_non_strict_load_reports_names(tmp_path: Path) -> None:
             infinity.load_weights(target, file, strict=False, rename=lambda n: f"x.{n}")
 
 
-@pytest.mark.parametrize(("theirs", "remedy"), [
+@pytest.mark.parametrize(("to_file_name", "remedy"), [
     (lambda n: f"model.{n}", "'' + name.removeprefix('model.')"),
     (lambda n: n.replace("blocks.", "transformer.h."), "'blocks.' + name.removeprefix('tra"),
 ])  # fmt: skip
 def test_renamed_prefix_error_suggests_rename(
-    tmp_path: Path, theirs: Callable[[str], str], remedy: str
+    tmp_path: Path, to_file_name: Callable[[str], str], remedy: str
 ) -> None:
     state = changed_state()
     file = write(
         tmp_path / "w.safetensors",
-        {theirs(n): t for n, t in without(state, "head.weight").items()},
+        {to_file_name(n): t for n, t in without(state, "head.weight").items()},
     )
-    for target, look in targets(tmp_path):
+    for target, read_values in targets(tmp_path):
         with pytest.raises(ConfigError) as caught:
             infinity.load_weights(target, file)
         assert remedy in str(caught.value)
         assert "missing:" not in str(caught.value), "explained names are not listed"
-        back = {theirs(n): n for n in state}
-        infinity.load_weights(target, file, rename=lambda n, back=back: back[n])
-        assert same(look(), state)
+        model_names = {to_file_name(n): n for n in state}
+        infinity.load_weights(
+            target, file, rename=lambda n, model_names=model_names: model_names[n]
+        )
+        assert same(read_values(), state)
 
 
 def test_missing_name_error_suggests_nearest(tmp_path: Path) -> None:
@@ -457,8 +461,9 @@ def test_float_weights_converted_once(tmp_path: Path, dtype: torch.dtype, precis
     file = write(tmp_path / "w.safetensors", state)
     with engine_in(tmp_path, precision=precision) as engine:
         infinity.load_weights(engine, file)
-        kept = dtype is torch.bfloat16 and precision == "bf16"  # keeps residuals of equal weights
-        found = without(values(engine) if kept else masters(engine), "head.weight")
+        # Loading bf16 weights equal to the current ones keeps their residuals.
+        keeps_residuals = dtype is torch.bfloat16 and precision == "bf16"
+        found = without(values(engine) if keeps_residuals else masters(engine), "head.weight")
         assert all(torch.equal(t, state[n].to(t.dtype)) for n, t in found.items())
 
 
@@ -466,7 +471,7 @@ def test_unchanged_bf16_values_keep_residuals(tmp_path: Path) -> None:
     with engine_in(tmp_path, precision="bf16") as engine:
         train(engine, 2)
         before = masters(engine)
-        state = saved(engine.save_weights(tmp_path / "out"))
+        state = read_saved(engine.save_weights(tmp_path / "out"))
         infinity.load_weights(engine, tmp_path / "out")
         assert same(masters(engine), before)
         state["norm.weight"][0] = 5.0
@@ -479,18 +484,18 @@ def test_unchanged_bf16_values_keep_residuals(tmp_path: Path) -> None:
 
 def test_truncated_file_error_gives_progress(tmp_path: Path) -> None:
     """Truncated after its header was checked; with a mapped file the process would be killed."""
-    for target, look in targets(tmp_path):
+    for target, read_values in targets(tmp_path):
         file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
 
-        def cut(name: str, file: Path = file) -> str:
+        def truncate(name: str, file: Path = file) -> str:
             os.truncate(file, 8000)
             return name
 
         with pytest.raises(MachineError, match=r"w\.safetensors ends after .* were loaded before"):
-            infinity.load_weights(target, file, rename=cut)
+            infinity.load_weights(target, file, rename=truncate)
         file = write(tmp_path / "w.safetensors", without(changed_state(), "head.weight"))
         infinity.load_weights(target, file)
-        assert same(look(), changed_state())
+        assert same(read_values(), changed_state())
 
 
 # --- modules on the meta device --------------------------------------------------------------

@@ -29,7 +29,7 @@ def device_module(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     return module
 
 
-def test_type_number_and_backend_are_those_of_the_module(device_module: SimpleNamespace) -> None:
+def test_type_count_and_backend_follow_device_module(device_module: SimpleNamespace) -> None:
     assert accelerators.accelerator_type() == "xpu"
     assert accelerators.num_accelerators() == 2
     assert accelerators.backend() == "xccl"
@@ -41,7 +41,7 @@ def test_type_number_and_backend_are_those_of_the_module(device_module: SimpleNa
     assert not accelerators.is_accelerator(torch.device("cpu"))
 
 
-def test_rng_states_of_missing_devices_are_left_out(device_module: SimpleNamespace) -> None:
+def test_rng_states_of_missing_devices_skipped(device_module: SimpleNamespace) -> None:
     saved = accelerators.rng_states()
     assert {kind: [int(state) for state in states] for kind, states in saved.items()} == {
         "xpu": [1, 2]
@@ -54,7 +54,7 @@ def test_rng_states_of_missing_devices_are_left_out(device_module: SimpleNamespa
     assert accelerators.rng_states() == {}
 
 
-def test_fork_restores_generators_of_accelerators_and_of_the_cpu(
+def test_fork_rng_restores_accelerator_and_cpu_generators(
     device_module: SimpleNamespace,
 ) -> None:
     before = torch.get_rng_state()
@@ -65,7 +65,7 @@ def test_fork_restores_generators_of_accelerators_and_of_the_cpu(
     assert device_module.states == {0: torch.tensor([8]), 1: torch.tensor([2])}
 
 
-def test_every_type_has_a_device_and_others_are_refused() -> None:
+def test_every_type_has_device_and_others_rejected() -> None:
     assert set(ACCELERATORS) == set(accelerators.TYPES)
     with pytest.raises(ConfigError, match=r"(?s)'meta' is not supported yet.*'cpu', 'cuda'"):
         find_device("meta")

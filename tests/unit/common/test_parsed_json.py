@@ -30,7 +30,7 @@ WRONG: dict[Any, list[Any]] = {
 
 
 @pytest.mark.parametrize("record", RECORDS)
-def test_members_of_a_record_are_of_strict_types(record: Any) -> None:
+def test_record_members_use_strict_types(record: Any) -> None:
     """A bare `int` would take "1", 1.0 and true."""
     hints = get_type_hints(record, include_extras=True)
     assert not [field.name for field in fields(record) if hints[field.name] in (str, bool, int)]
@@ -41,14 +41,14 @@ def window(**members: Any) -> Any:
 
 
 @pytest.mark.parametrize("kind", [Text, Count], ids=["text", "count"])
-def test_values_of_other_types_are_refused_by_name(kind: Any) -> None:
+def test_values_of_other_types_rejected_by_name(kind: Any) -> None:
     name = "tag" if kind is Text else "manifest_crc32c"
     for value in WRONG[kind]:
         with pytest.raises(ValueError, match=rf"^{name} is "):
             made(commits.OpenWindow, window(**{name: value}))
 
 
-def test_flags_are_true_or_false() -> None:
+def test_flags_accept_only_booleans() -> None:
     record = {"name": "n", "aliases": [], "shape": [2], "dtype": "bool", "persistent": True}
     assert made(manifest.BufferRecord, record).shape == (2,)
     for value in WRONG[Flag]:
@@ -56,7 +56,7 @@ def test_flags_are_true_or_false() -> None:
             made(manifest.BufferRecord, record | {"persistent": value})
 
 
-def test_unknown_members_are_left_out_and_missing_ones_are_named() -> None:
+def test_unknown_members_ignored_and_missing_reported() -> None:
     assert made(commits.OpenWindow, window(other=1)) == commits.OpenWindow("r", "t", 0)
     with pytest.raises(ValueError, match=r"^tag is missing$"):
         made(commits.OpenWindow, {"root": "r", "manifest_crc32c": 0})

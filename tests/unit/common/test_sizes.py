@@ -37,7 +37,7 @@ from infinity.errors import ConfigError
         (2**63 - 1, 2**63 - 1),
     ],
 )
-def test_a_size_is_read(text: str | float, num_bytes: int) -> None:
+def test_parse_size(text: str | float, num_bytes: int) -> None:
     assert parse_size(text) == num_bytes
     assert type(parse_size(text)) is int
 
@@ -49,25 +49,25 @@ def test_a_size_is_read(text: str | float, num_bytes: int) -> None:
         *("\uff11GB", True, None, 1.5, -1, 2**63, float("nan"), float("inf"), [1], b"1"),
     ],
 )
-def test_what_is_no_size_is_named_beside_an_example(wrong: object) -> None:
+def test_parse_size_invalid_value_rejected_with_example(wrong: object) -> None:
     with pytest.raises(ConfigError) as caught:
         parse_size(wrong)  # type: ignore[arg-type]
     assert repr(wrong) in caught.value.what
     assert '"24GiB"' in str(caught.value.remedy)
 
 
-def test_an_unknown_unit_is_named() -> None:
+def test_parse_size_unknown_unit_rejected() -> None:
     with pytest.raises(ConfigError, match="'XB' is none of B, KiB"):
         parse_size("24 XB")
 
 
 @given(st.integers(min_value=0, max_value=2**63 - 1))
-def test_whole_bytes_survive_any_spelling(num_bytes: int) -> None:
+def test_parse_size_of_bytes_is_exact(num_bytes: int) -> None:
     assert parse_size(num_bytes) == parse_size(str(num_bytes)) == parse_size(f"{num_bytes} B")
 
 
 @given(st.integers(min_value=0, max_value=2**62))
-def test_a_shown_size_reads_back_within_its_digits(num_bytes: int) -> None:
+def test_format_size_parses_back_within_rounding(num_bytes: int) -> None:
     shown = format_size(num_bytes)
     if "PiB" in shown or "EiB" in shown:
         return
@@ -87,11 +87,11 @@ def test_a_shown_size_reads_back_within_its_digits(num_bytes: int) -> None:
         (2**70, "1024.00 EiB"),
     ],
 )
-def test_a_size_is_shown(num_bytes: float, text: str) -> None:
+def test_format_size(num_bytes: float, text: str) -> None:
     assert format_size(num_bytes) == text
 
 
-def test_rates_and_counts_are_decimal() -> None:
+def test_format_rate_and_count_are_decimal() -> None:
     assert format_rate(1.7e9) == "1.70 GB/s"
     assert format_rate(12) == "12 B/s"
     assert format_count(124.4e6) == "124.4M"
@@ -116,5 +116,5 @@ def test_rates_and_counts_are_decimal() -> None:
         (-2, "-2.0 s"),
     ],
 )
-def test_a_duration_is_shown(duration_s: float, text: str) -> None:
+def test_format_duration(duration_s: float, text: str) -> None:
     assert format_duration(duration_s) == text

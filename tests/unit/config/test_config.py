@@ -39,7 +39,7 @@ def written(path: Path, text: str) -> Path:
     return path
 
 
-def test_the_defaults() -> None:
+def test_config_defaults() -> None:
     config = load_config({})
     assert config.nvme_path == ()
     assert config.precision == "bf16"
@@ -59,7 +59,7 @@ def test_the_defaults() -> None:
     assert config.prefetch_units == 2
 
 
-def test_dict_yaml_json_and_config_say_the_same(tmp_path: Path) -> None:
+def test_dict_yaml_json_and_config_load_equally(tmp_path: Path) -> None:
     import yaml
 
     expected = load_config(FULL)
@@ -76,16 +76,16 @@ def test_dict_yaml_json_and_config_say_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["/mnt/a", Path("/mnt/a"), ["/mnt/a"], ("/mnt/a",)])
-def test_nvme_path_is_one_path_or_several(given: Any) -> None:
+def test_nvme_path_accepts_one_or_several(given: Any) -> None:
     assert load_config({"nvme_path": given}).nvme_path == (Path("/mnt/a"),)
 
 
 @pytest.mark.parametrize("given", ["", 3, [], ["/a", "/a"], [""], {"a": 1}])
-def test_what_is_no_path_is_refused(given: Any) -> None:
+def test_invalid_nvme_path_rejected(given: Any) -> None:
     assert "nvme_path:" in refusal({"nvme_path": given})
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_all_mistakes_reported_at_once() -> None:
     text = refusal(
         {
             "nvm_path": "/x",
@@ -124,11 +124,11 @@ def test_every_mistake_is_told_at_once() -> None:
     assert "weight_decay" not in text  # its default fails only because `type` did
 
 
-def test_a_key_in_the_wrong_place_is_sent_to_the_right_one() -> None:
+def test_misplaced_key_suggests_section() -> None:
     assert "lr: unknown key; did you mean 'optimizer.lr'?" in refusal({"lr": 1e-3})
 
 
-def test_a_deepspeed_configuration_is_recognised() -> None:
+def test_deepspeed_configuration_recognised() -> None:
     text = refusal({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "typo": 1})
     assert "zero_optimization, fp16 are from a DeepSpeed configuration" in text
     assert 'with our keys in its section "infinity"' in text
@@ -171,17 +171,17 @@ def test_a_deepspeed_configuration_is_recognised() -> None:
         ({1: 2}, "1"),
     ],
 )
-def test_one_mistake(source: Any, part: str) -> None:
+def test_single_mistake_message(source: Any, part: str) -> None:
     text = refusal(source)
     assert part in text
     assert text.startswith("1 mistake in the configuration:")
 
 
-def test_a_source_of_another_type_is_refused() -> None:
+def test_source_of_other_type_rejected() -> None:
     assert "not a configuration: 3" in refusal(3)
 
 
-def test_numbers_that_yaml_reads_as_text(tmp_path: Path) -> None:
+def test_numbers_given_as_text_are_converted(tmp_path: Path) -> None:
     text = """
 optimizer: {lr: 1e-4, eps: 1E-9}
 budget: {host: 2e9}
@@ -234,14 +234,14 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
         ("config", "seed: 1", "the name has no ending"),
     ],
 )
-def test_a_broken_file_is_refused(tmp_path: Path, name: str, text: str, part: str) -> None:
+def test_invalid_file_rejected(tmp_path: Path, name: str, text: str, part: str) -> None:
     path = written(tmp_path / name, text)
     answer = refusal(path)
     assert part in answer
     assert str(path) in answer
 
 
-def test_a_directory_and_a_link_to_it_are_not_two_drives(tmp_path: Path) -> None:
+def test_nvme_path_with_link_to_same_directory_rejected(tmp_path: Path) -> None:
     (tmp_path / "drive").mkdir()
     (tmp_path / "link").symlink_to("drive")
     given = [str(tmp_path / "drive"), str(tmp_path / "link")]
@@ -252,12 +252,12 @@ def test_a_directory_and_a_link_to_it_are_not_two_drives(tmp_path: Path) -> None
     ("given", "words"),
     [("/mnt/\udcff", "should be UTF-8"), (f"/mnt/{'ä' * 128}/b", "a name of 256 bytes, more than")],
 )
-def test_a_path_that_no_record_or_file_system_takes(given: str, words: str) -> None:
+def test_unencodable_or_too_long_path_rejected(given: str, words: str) -> None:
     assert words in refusal({"nvme_path": given})
     assert words in refusal({"step_log": given})
 
 
-def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+def test_unreadable_file_rejected(tmp_path: Path) -> None:
     assert "none.yaml does not exist" in refusal(tmp_path / "none.yaml")
     assert "cannot be read" in refusal(tmp_path / "none\0.yaml")
     (tmp_path / "d.yaml").mkdir()
@@ -275,7 +275,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
     assert "a value does not fit its !!tag" in refusal({}, "seed=!!int ''")
 
 
-def test_yaml_merges_and_empty_files_are_fine(tmp_path: Path) -> None:
+def test_yaml_merge_keys_and_empty_file_accepted(tmp_path: Path) -> None:
     text = "placement: &h {weights: host}\nio: {queue_depth: 4}\n"
     config = load_config(written(tmp_path / "a.yaml", text))
     assert config.placement.weights == "host"
@@ -284,7 +284,7 @@ def test_yaml_merges_and_empty_files_are_fine(tmp_path: Path) -> None:
     assert load_config(written(tmp_path / "c.yaml", merged)).budget.host == 2**31
 
 
-def test_overrides_win_and_leave_the_source_alone() -> None:
+def test_overrides_take_precedence_and_keep_source() -> None:
     raw = {"io": {"queue_depth": 4}, "cpu": None}
     merged = apply_overrides(
         raw,
@@ -306,7 +306,7 @@ def test_overrides_win_and_leave_the_source_alone() -> None:
     assert load_config(config, ["seed=3"]).budget.host == 2**30
 
 
-def test_wrong_overrides_are_all_named() -> None:
+def test_invalid_overrides_all_reported() -> None:
     text = refusal(
         {"seed": 1}, "io.queue_depth", "=3", "a..b=1", "io=[", "seed.x=1", "prefetch_units=0"
     )
@@ -316,7 +316,7 @@ def test_wrong_overrides_are_all_named() -> None:
     assert "io.queue_deep: unknown key" in refusal({}, "io.queue_deep=1")
 
 
-def test_the_resolved_dump_names_every_origin() -> None:
+def test_resolved_reports_origin_of_every_value() -> None:
     dump = load_config(FULL).resolved()
     assert json.loads(json.dumps(dump)) == dump
     assert dump["io.queue_depth"] == {"value": 16, "origin": "given"}
@@ -328,7 +328,7 @@ def test_the_resolved_dump_names_every_origin() -> None:
     assert load_config({}).resolved()["scheduler"] == {"value": None, "origin": "default"}
 
 
-def test_a_configuration_does_not_change() -> None:
+def test_config_is_immutable() -> None:
     config = load_config({})
     with pytest.raises(ValueError, match="frozen"):
         config.seed = 3
@@ -347,7 +347,7 @@ def test_a_configuration_does_not_change() -> None:
                      "initial_accumulator_value": 0.0}),
     ],
 )  # fmt: skip
-def test_every_rule_has_its_own_keys_and_defaults(kind: str, defaults: dict[str, Any]) -> None:
+def test_optimizer_keys_and_defaults_per_rule(kind: str, defaults: dict[str, Any]) -> None:
     config = load_config({"optimizer": {"type": kind}})
     assert config.optimizer.parameters() == {**defaults, "maximize": False}
     assert config.optimizer.moments == "fp32"
@@ -370,24 +370,24 @@ def test_every_rule_has_its_own_keys_and_defaults(kind: str, defaults: dict[str,
     ],
     ids=str,
 )  # fmt: skip
-def test_what_a_rule_does_not_take_is_refused(optimizer: dict[str, Any], words: str) -> None:
+def test_optimizer_keys_of_other_rules_rejected(optimizer: dict[str, Any], words: str) -> None:
     assert words in refusal({"optimizer": optimizer})
 
 
-def test_numbers_of_parameters_may_be_floats() -> None:
+def test_hints_accept_integral_floats() -> None:
     hints = load_config({"hints": {"live_parameters": 1e9, "max_params_in_cpu": "2e6"}}).hints
     assert (hints.live_parameters, hints.max_params_in_cpu) == (10**9, 2 * 10**6)
     assert type(hints.live_parameters) is int
 
 
-def test_a_text_is_said_to_be_taken_for_a_path() -> None:
+def test_text_source_error_mentions_path() -> None:
     text = refusal("train_batch_size: 4\n" * 500)
     assert len(text) < 300
     assert "train_batch_size: 4...: not a configuration file" in text
     assert "taken for the path of a file, and the name has no ending" in text
 
 
-def test_the_schema_describes_what_is_taken() -> None:
+def test_json_schema_describes_fields() -> None:
     """JSON Schema comes from the fields alone: defaults, limits, and the texts below them."""
     schema = Config.model_json_schema()
     assert json.loads(json.dumps(schema)) == schema
@@ -401,7 +401,7 @@ def test_the_schema_describes_what_is_taken() -> None:
     assert not schema["additionalProperties"]
 
 
-def test_earlier_names_of_keys_are_taken_with_a_warning() -> None:
+def test_renamed_keys_accepted_with_warning() -> None:
     """From a mapping and from the command line; both names of a key at once are refused."""
     earlier = {
         "nvme_path": "/nvme",

@@ -116,9 +116,7 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("threshold", [SMALL, 1000])
 @pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.__name__)
-def test_every_value_is_that_of_an_ordinary_build(
-    build: Callable[[], nn.Module], threshold: int
-) -> None:
+def test_deferred_values_equal_eager_build(build: Callable[[], nn.Module], threshold: int) -> None:
     torch.manual_seed(11)
     plain = build()
     after_plain = torch.rand(3)
@@ -151,7 +149,7 @@ def test_every_value_is_that_of_an_ordinary_build(
         assert torch.equal(deferral.value(found[name]), expected[name]), name
 
 
-def test_asking_for_a_value_leaves_the_generator_alone() -> None:
+def test_value_does_not_advance_generator() -> None:
     with DeferredInitMode(SMALL) as deferral:
         layer = nn.Linear(30, 30)
     before = torch.get_rng_state()
@@ -159,7 +157,7 @@ def test_asking_for_a_value_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shadows_dropped_beyond_keep_bytes_and_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.model.deferred_init.KEEP_BYTES", 10_000)
     torch.manual_seed(1)
     plain = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
@@ -180,7 +178,7 @@ def test_shadows_are_dropped_while_the_model_is_built(monkeypatch: pytest.Monkey
     assert all(_shadow(s) is None for s in _storages(deferral))
 
 
-def test_what_was_made_outside_is_not_ours() -> None:
+def test_tensors_created_outside_are_not_held() -> None:
     outside = torch.empty(100, 100, device="meta")
     with DeferredInitMode(SMALL) as deferral:
         inside = nn.Linear(30, 30)

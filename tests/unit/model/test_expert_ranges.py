@@ -34,7 +34,7 @@ def cut(model: Any, experts: Any, **more: Any) -> Any:
     return partition_model(model, config, groups_of(model, config), None)
 
 
-def test_ranges_cover_each_expert_once_in_the_order_of_layers() -> None:
+def test_ranges_cover_each_expert_once_in_layer_order() -> None:
     found = cut(Stacked(), 3)
     names = [unit.name for unit in found.units]
     ranges = [f"blocks.{b}.experts[{r}]" for b in (0, 1) for r in ("0:3", "3:6", "6:7")]
@@ -46,7 +46,7 @@ def test_ranges_cover_each_expert_once_in_the_order_of_layers() -> None:
     assert all(s.full_shape == tuple(own[s.name].shape) for s in segments)
 
 
-def test_auto_keeps_small_experts_with_their_layer_and_cuts_large_ones() -> None:
+def test_auto_splits_only_large_expert_stacks() -> None:
     assert not any(unit.is_range for unit in cut(Stacked(), "auto").layouts)
     large = Outline()
     for index in range(4):
@@ -74,7 +74,7 @@ class Odd(nn.Module):
         self.up = nn.Parameter(torch.zeros(4, 3, 5))
 
 
-def test_experts_that_cannot_be_cut_are_named_with_the_reason() -> None:
+def test_unsplittable_experts_reported_with_reason() -> None:
     model = nn.Sequential(Odd(), nn.Linear(4, 4))
     assert cut(model, 1).notes == (
         "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
@@ -87,7 +87,7 @@ def test_experts_that_cannot_be_cut_are_named_with_the_reason() -> None:
     assert "no stacks of experts" in cut(nn.Linear(4, 4), 2).notes[0]
 
 
-def test_stacks_that_are_none_are_refused_by_name() -> None:
+def test_invalid_infinity_stacks_rejected() -> None:
     model = Stacks()
     model.infinity_stacks = ("up", "sideways")
     with pytest.raises(ConfigError, match="'sideways' is none of its parameters"):
@@ -102,7 +102,7 @@ def test_stacks_that_are_none_are_refused_by_name() -> None:
 
 
 @pytest.mark.parametrize("placement", ["disk", "host"])
-def test_the_values_of_a_stack_are_made_once_for_all_its_ranges(
+def test_stack_values_computed_once_if_disk_available(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They wait on the drive; without one they are made again, and are the same."""
@@ -135,7 +135,7 @@ def test_the_values_of_a_stack_are_made_once_for_all_its_ranges(
 
 
 @pytest.mark.parametrize("failing", ["readable", "cut short", "failing"])
-def test_values_that_wait_in_a_file_that_fails_are_made_again(
+def test_stack_values_recomputed_if_value_file_fails(
     failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read = initial_write._ValuesFile.read
@@ -160,7 +160,7 @@ def test_values_that_wait_in_a_file_that_fails_are_made_again(
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -> None:
+def test_durable_run_resumes_same_ranges_and_loads_into_others(tmp_path: Path) -> None:
     case, everything = (
         CASES["stacked"],
         {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
@@ -193,7 +193,7 @@ def test_a_durable_run_goes_on_in_ranges_and_is_read_in_others(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FrozenFormat)
-def test_rows_of_a_quantised_stack_are_a_range_of_its_bytes(form: FrozenFormat) -> None:
+def test_quantised_stack_rows_are_contiguous_bytes(form: FrozenFormat) -> None:
     shape = (6, 128, 128)
     value = torch.randn(shape)
     stack = torch.zeros(form.nbytes(shape), dtype=torch.uint8)
@@ -213,9 +213,7 @@ def test_rows_of_a_quantised_stack_are_a_range_of_its_bytes(form: FrozenFormat) 
 @pytest.mark.parametrize(
     ("slices", "checkpoint"), [(1, "units"), (2, "none"), (4, "units"), (8, "units")]
 )
-def test_slices_pass_ranges_together_and_read_each_once_as_the_plan_counts(
-    slices: int, checkpoint: str, tmp_path: Path
-) -> None:
+def test_slices_share_range_reads_as_forecast(slices: int, checkpoint: str, tmp_path: Path) -> None:
     """In forward, recomputation and backward; the plan knows it before anything ran."""
     config = {
         "nvme_path": tmp_path,
@@ -268,7 +266,7 @@ class Variant(nn.Module):
 
 
 @pytest.mark.parametrize("kind", ["twice", "draws", "past", "padded"])
-def test_slices_share_ranges_with_the_same_bits_or_it_is_said_why_not(kind: str) -> None:
+def test_sliced_ranges_match_unsplit_experts_or_raise(kind: str) -> None:
     runs = []
     for count in (Stacks.NUM_EXPERTS, 2):
         torch.manual_seed(3)
@@ -317,7 +315,7 @@ REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 @pytest.mark.parametrize("register", REGISTER)
-def test_a_hook_of_a_stack_in_ranges_is_refused_or_runs(register: str) -> None:
+def test_stack_hook_runs_only_if_registered_before_initialize(register: str) -> None:
     """Registered before `initialize` it runs, since its layer is not cut."""
     calls: list[Any] = []
     model = Stacked()
@@ -338,7 +336,7 @@ def test_a_hook_of_a_stack_in_ranges_is_refused_or_runs(register: str) -> None:
             engine(BATCH)
 
 
-def test_a_stack_that_trains_materialized_gets_its_gradient() -> None:
+def test_materialized_stack_gets_same_gradient() -> None:
     found = []
     for in_block in (False, True):
         torch.manual_seed(0)
@@ -354,7 +352,7 @@ def test_a_stack_that_trains_materialized_gets_its_gradient() -> None:
 
 
 @pytest.mark.parametrize("experts", ["auto", 2])
-def test_a_call_without_rows_is_empty_and_has_zero_gradients(experts: Any) -> None:
+def test_experts_empty_batch_gives_zero_gradients(experts: Any) -> None:
     model = Stacked()
     stacks = model.blocks[0].experts
     with in_ranges(model, experts) as engine:
@@ -367,7 +365,7 @@ def test_a_call_without_rows_is_empty_and_has_zero_gradients(experts: Any) -> No
         assert not engine.gradient(stacks.down).any()
 
 
-def test_a_penalty_on_a_stack_in_ranges_names_a_remedy_which_has_its_gradient() -> None:
+def test_penalty_on_split_stack_raises_and_remedy_matches() -> None:
     found = []
     for experts in ("auto", 2):
         torch.manual_seed(0)
@@ -391,7 +389,7 @@ def test_a_penalty_on_a_stack_in_ranges_names_a_remedy_which_has_its_gradient() 
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_compile_leaves_out_blocks_in_ranges_and_is_refused_where_all_are() -> None:
+def test_compile_skips_blocks_in_ranges_and_raises_if_none_left() -> None:
     model = Stacked()
     hook = model.blocks[1].experts.up.register_hook(lambda gradient: None)
     with in_ranges(model, compile=True) as engine:

@@ -84,9 +84,7 @@ def run(path: Path, placement: dict[str, str], model: nn.Module, **more: Any) ->
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_every_placement_gets_the_values_of_an_ordinary_build(
-    tmp_path: Path, precision: str
-) -> None:
+def test_init_every_placement_matches_eager_build(tmp_path: Path, precision: str) -> None:
     before, losses, after = run(tmp_path, ON_DEVICE, rough(), precision=precision)
     for weights, moments, gradients in product(TIERS, repeat=3):
         placement = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
@@ -100,7 +98,7 @@ def test_every_placement_gets_the_values_of_an_ordinary_build(
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_model(name: str, device: str) -> None:
+def test_init_every_model_case_matches_eager_build(name: str, device: str) -> None:
     """Frozen 8-bit weights, experts, buffers, tied weights; with groups."""
     case = CASES[name]
     results = []
@@ -121,7 +119,7 @@ def test_every_kind_of_model(name: str, device: str) -> None:
     assert same(after2, after)
 
 
-def test_tied_weights_and_buffers_stay_one_and_parameters_the_same_objects(tmp_path: Path) -> None:
+def test_tied_tensors_and_parameter_identity_preserved(tmp_path: Path) -> None:
     model = under_init(rough)
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     with small_engine(tmp_path, MIXED, model) as engine:
@@ -137,7 +135,7 @@ def test_tied_weights_and_buffers_stay_one_and_parameters_the_same_objects(tmp_p
 
 
 @pytest.mark.parametrize("by", ["Init", "meta"])
-def test_recurrent_layers_which_refer_weakly_to_their_weights(by: str, tmp_path: Path) -> None:
+def test_lstm_with_weak_weight_references_is_initialised(by: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LSTM(256, 256, batch_first=True))
 
@@ -153,7 +151,7 @@ def test_recurrent_layers_which_refer_weakly_to_their_weights(by: str, tmp_path:
         assert engine(torch.ones(1, 2, 256))[0].isfinite().all()
 
 
-def test_nothing_is_left_of_init_on_a_model_that_is_initialised(tmp_path: Path) -> None:
+def test_init_hooks_removed_after_restore(tmp_path: Path) -> None:
     model = under_init(rough)
     assert any(m._forward_pre_hooks for m in model.modules())
     with small_engine(tmp_path, ON_DISK, model) as engine:
@@ -163,7 +161,7 @@ def test_nothing_is_left_of_init_on_a_model_that_is_initialised(tmp_path: Path) 
     model(batch(0))
 
 
-def test_the_seed_of_the_config_seeds_the_block() -> None:
+def test_init_config_seed_determines_values() -> None:
     torch.manual_seed(8)
     expected = nn.Linear(20, 20)
     torch.manual_seed(1)
@@ -175,7 +173,7 @@ def test_the_seed_of_the_config_seeds_the_block() -> None:
     assert torch.equal(real.weight, expected.weight)
 
 
-def test_parts_that_were_built_in_several_ways(tmp_path: Path) -> None:
+def test_mixed_init_meta_and_real_modules_match_eager_build(tmp_path: Path) -> None:
     """Two Inits, plain meta and real modules in one model; tied across Inits."""
     plain = small_model(4)
     model = small_model(4)
@@ -193,7 +191,7 @@ def test_parts_that_were_built_in_several_ways(tmp_path: Path) -> None:
     assert same(run(tmp_path, ON_DISK, model)[2], run(tmp_path, ON_DEVICE, plain)[2])
 
 
-def test_deep_copies_inside_the_block_are_ours() -> None:
+def test_deepcopy_inside_init_keeps_deferred_values() -> None:
     def build() -> nn.Module:
         torch.manual_seed(2)
         return copy.deepcopy(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
@@ -205,7 +203,7 @@ def test_deep_copies_inside_the_block_are_ours() -> None:
         assert torch.equal(origins.value(mine), theirs)
 
 
-def test_a_forward_in_the_constructor_is_carried_out() -> None:
+def test_init_forward_in_constructor_runs() -> None:
     class Measured(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -217,7 +215,7 @@ def test_a_forward_in_the_constructor_is_carried_out() -> None:
     assert under_init(Measured).head.in_features == 8 * 6 * 6
 
 
-def test_a_model_without_values_refuses_what_needs_them() -> None:
+def test_uninitialised_model_rejects_forward_copy_and_pickle() -> None:
     model = under_init(rough)
     with pytest.raises(ResidencyError, match=r"has no values yet[\s\S]*initialize"):
         model(batch(0))
@@ -242,7 +240,7 @@ def _replace(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("change", [_cast, _edit, _replace])
-def test_changes_after_the_block_are_refused(
+def test_changes_after_init_block_rejected(
     tmp_path: Path, change: Callable[[nn.Module], None]
 ) -> None:
     model = under_init(rough)
@@ -254,7 +252,7 @@ def test_changes_after_the_block_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_where_the_block_may_not_be(tmp_path: Path) -> None:
+def test_init_rejects_nesting_meta_device_and_initialize(tmp_path: Path) -> None:
     with infinity.Init():
         with pytest.raises(ConfigError, match="cannot begin here"), infinity.Init():
             pass
@@ -268,7 +266,7 @@ def test_where_the_block_may_not_be(tmp_path: Path) -> None:
     assert not nn.Linear(300, 300).weight.is_meta, "nothing stays behind after the block"
 
 
-def test_a_block_that_fails_leaves_nothing_behind() -> None:
+def test_init_error_in_block_restores_state_and_allows_reuse() -> None:
     context = infinity.Init(threshold_bytes=SMALL)
     with pytest.raises(TypeError), context:
         nn.Sequential(nn.Linear(40, 40), 1)
@@ -280,7 +278,7 @@ def test_a_block_that_fails_leaves_nothing_behind() -> None:
     assert layer.weight.is_meta
 
 
-def test_models_of_other_threads_are_let_alone() -> None:
+def test_init_does_not_affect_other_threads() -> None:
     made: list[nn.Module] = []
     with infinity.Init(threshold_bytes=SMALL):
         thread = threading.Thread(target=lambda: made.append(nn.Linear(40, 40)))
@@ -290,7 +288,7 @@ def test_models_of_other_threads_are_let_alone() -> None:
     made[0](torch.zeros(1, 40))
 
 
-def test_a_dropped_model_takes_everything_along() -> None:
+def test_dropped_model_frees_deferral() -> None:
     model = under_init(rough)
     mark = next(h for m in model.modules() for h in m._forward_pre_hooks.values())
     deferral = weakref.ref(mark.deferral)
@@ -307,7 +305,7 @@ class StopError(Exception):
     pass
 
 
-def test_an_initial_write_that_fails_leaves_the_model_as_it_was(tmp_path: Path) -> None:
+def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
     expected = run(tmp_path, ON_DEVICE, rough())
     model = under_init(rough, threshold=1)
     threads, held = set(threading.enumerate()), PROCESS.total("host")
@@ -332,7 +330,7 @@ def test_an_initial_write_that_fails_leaves_the_model_as_it_was(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("what", ["hook", "weak reference", "view"])
-def test_parameters_that_are_tied_down_are_refused(tmp_path: Path, what: str) -> None:
+def test_meta_parameters_with_references_rejected(tmp_path: Path, what: str) -> None:
     model = under_init(rough)
     parameter = model.blocks[0].up.weight
     threads = set(threading.enumerate())
@@ -350,7 +348,7 @@ def test_parameters_that_are_tied_down_are_refused(tmp_path: Path, what: str) ->
     assert sum(p.is_meta for p in model.parameters()) > 3
 
 
-def test_subclasses_and_attributes_of_parameters_stay(tmp_path: Path) -> None:
+def test_parameter_subclass_and_attributes_preserved(tmp_path: Path) -> None:
     class Special(nn.Parameter):
         pass
 
@@ -382,7 +380,7 @@ def on_meta(build: Callable[[], nn.Module] = SmallModel) -> nn.Module:
     return model
 
 
-def test_meta_models_are_initialised_module_by_module(tmp_path: Path) -> None:
+def test_meta_model_initialised_module_by_module(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     state = run(tmp_path, ON_DISK, on_meta(), seed=5)[0]
     bound = 1 / math.sqrt(16)
@@ -397,7 +395,7 @@ def test_meta_models_are_initialised_module_by_module(tmp_path: Path) -> None:
     assert_nothing_left(tmp_path, threads)
 
 
-def test_values_on_meta_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
+def test_meta_values_depend_only_on_seed_and_name(tmp_path: Path) -> None:
     expected = run(tmp_path, ON_DEVICE, on_meta(), seed=5)
     for placement in (MIXED, ON_DISK):
         torch.manual_seed(99)
@@ -411,7 +409,7 @@ def test_values_on_meta_depend_on_seed_and_name_alone(tmp_path: Path) -> None:
     assert same({n: larger[n] for n in expected[0]}, expected[0])
 
 
-def test_without_a_seed_values_come_from_torch_s(tmp_path: Path) -> None:
+def test_meta_values_without_seed_follow_torch_seed(tmp_path: Path) -> None:
     results = []
     for seed in (1, 1, 2):
         torch.manual_seed(seed)
@@ -420,7 +418,7 @@ def test_without_a_seed_values_come_from_torch_s(tmp_path: Path) -> None:
     assert not same(results[0], results[2])
 
 
-def test_making_values_leaves_the_generator_alone() -> None:
+def test_initial_values_do_not_advance_generator() -> None:
     model = on_meta()
     origins = InitialValues(model, seed=1)
     before = torch.get_rng_state()
@@ -429,7 +427,7 @@ def test_making_values_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_real_values_among_meta_ones_are_kept(tmp_path: Path) -> None:
+def test_real_values_among_meta_tensors_preserved(tmp_path: Path) -> None:
     """Also within one module, and under ancestors that initialise everything below."""
     model = on_meta(lambda: nn.Transformer(16, 2, 1, 1, 32))
     real = torch.full((32, 16), 7.0)
@@ -492,7 +490,7 @@ class Rotary(nn.Module):
         self.register_buffer("counts", torch.arange(8), persistent=False)
 
 
-def test_the_protocol_of_hugging_face() -> None:
+def test_meta_model_with_init_weights_of_hugging_face() -> None:
     model = on_meta(Pretrained)
     origins = InitialValues(model, seed=3)
     origins.check()
@@ -542,7 +540,7 @@ class Inner(nn.Module):
             self.ones.fill_(1)
 
 
-def test_everything_without_an_initialiser_is_named(tmp_path: Path) -> None:
+def test_tensors_without_initialiser_all_listed(tmp_path: Path) -> None:
     model = on_meta(Nameless)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError) as caught:
@@ -558,7 +556,7 @@ def test_everything_without_an_initialiser_is_named(tmp_path: Path) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_an_initialiser_that_fails_is_named() -> None:
+def test_failing_initialiser_error_names_module() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -583,7 +581,7 @@ def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 
 @pytest.mark.parametrize("build", [b for _, b in _builds()], ids=[n for n, _ in _builds()])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_remembered_values_are_read_at_the_initial_write(
+def test_remembered_values_read_once_at_initial_write(
     tmp_path: Path, build: Callable[[], nn.Module], precision: str
 ) -> None:
     source = rough()
@@ -613,7 +611,7 @@ def test_remembered_values_are_read_at_the_initial_write(
     assert not any(m._forward_pre_hooks for m in model.modules())
 
 
-def test_what_is_not_remembered_comes_from_where_it_would(tmp_path: Path) -> None:
+def test_remembered_values_override_only_named_tensors(tmp_path: Path) -> None:
     expected = run(tmp_path, ON_DEVICE, rough())[0]
     model = under_init(rough)
     remember_values(model, {"norm.bias": lambda: torch.full((16,), 9.0)})
@@ -625,7 +623,7 @@ def test_what_is_not_remembered_comes_from_where_it_would(tmp_path: Path) -> Non
     assert same(found, expected)
 
 
-def test_remembered_values_make_initialisers_unnecessary(tmp_path: Path) -> None:
+def test_remembered_values_replace_missing_initialisers(tmp_path: Path) -> None:
     model = on_meta(Nameless)
     values = {n: torch.ones_like(t, device="cpu") for n, t in model.named_parameters()}
     values |= {n: torch.ones_like(t, device="cpu") for n, t in model.named_buffers()}
@@ -637,7 +635,7 @@ def test_remembered_values_make_initialisers_unnecessary(tmp_path: Path) -> None
     assert found["linear.bias"].abs().max() <= 0.5
 
 
-def test_remembered_values_that_do_not_fit(tmp_path: Path) -> None:
+def test_remembered_values_with_wrong_name_or_shape_rejected(tmp_path: Path) -> None:
     model = under_init(rough, threshold=1)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"no 'bloks\.1', 'x'"):
@@ -654,7 +652,7 @@ def test_remembered_values_that_do_not_fit(tmp_path: Path) -> None:
 # --- and other optimizers ------------------------------------------------------------------------
 
 
-def test_optimizers_of_others_take_parameters_without_values(tmp_path: Path) -> None:
+def test_torch_optimizer_accepts_deferred_parameters(tmp_path: Path) -> None:
     for make in (
         lambda model: torch.optim.Adamax(model.parameters(), lr=1e-2),
         lambda model: torch.optim.Adamax,

@@ -28,7 +28,7 @@ class Source:
         return LazyTensor(tuple(self.values.shape), self.values.dtype, self.read)
 
 
-def test_a_tensor_without_memory_says_what_it_would_be() -> None:
+def test_tensor_without_memory_reports_shape_dtype_and_device() -> None:
     made = tensor_without_memory(LazyTensor, (1 << 20, 1 << 20), torch.bfloat16)
     assert type(made) is LazyTensor
     assert (made.shape, made.dtype) == ((1 << 20, 1 << 20), torch.bfloat16)
@@ -36,7 +36,7 @@ def test_a_tensor_without_memory_says_what_it_would_be() -> None:
     assert not made.is_meta
 
 
-def test_operations_promise_and_read_nothing() -> None:
+def test_operations_are_deferred_without_reads() -> None:
     sources = [Source(4, 6) for _ in range(3)]
     stacked = torch.stack([s.promise() for s in sources]).transpose(1, 2).contiguous()
     both = torch.cat([stacked, stacked], dim=1)
@@ -51,7 +51,7 @@ def test_operations_promise_and_read_nothing() -> None:
     assert weight.value().untyped_storage().nbytes() == expected.numel() * 4
 
 
-def test_casts_between_floats_keep_the_values_and_others_do_not() -> None:
+def test_float_cast_keeps_values_and_int_cast_converts() -> None:
     source = Source(8)
     half = source.promise().to(torch.bfloat16)
     assert half.dtype is torch.bfloat16
@@ -60,7 +60,7 @@ def test_casts_between_floats_keep_the_values_and_others_do_not() -> None:
     assert torch.equal(whole.value(), (source.values * 10).to(torch.int32))
 
 
-def test_questions_about_values_are_answered() -> None:
+def test_value_queries_read_the_source() -> None:
     source, other = Source(5), Source(5)
     assert torch.equal(source.promise(), other.promise())
     assert not torch.equal(source.promise(), other.promise() + 1)
@@ -70,7 +70,7 @@ def test_questions_about_values_are_answered() -> None:
     assert torch.equal(into[:5], source.values)
 
 
-def test_changes_in_place_are_kept_on_temporaries_and_refused_on_weights() -> None:
+def test_in_place_edits_apply_to_temporaries_only() -> None:
     source = Source(3)
     temporary = source.promise() * 2
     assert temporary.add_(1) is temporary
@@ -84,7 +84,7 @@ def test_changes_in_place_are_kept_on_temporaries_and_refused_on_weights() -> No
     assert torch.equal(weight.value(), source.values * 3)
 
 
-def test_an_engine_reads_each_promise_once_and_parameters_stay_the_same_objects() -> None:
+def test_engine_reads_each_lazy_parameter_once() -> None:
     sources = {"weight": Source(4, 4), "bias": Source(4)}
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for name, source in sources.items():

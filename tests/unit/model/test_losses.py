@@ -83,7 +83,7 @@ OPTIONS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 41, 1000])
-def test_fp32_is_torchs(size: int, options: dict[str, Any]) -> None:
+def test_fp32_matches_torch(size: int, options: dict[str, Any]) -> None:
     pairs = both_checked(torch.float32, size, options)
     for ours, theirs in pairs:
         allowed = 2e-6 * float(theirs.detach().abs().max())
@@ -119,7 +119,7 @@ def both_checked(
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.012), (torch.float16, 0.002)])
 @pytest.mark.parametrize("size", [16, 64])
-def test_narrow_dtypes_are_as_near_as_all_logits_at_once(
+def test_half_precision_error_comparable_to_full_logits(
     size: int, dtype: torch.dtype, allowed: float
 ) -> None:
     """Against fp64 of the same values; plain torch in this dtype is no nearer."""
@@ -137,7 +137,7 @@ def test_narrow_dtypes_are_as_near_as_all_logits_at_once(
         assert error < 2 * float((other.grad.double() - exact).abs().max()) / scale + 1e-4
 
 
-def test_small_gradients_do_not_vanish_in_fp16() -> None:
+def test_fp16_small_gradients_do_not_underflow() -> None:
     """The count divides last, after the loss scale."""
     torch.manual_seed(0)
     hidden = torch.randn(4096, 8, dtype=torch.float16, requires_grad=True)
@@ -154,7 +154,7 @@ def test_small_gradients_do_not_vanish_in_fp16() -> None:
         assert float(error) < 5e-3
 
 
-def test_only_what_is_asked_for_is_made() -> None:
+def test_only_requested_gradients_computed() -> None:
     tensors, labels = values(torch.float32)
     hidden, weight = tensors
     loss = chunked_cross_entropy(hidden.detach(), weight, labels, chunk_size=8)
@@ -171,7 +171,7 @@ def test_only_what_is_asked_for_is_made() -> None:
     assert float(chunked_cross_entropy(hidden, weight, none, reduction="sum")) == 0.0
 
 
-def test_batches_keep_their_shape_and_autocast_its_dtype() -> None:
+def test_batched_input_shape_and_autocast_dtype() -> None:
     torch.manual_seed(0)
     hidden = torch.randn(2, 9, WIDTH, requires_grad=True)
     weight = torch.randn(VOCABULARY, WIDTH, requires_grad=True)
@@ -188,7 +188,7 @@ def test_batches_keep_their_shape_and_autocast_its_dtype() -> None:
     assert torch.allclose(cast, expected, rtol=1e-2)
 
 
-def test_no_more_than_a_chunk_of_logits_exists() -> None:
+def test_peak_memory_bounded_by_one_chunk_of_logits() -> None:
     tokens, vocabulary, width, size = 512, 2000, 16, 32
     torch.manual_seed(0)
     hidden = torch.randn(tokens, width, requires_grad=True)
@@ -220,7 +220,7 @@ class Chunked(SmallModel):
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
-def test_with_an_engine_and_an_offloaded_weight(tmp_path: Path, kind: str) -> None:
+def test_engine_with_offloaded_head_weight(tmp_path: Path, kind: str) -> None:
     results: list[tuple[list[float], dict[str, Tensor]]] = []
     for model, placement in ((SmallModel, ON_DEVICE), (Chunked, ON_DEVICE), (Chunked, None)):
         torch.manual_seed(0)
@@ -256,7 +256,7 @@ def test_with_an_engine_and_an_offloaded_weight(tmp_path: Path, kind: str) -> No
         ({"weight": torch.zeros(5, 6).bfloat16()}, "cast"),
     ],
 )
-def test_what_does_not_fit_is_said(change: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_rejected(change: dict[str, Any], said: str) -> None:
     given: dict[str, Any] = {
         "hidden": torch.zeros(4, 6),
         "weight": torch.zeros(5, 6),

@@ -82,7 +82,7 @@ def saved_and_loaded(parameter: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("gradients", [True, False])
-def test_reads_give_the_values_of_plain_torch(tmp_path: Path, place: str, gradients: bool) -> None:
+def test_reads_return_plain_torch_values(tmp_path: Path, place: str, gradients: bool) -> None:
     plain = dict(small_model().named_parameters())
     with engine_at(tmp_path, place) as engine, torch.set_grad_enabled(gradients):
         for name, parameter in engine.module.named_parameters():
@@ -100,7 +100,7 @@ def test_reads_give_the_values_of_plain_torch(tmp_path: Path, place: str, gradie
         assert all(torch.equal(v, unchanged[n]) for n, v in values_of(engine).items())
 
 
-def test_metadata_takes_no_bytes(tmp_path: Path) -> None:
+def test_metadata_access_reads_no_bytes(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
         before = engine.counters()
         for parameter in engine.module.parameters():
@@ -151,7 +151,7 @@ def halve(w: Tensor) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_edits_are_refused_and_change_nothing(tmp_path: Path, place: str) -> None:
+def test_edits_rejected_and_values_unchanged(tmp_path: Path, place: str) -> None:
     with engine_at(tmp_path, place) as engine:
         before = values_of(engine)
         for gradients in (True, False):
@@ -171,7 +171,7 @@ def l2(parameters: Iterable[Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_penalty_has_the_gradients_of_torch_or_is_refused(tmp_path: Path, place: str) -> None:
+def test_weight_penalty_matches_torch_or_raises(tmp_path: Path, place: str) -> None:
     plain = small_model()
     (plain(batch(0)) + 0.1 * l2(plain.parameters())).backward()
     with engine_at(tmp_path, place) as engine:
@@ -188,7 +188,7 @@ def test_a_penalty_has_the_gradients_of_torch_or_is_refused(tmp_path: Path, plac
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_moving_averages_are_those_of_plain_torch(tmp_path: Path, place: str) -> None:
+def test_moving_averages_match_plain_torch(tmp_path: Path, place: str) -> None:
     """`AveragedModel`, and a list of averages that are copied into the model, as torch_ema does."""
     plain = small_model()
     average_of = get_ema_multi_avg_fn(0.9)
@@ -219,9 +219,7 @@ def test_moving_averages_are_those_of_plain_torch(tmp_path: Path, place: str) ->
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_copy_that_is_kept_raises_once_the_parameter_has_changed(
-    tmp_path: Path, place: str
-) -> None:
+def test_held_read_raises_after_parameter_changed(tmp_path: Path, place: str) -> None:
     """In plain torch `p.data` changes with the parameter."""
     model = small_model()
     model.norm.weight.requires_grad_(requires_grad=False)
@@ -247,7 +245,7 @@ def test_a_copy_that_is_kept_raises_once_the_parameter_has_changed(
             kept[0].sum()
 
 
-def test_frozen_weights_may_be_used_in_a_loss(tmp_path: Path) -> None:
+def test_frozen_weights_usable_in_loss(tmp_path: Path) -> None:
     model = small_model()
     model.norm.requires_grad_(requires_grad=False)
     weights = list(model.norm.parameters())
@@ -299,7 +297,7 @@ def holds() -> Holds:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_references_that_a_forward_holds_are_fetched(tmp_path: Path, place: str) -> None:
+def test_weights_held_by_reference_are_fetched(tmp_path: Path, place: str) -> None:
     plain = holds()
     expected = plain(batch(0))
     expected.backward()
@@ -312,7 +310,7 @@ def test_references_that_a_forward_holds_are_fetched(tmp_path: Path, place: str)
             assert torch.allclose(engine.gradient(mine).cpu(), parameter.grad, atol=1e-6), name
 
 
-def test_reads_of_several_ranks_give_full_values(tmp_path: Path) -> None:
+def test_reads_on_two_ranks_return_full_values(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
     config = settings(tmp_path, MIXED | {"reshard_after_forward": True})
 
@@ -325,7 +323,7 @@ def test_reads_of_several_ranks_give_full_values(tmp_path: Path) -> None:
             assert torch.equal(value, plain)
 
 
-def test_of_a_closed_engine(tmp_path: Path) -> None:
+def test_closed_engine_parameters_raise_unless_restored(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
         parameters = list(engine.module.parameters())
     with pytest.raises(EngineClosedError, match="the values of the parameters with it"):
@@ -336,7 +334,7 @@ def test_of_a_closed_engine(tmp_path: Path) -> None:
     assert {type(p) for p in parameters} == {nn.Parameter}
 
 
-def test_of_a_dropped_engine(tmp_path: Path) -> None:
+def test_dropped_engine_parameters_restored_on_read(tmp_path: Path) -> None:
     model = small_model()
     parameters = dict(model.named_parameters())
     engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK))
@@ -349,7 +347,7 @@ def test_of_a_dropped_engine(tmp_path: Path) -> None:
     assert not any(map(is_offloaded, parameters.values()))
 
 
-def test_an_optimizer_over_them_is_the_engines(tmp_path: Path) -> None:
+def test_step_of_torch_optimizer_rejected(tmp_path: Path) -> None:
     """Of torch's own a step is refused: it would edit."""
     with small_engine(tmp_path, ON_DISK) as engine:
         assert isinstance(engine.optimizer, OffloadedOptimizer)
@@ -368,7 +366,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
 
 @pytest.mark.parametrize("backward", ["engine.backward", "loss.backward"])
 @pytest.mark.parametrize("look", LOOKS)
-def test_gradients_that_a_loop_looks_for_are_warned_of_once(
+def test_grad_access_between_backward_and_step_warns_once(
     look: str, backward: str, tmp_path: Path
 ) -> None:
     """Only between backward and step: elsewhere they are None in plain torch, too."""

@@ -36,7 +36,7 @@ def written(path: Path, config: Any) -> str:
 
 
 @pytest.mark.parametrize("name", SIZES)
-def test_a_named_size_is_the_model_of_transformers(name: str, tmp_path: Path) -> None:
+def test_named_size_matches_transformers_model(name: str, tmp_path: Path) -> None:
     ours, theirs = named_target(name), find_target(written(tmp_path, SIZES[name]))
     numel = sum(p.numel() for p in ours.module.parameters())
     assert numel == NUMEL.get(name, numel)
@@ -53,7 +53,7 @@ def test_a_named_size_is_the_model_of_transformers(name: str, tmp_path: Path) ->
         assert getattr(ours, fact) == getattr(theirs, fact), fact
 
 
-def test_published_models_have_the_parameters_that_their_cards_say() -> None:
+def test_published_models_match_parameter_counts_of_cards() -> None:
     """And use as many of them a token, by the share of tokens that an expert sees."""
     assert TOTALS.keys() == PUBLISHED.keys()
     for name, (total, active, without) in TOTALS.items():
@@ -71,7 +71,7 @@ WHISPER = {"model_type": "whisper", "d_model": 16, "encoder_layers": 2, "decoder
            "encoder_attention_heads": 2, "decoder_attention_heads": 2}  # fmt: skip
 
 
-def test_a_config_that_names_no_class_is_planned_whole(tmp_path: Path) -> None:
+def test_config_without_class_builds_full_model(tmp_path: Path) -> None:
     """Not as the decoder that could be a causal language model; and a class that is asked for."""
     target = written(tmp_path, WHISPER)
     assert type(find_target(target).module).__name__ == "WhisperForConditionalGeneration"
@@ -89,7 +89,7 @@ def test_a_config_that_names_no_class_is_planned_whole(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"), [("{", "not JSON"), ("[]", "no model_type"), ('{"a": 1}', "no model_type")]
 )
-def test_what_is_no_config_is_said(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_model_config_rejected(tmp_path: Path, text: str, says: str) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=says):
         read_model_config(tmp_path / "config.json")
@@ -109,7 +109,7 @@ def test_what_is_no_config_is_said(tmp_path: Path, text: str, says: str) -> None
     ],
     ids=str,
 )
-def test_what_transformers_trips_over_is_a_mistake_in_the_config(
+def test_transformers_failure_reported_as_config_error(
     config: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -117,7 +117,7 @@ def test_what_transformers_trips_over_is_a_mistake_in_the_config(
     assert words in str(caught.value)
 
 
-def test_an_id_on_the_hub_is_planned_for_from_the_cache_or_refused(
+def test_hub_id_read_from_cache_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a cache that has the config alone; weights are not asked for."""
@@ -137,14 +137,14 @@ def test_an_id_on_the_hub_is_planned_for_from_the_cache_or_refused(
 
 
 @pytest.mark.parametrize("error", [MemoryError(), KeyboardInterrupt(), MachineError("full")])
-def test_what_is_no_mistake_passes_through(error: BaseException) -> None:
+def test_explained_passes_other_errors_through(error: BaseException) -> None:
     with pytest.raises(type(error)) as caught, explained("no"):
         raise error
     assert caught.value is error
 
 
 @pytest.mark.skipif(may_have_gpu(), reason="torch must be asked what GPU there is")
-def test_planning_for_a_named_size_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+def test_named_size_plan_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     """Importing them takes longer than the plan."""
     (tmp_path / "ours.json").write_text(json.dumps({"precision": "bf16", "prefetch_units": 1}))
     ours = f"{tmp_path}/ours.json"

@@ -60,7 +60,7 @@ class UnevenCnn(nn.Module):
         self.head = nn.Linear(24, 10)
 
 
-def test_repeated_blocks_are_units_and_a_large_embedding_stands_alone() -> None:
+def test_repeated_blocks_and_large_embedding_are_units() -> None:
     model = SmallModel(num_blocks=3)
     cuts = cut_by_name(model)
     assert set(cuts) == {"embedding", "blocks.0", "blocks.1", "blocks.2", OUTSIDE}
@@ -74,14 +74,14 @@ def test_units_come_in_module_order() -> None:
     assert firsts == sorted(firsts)
 
 
-def test_a_tied_weight_belongs_to_one_unit() -> None:
+def test_tied_weight_belongs_to_one_unit() -> None:
     model = SmallModel()
     cutter = Partitioner(model)
     assert "head.weight" not in cutter.names
     assert_each_parameter_once(model, cutter.cut())
 
 
-def test_a_block_that_is_used_twice_is_one_unit() -> None:
+def test_reused_block_is_one_unit() -> None:
     block = nn.Linear(8, 8)
     model = nn.ModuleDict(
         {"a": nn.ModuleList([block, nn.Linear(8, 8), block]), "b": nn.Linear(8, 2)}
@@ -91,7 +91,7 @@ def test_a_block_that_is_used_twice_is_one_unit() -> None:
     assert sum(block in c.modules for c in cuts) == 1
 
 
-def test_what_is_as_large_as_half_a_block_stands_alone_in_a_deep_model() -> None:
+def test_half_block_sized_layers_are_separate_units_in_deep_model() -> None:
     """Together they would be the largest unit, and every buffer has the size of that one."""
     deep = nn.ModuleDict(
         {
@@ -112,7 +112,7 @@ def test_what_is_as_large_as_half_a_block_stands_alone_in_a_deep_model() -> None
     assert_each_parameter_once(deep, cuts)
 
 
-def test_leftovers_are_packed_into_units_no_larger_than_a_block() -> None:
+def test_leftovers_packed_into_units_of_at_most_block_size() -> None:
     deep = nn.ModuleDict(
         {
             "blocks": nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(100)),
@@ -144,12 +144,12 @@ def test_each_expert_is_a_unit() -> None:
     assert_each_parameter_once(model, list(cuts.values()))
 
 
-def test_a_large_untied_head_stands_alone() -> None:
+def test_large_untied_head_is_separate_unit() -> None:
     model = nn.Sequential(nn.Embedding(100, 8), nn.LayerNorm(8), nn.Linear(8, 100))
     assert set(cut_by_name(model)) == {"0", "2", OUTSIDE}
 
 
-def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
+def test_small_leftovers_share_units_of_bounded_size() -> None:
     model = nn.ModuleDict({"big": nn.Linear(64, 64)})
     for index in range(40):
         model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # no two alike, each small
@@ -160,7 +160,7 @@ def test_small_leftovers_travel_together_but_in_packs_of_bounded_size() -> None:
     assert all(share(model, c) <= 1 / REST_SHARE for c in rest)
 
 
-def test_unequal_convolutions_are_not_one_giant_unit() -> None:
+def test_unequal_convolutions_split_into_several_units() -> None:
     model = UnevenCnn()
     cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
@@ -171,7 +171,7 @@ def test_unequal_convolutions_are_not_one_giant_unit() -> None:
     assert max(share(model, c) for c in cuts) <= max(largest * 1.05, 1 / REST_SHARE)
 
 
-def test_an_lstm() -> None:
+def test_lstm_is_one_unit() -> None:
     model = nn.ModuleDict(
         {"e": nn.Embedding(50, 8), "lstm": nn.LSTM(8, 16, 2), "h": nn.Linear(16, 50)}
     )
@@ -181,7 +181,7 @@ def test_an_lstm() -> None:
     assert_each_parameter_once(model, list(cuts.values()))
 
 
-def test_the_transformer_encoder_of_torch() -> None:
+def test_torch_transformer_encoder_layers_are_units() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32)
     model = nn.TransformerEncoder(layer, 3, nn.LayerNorm(16), enable_nested_tensor=False)
     cuts = cut_by_name(model)
@@ -189,7 +189,7 @@ def test_the_transformer_encoder_of_torch() -> None:
     assert_each_parameter_once(model, list(cuts.values()))
 
 
-def test_an_encoder_and_a_decoder_have_their_blocks_each() -> None:
+def test_encoder_and_decoder_layers_are_units() -> None:
     model = nn.Transformer(16, 2, 2, 3, 32, batch_first=True)
     cuts = cut_by_name(model)
     blocks = {n for n in cuts if not n.startswith(OUTSIDE)}
@@ -218,7 +218,7 @@ class DenseBlock(nn.Module):
     ],
     ids=["the first has a bias", "perceptrons of several widths", "one alone"],
 )
-def test_blocks_of_a_list_may_differ_a_little(blocks: list[nn.Module]) -> None:
+def test_slightly_different_blocks_of_list_are_units(blocks: list[nn.Module]) -> None:
     model = nn.ModuleDict({"layers": nn.ModuleList(blocks), "head": nn.Linear(8, 3)})
     cuts = cut_by_name(model)
     names = {f"layers.{i}" for i in range(len(blocks))}
@@ -226,7 +226,7 @@ def test_blocks_of_a_list_may_differ_a_little(blocks: list[nn.Module]) -> None:
     assert_each_parameter_once(model, list(cuts.values()))
 
 
-def test_experts_inside_a_block_are_equal() -> None:
+def test_only_equal_submodules_are_experts() -> None:
     """A list in a block with one, or with unequal ones, is a part of it."""
 
     class Part(nn.Module):
@@ -245,7 +245,7 @@ def test_experts_inside_a_block_are_equal() -> None:
         assert sum(".parts." in name for name in cuts) == 2 * experts
 
 
-def test_stages_of_other_widths_and_a_pair_of_stacks_are_no_blocks() -> None:
+def test_stages_and_stacks_split_into_inner_blocks() -> None:
     def stage(width: int) -> nn.Module:
         return nn.Sequential(*[nn.Sequential(nn.Linear(width, width)) for _ in range(2)])
 
@@ -259,13 +259,13 @@ def test_stages_of_other_widths_and_a_pair_of_stacks_are_no_blocks() -> None:
     assert all(cut.name.count(".") == 1 for cut in Partitioner(pair).cut() if cut.is_block)
 
 
-def test_one_bare_layer_is_one_unit() -> None:
+def test_single_layer_is_one_unit() -> None:
     cuts = Partitioner(nn.Linear(4, 4)).cut()
     assert len(cuts) == 1
     assert cuts[0].parameters == [0, 1]
 
 
-def test_parameters_that_hang_on_the_root_are_cut_too() -> None:
+def test_root_parameters_belong_to_a_unit() -> None:
     model = SmallModel()
     model.scale = nn.Parameter(torch.ones(3))
     assert_each_parameter_once(model, Partitioner(model).cut())
@@ -276,7 +276,7 @@ def test_equal_norms_are_not_blocks() -> None:
     assert all(len(c.modules) > 1 for c in Partitioner(model).cut() if c.name.startswith(OUTSIDE))
 
 
-def test_an_explicit_list_overrides_by_name_module_and_group() -> None:
+def test_explicit_units_by_name_module_and_group() -> None:
     model = SmallModel(num_blocks=4)
     cuts = Partitioner(model).cut(["blocks.0", model.blocks[1], ["blocks.2", "blocks.3"]])
     names = [c.name for c in cuts]
@@ -285,7 +285,7 @@ def test_an_explicit_list_overrides_by_name_module_and_group() -> None:
     assert_each_parameter_once(model, cuts)
 
 
-def test_an_explicit_list_need_not_name_everything() -> None:
+def test_explicit_units_may_be_partial() -> None:
     model = SmallModel(num_blocks=2)
     cuts = Partitioner(model).cut(["blocks"])
     assert_each_parameter_once(model, cuts)
@@ -294,7 +294,7 @@ def test_an_explicit_list_need_not_name_everything() -> None:
 
 
 @pytest.mark.parametrize("spec", ["block.0", nn.Linear(2, 2), ["blocks.0", "nothing"]])
-def test_an_unknown_unit_is_named(spec: object) -> None:
+def test_unknown_explicit_unit_rejected(spec: object) -> None:
     with pytest.raises(
         ConfigError, match=r"which is not a module of the model[\s\S]*named_modules"
     ):

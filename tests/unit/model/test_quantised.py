@@ -52,7 +52,7 @@ def round_trip(value: Tensor, form: FrozenFormat) -> Tensor:
 # --- values ----------------------------------------------------------------------------------
 
 
-def test_levels_are_those_of_the_papers() -> None:
+def test_levels_match_published_definitions() -> None:
     """NF4: quantiles of a normal distribution, as many on either side of 0, scaled to 1."""
     most = (1 - 1 / 32 + 1 - 1 / 30) / 2
     normal = torch.distributions.Normal(0.0, 1.0)
@@ -64,7 +64,7 @@ def test_levels_are_those_of_the_papers() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> None:
+def test_values_match_reference_formula(form: FrozenFormat) -> None:
     for shape in SHAPES:
         for dtype in (torch.bfloat16, torch.float32):
             value = matrix(shape, dtype)
@@ -75,7 +75,7 @@ def test_values_are_those_of_the_formula_written_slowly(form: FrozenFormat) -> N
 
 
 @pytest.mark.parametrize("form", FrozenFormat)
-def test_a_range_of_a_stack_is_a_range_of_its_bytes(form: FrozenFormat) -> None:
+def test_stack_range_is_contiguous_byte_range(form: FrozenFormat) -> None:
     """Every matrix is encoded alone, in blocks that it does not share, whatever its size."""
     shapes = [(5, 32, 3), (4, 96, 40)] if form is FrozenFormat.MXFP4 else [(5, 3, 7), (4, 33, 65)]
     for shape in shapes:
@@ -94,7 +94,7 @@ def test_a_range_of_a_stack_is_a_range_of_its_bytes(form: FrozenFormat) -> None:
         torch.testing.assert_close(values, rounded(stack, form), rtol=1e-5, atol=1e-9)
 
 
-def test_values_of_native_formats_are_those_of_transformers() -> None:
+def test_native_formats_match_transformers() -> None:
     """MXFP4 of gpt-oss in every code and scale but that of NaN; FP8 of DeepSeek-V3."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
@@ -125,7 +125,7 @@ def other_defaults() -> Iterator[None]:
         _constants_on.cache_clear()
 
 
-def test_torchs_defaults_do_not_show() -> None:
+def test_torch_defaults_do_not_affect_values() -> None:
     value = matrix((64, 64))
     for form in FORMS:
         held, back = packed(value, form), round_trip(value, form)
@@ -138,7 +138,7 @@ def test_torchs_defaults_do_not_show() -> None:
             assert torch.equal(from_parts(form, value.shape, parts), held)
 
 
-def test_pieces_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunk_size_does_not_affect_values(monkeypatch: pytest.MonkeyPatch) -> None:
     value = matrix((130, 256))
     whole = {form: packed(value, form) for form in FORMS}
     expected = {form: _value(whole[form], form, value) for form in FORMS}
@@ -159,7 +159,7 @@ def _value(held: Tensor, form: FrozenFormat, like: Tensor) -> Tensor:
     return found
 
 
-def test_bytes_and_values_are_those_of_bitsandbytes() -> None:
+def test_bytes_and_values_match_bitsandbytes() -> None:
     bnb: Any = pytest.importorskip("bitsandbytes.functional")
     for shape in ((64, 64), (33, 65), (256, 192)):
         value = matrix(shape)
@@ -224,7 +224,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_bytes_are_those_at_rest(tmp_path: Path) -> None:
+def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
     """A step reads frozen bytes as they rest: of six blocks in forward, of four in backward."""
     sizes, reads = {}, {}
     for form in ("as_is", "nf4", "int8"):
@@ -247,7 +247,7 @@ def test_bytes_are_those_at_rest(tmp_path: Path) -> None:
         assert fetches == 6 + 4
 
 
-def test_values_are_given_dequantised_and_quantised_anew_only_if_they_change(
+def test_frozen_values_requantised_only_when_changed(
     tmp_path: Path,
 ) -> None:
     first = adapted().get_parameter("0.base.weight").detach().bfloat16()
@@ -269,7 +269,7 @@ def test_values_are_given_dequantised_and_quantised_anew_only_if_they_change(
         assert torch.equal(engine.module[2].base.weight, rounded(other, "nf4"))
 
 
-def test_checkpoints_hold_what_rests(tmp_path: Path) -> None:
+def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
     """Shared, read without an engine, loaded on other tiers; not into another format."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
@@ -302,7 +302,7 @@ def test_checkpoints_hold_what_rests(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS[1:])  # values of NF4 give their own bytes again
-def test_weights_alone_are_loaded_as_they_rest(form: FrozenFormat, tmp_path: Path) -> None:
+def test_weights_only_load_does_not_round_again(form: FrozenFormat, tmp_path: Path) -> None:
     """Rounded once, however often they are saved and loaded: over another base, in fp32 too."""
     more: dict[str, Any] = {"precision": "fp32", "frozen": {"format": form}}
     with run(tmp_path, **more) as engine:
@@ -314,7 +314,7 @@ def test_weights_alone_are_loaded_as_they_rest(form: FrozenFormat, tmp_path: Pat
         assert same(state(engine), expected)
 
 
-def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
+def test_durable_run_resumes_and_rejects_other_format(tmp_path: Path) -> None:
     durable: dict[str, Any] = {"durable": True, "resume": "auto"}
     with run(tmp_path, **durable) as engine:
         step(engine)
@@ -332,9 +332,7 @@ def test_a_durable_run_goes_on_and_tells_another_format(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
-def test_files_of_bitsandbytes_are_read_and_rest_as_they_are(
-    form: FrozenFormat, tmp_path: Path
-) -> None:
+def test_bitsandbytes_files_load_without_requantising(form: FrozenFormat, tmp_path: Path) -> None:
     """Of scales that no bf16 value has: rounded to the compute dtype first they would differ."""
     tensors, held = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in adapted().state_dict().items():
@@ -361,7 +359,7 @@ def test_files_of_bitsandbytes_are_read_and_rest_as_they_are(
         WeightFiles(tmp_path)
 
 
-def test_what_cannot_be_quantised_is_told(tmp_path: Path) -> None:
+def test_unquantisable_models_rejected(tmp_path: Path) -> None:
     config = settings(tmp_path, frozen={"rest": "nf4"})
     with pytest.raises(ConfigError, match=r"(?s)matrices of nn\.Linear layers are trained.*freeze"):
         infinity.initialize(CASES["gpt"].build(), config)
@@ -381,7 +379,7 @@ class Stack(nn.Module):
         self.scale = nn.Parameter(torch.ones(8))
 
 
-def test_formats_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
+def test_unsupported_shapes_and_formats_rejected(tmp_path: Path) -> None:
     config = settings(tmp_path, frozen={"rest": "mxfp4"})
     with pytest.raises(ConfigError, match=r"'experts' of shape \(2, 40, 8\) cannot.*\n.*32"):
         infinity.initialize(Stack(), config)
@@ -400,7 +398,7 @@ def test_formats_that_do_not_fit_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["nf4_double", "int8"])
-def test_every_format_trains_as_plain_torch_with_its_values(form: str, tmp_path: Path) -> None:
+def test_quantised_training_matches_unquantised_rounded_values(form: str, tmp_path: Path) -> None:
     """The same bits as an engine whose base holds the rounded values as they are."""
     losses = []
     for rest in (form, "as_is"):

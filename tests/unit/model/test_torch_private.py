@@ -32,7 +32,7 @@ from infinity.model.torch_private import (
 )
 
 
-def test_the_storage_count_sees_views_and_aliases() -> None:
+def test_storage_use_count_includes_views_and_aliases() -> None:
     base = torch.zeros(8)
     assert storage_use_count(base) == 1
     view = base[2:4]
@@ -55,7 +55,7 @@ class Without(torch.Tensor):
         return torch.ones(2)
 
 
-def test_a_tensor_without_memory_has_strides_and_no_address() -> None:
+def test_tensor_without_memory_has_strides_and_no_address() -> None:
     made = tensor_without_memory(Without, (2, 3), torch.bfloat16, "cpu", (1, 2))
     assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
     assert not made.is_contiguous()
@@ -65,7 +65,7 @@ def test_a_tensor_without_memory_has_strides_and_no_address() -> None:
     assert type(made + 1) is torch.Tensor  # results are not made a subclass's
 
 
-def test_weak_references_of_an_rnn_are_dropped_for_a_swap_and_renewed() -> None:
+def test_rnn_weak_references_dropped_for_swap_and_renewed() -> None:
     rnn = torch.nn.GRU(4, 4)
     names = dict(rnn.named_parameters())
     weight, other = rnn.weight_hh_l0, torch.nn.Parameter(torch.ones(12, 4))
@@ -84,7 +84,7 @@ def test_weak_references_of_an_rnn_are_dropped_for_a_swap_and_renewed() -> None:
     assert all(one is p for one, p in zip(rnn._flat_weights, names.values(), strict=True))
 
 
-def test_the_storage_count_does_not_count_python_references_to_one_tensor() -> None:
+def test_storage_use_count_ignores_python_references() -> None:
     base = torch.zeros(8)
     same = base
     wrapper = base.untyped_storage()
@@ -92,7 +92,7 @@ def test_the_storage_count_does_not_count_python_references_to_one_tensor() -> N
     assert storage_use_count(same) == 1
 
 
-def test_two_tensors_over_the_same_memory_have_counts_of_their_own() -> None:
+def test_storage_use_count_is_per_storage() -> None:
     memory = bytearray(64)
     first = torch.frombuffer(memory, dtype=torch.uint8)
     second = torch.frombuffer(memory, dtype=torch.uint8)
@@ -101,7 +101,7 @@ def test_two_tensors_over_the_same_memory_have_counts_of_their_own() -> None:
     del part
 
 
-def test_the_storage_count_sees_the_views_that_autograd_saved() -> None:
+def test_storage_use_count_includes_views_saved_by_autograd() -> None:
     weight = torch.ones(4, requires_grad=True)
     slot = torch.ones(4)
     product = (weight * slot[:]).sum()
@@ -112,7 +112,7 @@ def test_the_storage_count_sees_the_views_that_autograd_saved() -> None:
     assert storage_use_count(slot) == 1
 
 
-def test_a_leaf_that_autograd_saved_itself_is_only_caught_by_its_version() -> None:
+def test_saved_leaf_detected_only_by_version() -> None:
     """Such a save shares the tensor and not only its storage: no count could see it."""
     weight = torch.nn.Parameter(torch.ones(4))
     slot = torch.full((4,), 2.0)
@@ -125,7 +125,7 @@ def test_a_leaf_that_autograd_saved_itself_is_only_caught_by_its_version() -> No
         product.backward()
 
 
-def test_the_storage_count_sees_a_parameter_bound_by_data() -> None:
+def test_storage_use_count_includes_parameter_data() -> None:
     parameter = torch.nn.Parameter(torch.zeros(4))
     slot = torch.ones(4)
     parameter.data = slot[:]
@@ -134,7 +134,7 @@ def test_the_storage_count_sees_a_parameter_bound_by_data() -> None:
     assert storage_use_count(slot) == 1
 
 
-def test_the_innermost_saved_tensor_pair_is_on_top() -> None:
+def test_top_saved_tensors_hooks_returns_innermost_pair() -> None:
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
@@ -153,7 +153,7 @@ def test_the_innermost_saved_tensor_pair_is_on_top() -> None:
     assert top_saved_tensors_hooks() is None
 
 
-def test_the_top_pair_is_found_inside_checkpointing() -> None:
+def test_top_saved_tensors_hooks_inside_checkpoint() -> None:
     seen = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -165,7 +165,7 @@ def test_the_top_pair_is_found_inside_checkpointing() -> None:
     assert seen[0] is not None
 
 
-def test_function_transforms_are_seen() -> None:
+def test_inside_function_transform_detects_grad_and_vmap() -> None:
     seen: list[bool] = []
 
     def function(x: torch.Tensor) -> torch.Tensor:
@@ -193,7 +193,7 @@ class _Calls(TorchFunctionMode):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("dim", [0, 1, 2])
-def test_weight_norm_operation_by_operation_is_torchs(dim: int, dtype: torch.dtype) -> None:
+def test_weight_norm_anywhere_matches_torch(dim: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(dim)
     v = torch.randn(6, 8, 5, generator=generator).to(dtype)
     g = torch.norm_except_dim(v, 2, dim) * 1.5
@@ -211,7 +211,7 @@ def test_weight_norm_operation_by_operation_is_torchs(dim: int, dtype: torch.dty
         torch._weight_norm(v.to("meta"), g, dim)
 
 
-def test_a_number_for_a_part_of_a_tensor_on_meta_is_seen() -> None:
+def test_number_written_to_part_of_meta_tensor_detected() -> None:
     found = []
 
     class Seen(DispatchMode):
@@ -232,7 +232,7 @@ def test_a_number_for_a_part_of_a_tensor_on_meta_is_seen() -> None:
     assert not any(found)
 
 
-def test_a_backward_is_known_by_its_code_and_says_when_it_is_over() -> None:
+def test_runs_backward_and_after_backward_callbacks() -> None:
     weight = torch.ones(2, requires_grad=True)
     seen: list[bool] = []
     tasks: list[int] = []

@@ -44,7 +44,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("max_shard", [1 << 30, 200, 1])
-def test_what_is_written_loads_in_safetensors_and_here(tmp_path: Path, max_shard: int) -> None:
+def test_written_shards_load_in_safetensors_and_weight_files(
+    tmp_path: Path, max_shard: int
+) -> None:
     tensors = some_tensors()
     files = write_shards(tmp_path, outgoing(tensors), max_shard)
     shards = [f for f in files if f.suffix == ".safetensors"]
@@ -66,7 +68,7 @@ def test_what_is_written_loads_in_safetensors_and_here(tmp_path: Path, max_shard
     assert {p.name for p in tmp_path.iterdir()} == {f.name for f in files}, "no left-overs"
 
 
-def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
+def test_unrepresentable_values_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'a'.* hold no torch\.complex128"):
         write_shards(tmp_path / "out", outgoing({"a": torch.ones(1, dtype=torch.complex128)}), 9)
     large = Outgoing("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1e5]))
@@ -76,7 +78,7 @@ def test_what_the_format_cannot_hold_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "out", [infinite], 1 << 20)
 
 
-def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
+def test_write_reads_each_tensor_once_in_order(tmp_path: Path) -> None:
     order: list[str] = []
 
     def read(name: str) -> torch.Tensor:
@@ -91,7 +93,7 @@ def test_only_one_tensor_is_asked_for_at_a_time(tmp_path: Path) -> None:
     assert order == list("abcd")
 
 
-def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+def test_save_replaces_previous_save(tmp_path: Path) -> None:
     tensors = some_tensors()
     write_shards(tmp_path, outgoing(tensors), 1)
     (tmp_path / "other.safetensors").write_bytes(b"not ours")
@@ -102,7 +104,7 @@ def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
         assert weights.facts.keys() == tensors.keys()
 
 
-def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
+def test_failed_save_keeps_previous_save(tmp_path: Path) -> None:
     write_shards(tmp_path, outgoing({"a": torch.ones(2)}), 1 << 20)
 
     def fail() -> torch.Tensor:
@@ -116,7 +118,7 @@ def test_a_failed_save_leaves_the_one_before(tmp_path: Path) -> None:
         assert torch.equal(weights.read("a"), torch.ones(2))
 
 
-def test_a_full_disk_is_said_with_the_numbers(tmp_path: Path) -> None:
+def test_full_disk_error_reports_sizes(tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     mounted = subprocess.run(
@@ -132,7 +134,7 @@ def test_a_full_disk_is_said_with_the_numbers(tmp_path: Path) -> None:
         subprocess.run(["umount", str(tmp_path)], check=True)
 
 
-def test_a_place_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+def test_unwritable_directory_rejected(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(MachineError, match="cannot be saved"):
         write_shards(tmp_path / "file", outgoing({"a": torch.ones(1)}), 1 << 20)
@@ -203,7 +205,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("what", HOSTILE)
-def test_a_hostile_header_is_refused_with_file_and_tensor(tmp_path: Path, what: str) -> None:
+def test_malformed_header_rejected_naming_file_and_tensor(tmp_path: Path, what: str) -> None:
     content, match = HOSTILE[what]
     file = tmp_path / "bad.safetensors"
     file.write_bytes(content)
@@ -211,7 +213,7 @@ def test_a_hostile_header_is_refused_with_file_and_tensor(tmp_path: Path, what: 
         WeightFiles(file)
 
 
-def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
+def test_non_regular_file_rejected(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe.safetensors")
     (tmp_path / "folder.safetensors").mkdir()
     with pytest.raises(ConfigError, match="no regular file"):
@@ -220,7 +222,7 @@ def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
 
 
-def test_a_damaged_header_that_we_take_the_library_takes_too(tmp_path: Path) -> None:
+def test_mutated_header_accepted_only_if_safetensors_accepts(tmp_path: Path) -> None:
     """And it reads the same values; we also refuse names that are there twice."""
     save_file(
         {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
@@ -251,7 +253,7 @@ def test_a_damaged_header_that_we_take_the_library_takes_too(tmp_path: Path) -> 
     assert taken > 10
 
 
-def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
+def test_truncated_file_rejected(tmp_path: Path) -> None:
     file = tmp_path / "cut.safetensors"
     save_file({"a": torch.ones(1000)}, file)
     os.truncate(file, file.stat().st_size - 100)
@@ -259,7 +261,7 @@ def test_a_truncated_file_is_refused(tmp_path: Path) -> None:
         WeightFiles(file)
 
 
-def test_pickles_and_empty_directories_are_refused(tmp_path: Path) -> None:
+def test_pickles_and_empty_directories_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="holds no"):
         WeightFiles(tmp_path)
     torch.save({"a": torch.ones(1)}, tmp_path / "pytorch_model.bin")
@@ -274,7 +276,7 @@ def write_index(directory: Path, weight_map: object) -> None:
     (directory / INDEX_NAME).write_text(json.dumps({"weight_map": weight_map}))
 
 
-def test_an_index_is_held_to_its_files(tmp_path: Path) -> None:
+def test_index_must_match_files(tmp_path: Path) -> None:
     save_file({"a": torch.ones(1)}, tmp_path / "one.safetensors")
     save_file({"b": torch.ones(1)}, tmp_path / "two.safetensors")
     write_index(tmp_path, {"a": "two.safetensors", "b": "two.safetensors", "c": "one.safetensors"})
@@ -296,14 +298,14 @@ def test_an_index_is_held_to_its_files(tmp_path: Path) -> None:
         WeightFiles(tmp_path)
 
 
-def test_a_tensor_in_two_files_is_refused(tmp_path: Path) -> None:
+def test_tensor_in_two_files_rejected(tmp_path: Path) -> None:
     for name in ("one", "two"):
         save_file({"a": torch.ones(1)}, tmp_path / f"{name}.safetensors")
     with pytest.raises(ConfigError, match=r"'a' is in .*one\.safetensors and in .*two"):
         WeightFiles(tmp_path)
 
 
-def test_nested_extra_file_makes_every_new_directory_durable(
+def test_nested_extra_file_syncs_every_new_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced = set[Path]()

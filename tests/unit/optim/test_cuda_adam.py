@@ -74,20 +74,20 @@ def name_of(combination: Combination) -> str:
 
 
 @pytest.mark.parametrize("combination", combinations(every=False), ids=name_of)
-def test_same_bits_as_the_cpu_and_the_reference(cuda, cpu, combination) -> None:
+def test_update_bitwise_equal_to_cpu_and_reference(cuda, cpu, combination) -> None:
     check_combination(cuda, cpu, combination, rounds=2)
 
 
 @pytest.mark.big
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("rule", HYPERS)
-def test_same_bits_for_every_combination(cuda, cpu, rule: str) -> None:
+def test_update_bitwise_equal_for_every_combination(cuda, cpu, rule: str) -> None:
     for combination in combinations(every=True):
         if combination[0] == rule:
             check_combination(cuda, cpu, combination)
 
 
-def test_one_launch_serves_many_parameters_and_groups(cuda, cpu, launcher) -> None:
+def test_one_launch_updates_many_parameters_and_groups(cuda, cpu, launcher) -> None:
     source = Rooms(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
@@ -106,7 +106,9 @@ def test_one_launch_serves_many_parameters_and_groups(cuda, cpu, launcher) -> No
 
 
 @pytest.mark.parametrize(("count", "num_groups"), [(700, 1), (150, 150), (20, 15)])
-def test_a_full_table_starts_another(cuda, cpu, launcher, count: int, num_groups: int) -> None:
+def test_full_launch_table_starts_another_launch(
+    cuda, cpu, launcher, count: int, num_groups: int
+) -> None:
     source = Rooms(seed=2)
     rooms = [source.make(130, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(count)]
     for k, room in enumerate(rooms):
@@ -119,7 +121,7 @@ def test_a_full_table_starts_another(cuda, cpu, launcher, count: int, num_groups
     assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
 
 
-def test_scalars_are_told_apart_by_bits(cuda, cpu) -> None:
+def test_scalars_distinguished_by_bits(cuda, cpu) -> None:
     rooms = [Rooms(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
     for room, scale in zip(rooms, (0.0, -0.0), strict=True):
         room.grad_scale, room.step = scale, 1
@@ -131,7 +133,7 @@ def test_scalars_are_told_apart_by_bits(cuda, cpu) -> None:
 
 
 @pytest.mark.parametrize("format", list(MomentFormat))
-def test_the_cut_of_a_parameter_does_not_show(cuda, format: MomentFormat) -> None:
+def test_chunked_update_bitwise_equal_to_full_update(cuda, format: MomentFormat) -> None:
     n, first = 3 * TILE + 300, 2**32 - 2 * 128
     whole = Rooms(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
     cut = whole.copy()
@@ -150,7 +152,7 @@ def test_the_cut_of_a_parameter_does_not_show(cuda, format: MomentFormat) -> Non
     assert cut.same_bytes(whole)
 
 
-def test_random_bits_beyond_four_billion_elements(cuda, cpu) -> None:
+def test_stochastic_rounding_beyond_four_billion_elements(cuda, cpu) -> None:
     for first in (2**32 - 6, 2**32, 2**40 + 1):
         room = Rooms(seed=5).make(
             300, FP32, FP32, ADAM, MomentFormat.BF16_STOCHASTIC, first=first, wild=False
@@ -162,7 +164,7 @@ def test_random_bits_beyond_four_billion_elements(cuda, cpu) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_square_sums_over_the_same_tree(cuda, cpu, dtype: torch.dtype) -> None:
+def test_square_sums_bitwise_equal_to_cpu(cuda, cpu, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 15, 17, 4095, 4096, 4097, 8193, SQUARE_TILE - 1, SQUARE_TILE, SQUARE_TILE + 1]
     sizes += [3 * SQUARE_TILE + 5, 0]
@@ -194,14 +196,14 @@ def test_square_sums_of_many_tensors_of_several_dtypes(cuda, cpu, launcher) -> N
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_a_square_sum_shows_what_is_not_finite(cuda, dtype: torch.dtype, value: float) -> None:
+def test_square_sum_propagates_non_finite_values(cuda, dtype: torch.dtype, value: float) -> None:
     tensor = torch.ones(5000, dtype=dtype)
     tensor[4321] = value
     total = cuda.square_sum(tensor)
     assert math.isnan(total) if math.isnan(value) else total == math.inf
 
 
-def test_nothing_to_do(cuda, launcher) -> None:
+def test_empty_update_launches_nothing(cuda, launcher) -> None:
     launcher.launched.clear()
     cuda.update_all([])
     empty = torch.empty(0)
@@ -239,7 +241,7 @@ def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
 
 
 @pytest.mark.parametrize("case", refused())
-def test_bad_input_is_refused_before_a_byte_is_touched(cuda, case: str) -> None:
+def test_invalid_input_rejected_before_any_write(cuda, case: str) -> None:
     replaced, error, text = refused()[case]
     rooms = [Rooms(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
     before = [room.copy() for room in rooms]
@@ -248,7 +250,7 @@ def test_bad_input_is_refused_before_a_byte_is_touched(cuda, case: str) -> None:
     assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
 
 
-def test_step_zero_is_refused_before_the_first_of_several_launches(cuda) -> None:
+def test_step_zero_rejected_before_first_launch(cuda) -> None:
     rooms = [Rooms(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)]
     before = [room.copy() for room in rooms]
     rooms[1].step = 0
@@ -257,7 +259,7 @@ def test_step_zero_is_refused_before_the_first_of_several_launches(cuda) -> None
     assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
 
 
-def test_pieces_that_share_memory_are_refused(cuda) -> None:
+def test_overlapping_pieces_rejected(cuda) -> None:
     rooms = [Rooms(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
     first, second = (room.piece for room in rooms)
     for clash in ({"gradient": first.weight}, {"weight": first.weight}):
@@ -266,7 +268,7 @@ def test_pieces_that_share_memory_are_refused(cuda) -> None:
     cuda.update_all([first, second._replace(gradient=first.gradient)])  # only read: may be shared
 
 
-def test_fp16_weights_follow_their_masters(cuda) -> None:
+def test_fp16_weights_equal_rounded_masters(cuda) -> None:
     room = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
     cuda.update_all([room.piece])
     assert torch.equal(room["weight"], room["master_state"].to(FP16))

@@ -98,7 +98,7 @@ def variants() -> list[cuda_launch.Variant]:
 def test_every_combination_compiles(compiler, cache, start: int) -> None:
     """A third of them for one of the machines each; the others in the big tests.
 
-    `test_the_instructions_are_exact_and_wide` compiles all, but for no machine.
+    `test_instructions_are_exact_and_vectorised` compiles all, but for no machine.
     """
     for number, variant in enumerate(variants()[start % 3 :: 3], start // 3):
         code = cuda_compile.cubin(ARCHES[number % 2], variant)
@@ -107,7 +107,7 @@ def test_every_combination_compiles(compiler, cache, start: int) -> None:
         assert cuda_compile.cubin(arch, cuda_launch.HELPERS).startswith(b"\x7fELF")
 
 
-def test_the_instructions_are_exact_and_wide(compiler) -> None:
+def test_instructions_are_exact_and_vectorised(compiler) -> None:
     texts = {variant: ptx(variant) for variant in [*variants(), cuda_launch.HELPERS]}
     for variant, text in texts.items():
         assert FORBIDDEN.findall(text) == [], variant
@@ -119,14 +119,14 @@ def test_the_instructions_are_exact_and_wide(compiler) -> None:
         assert moved in adam
 
 
-def test_the_check_of_instructions_sees_what_is_wrong() -> None:
+def test_forbidden_pattern_matches_inexact_instructions() -> None:
     for wrong in ("fma.rn.f32 %f1", "div.approx.f32", "mul.ftz.f32", "div.full.f32"):
         assert FORBIDDEN.search(f"\t{wrong} ")
     for right in ("div.rn.f32 ", "sqrt.rn.f32 ", "mul.rn.f32 ", "fma.rn.f64 ", "mad.lo.s32 "):
         assert not FORBIDDEN.search(f"\t{right}")
 
 
-def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
+def test_cubin_compiled_once_and_cached(compiler, cache, monkeypatch) -> None:
     first = cuda_compile.cubin("sm_80", VARIANT)
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
@@ -141,7 +141,7 @@ def test_machine_code_is_compiled_once(compiler, cache, monkeypatch) -> None:
     assert len(list(cache.iterdir())) == 2
 
 
-def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -> None:
+def test_compile_error_shows_source(compiler, cache, monkeypatch) -> None:
     monkeypatch.setattr(cuda_compile, "source", lambda: "this is no kernel")
     with pytest.raises(MachineError, match="did not compile") as caught:
         cuda_compile.cubin("sm_80", VARIANT)
@@ -151,7 +151,7 @@ def test_a_source_that_does_not_compile_is_shown(compiler, cache, monkeypatch) -
 # --- without NVRTC -------------------------------------------------------------------------------
 
 
-def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
+def test_missing_cuda_core_reason_reported(monkeypatch) -> None:
     cuda_compile.version.cache_clear()
     cuda_compile.core.cache_clear()
     monkeypatch.setitem(sys.modules, "cuda.core", None)
@@ -164,7 +164,7 @@ def test_without_cuda_core_the_reason_is_named(monkeypatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a machine without CUDA is needed")
-def test_without_a_gpu_the_reason_is_named() -> None:
+def test_missing_gpu_reason_reported() -> None:
     reason = cuda.why_not(torch.device("cuda"))
     assert reason is not None
     assert "torch" in reason
@@ -174,7 +174,7 @@ def test_without_a_gpu_the_reason_is_named() -> None:
         CudaKernels("cpu")
 
 
-def test_the_source_is_whole_and_needs_no_header() -> None:
+def test_source_is_self_contained() -> None:
     text = cuda_compile.source()
     assert "#include" not in text
     assert "#pragma once" not in text
@@ -183,7 +183,7 @@ def test_the_source_is_whole_and_needs_no_header() -> None:
     assert text.count("struct Segment {") == 1
 
 
-def test_the_wheel_carries_every_file_of_the_source() -> None:
+def test_cmake_installs_every_source_file() -> None:
     parts = {cuda_compile.SOURCE}
     while True:
         found = {i for p in parts for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())}
@@ -195,7 +195,7 @@ def test_the_wheel_carries_every_file_of_the_source() -> None:
     assert set(installed.split()) == parts
 
 
-def test_cache_entries_are_apart_and_survive(cache: Path) -> None:
+def test_cache_entries_distinct_and_persistent(cache: Path) -> None:
     assert kept("a", "b") is None
     keep(b"one", "a", "b")
     keep(b"two", "ab", "")
@@ -207,7 +207,7 @@ def test_cache_entries_are_apart_and_survive(cache: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
-def test_a_damaged_cache_entry_is_none(cache: Path, damage: bytes) -> None:
+def test_damaged_cache_entry_ignored(cache: Path, damage: bytes) -> None:
     keep(b"payload", "key")
     (entry,) = cache.iterdir()
     entry.write_bytes(damage)
@@ -216,13 +216,13 @@ def test_a_damaged_cache_entry_is_none(cache: Path, damage: bytes) -> None:
     assert kept("key") == b"payload"
 
 
-def test_a_cache_that_cannot_be_written_is_only_forgetful(cache: Path) -> None:
+def test_unwritable_cache_skipped(cache: Path) -> None:
     cache.parent.write_text("in the way")
     keep(b"payload", "key")
     assert kept("key") is None
 
 
-def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
+def test_default_cache_folder(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.delenv("INFINITY_KERNEL_CACHE", raising=False)
     assert default_folder() == tmp_path / "infinity" / "kernels"
@@ -230,7 +230,7 @@ def test_where_the_cache_is(monkeypatch, tmp_path: Path) -> None:
     assert default_folder() == tmp_path / "mine"
 
 
-def test_writers_may_race_for_an_entry(cache: Path) -> None:
+def test_concurrent_cache_writers_leave_valid_entry(cache: Path) -> None:
     payloads = [bytes([k]) * 100_000 for k in range(3)]
 
     def write_and_read(payload: bytes) -> bool:

@@ -152,7 +152,7 @@ def test_one_cycle(first: int, second: int, decay: int) -> None:
         schedule.step()
 
 
-def test_one_cycle_in_stairs() -> None:
+def test_one_cycle_staircase() -> None:
     found = rates_of(
         "OneCycle", 14, cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=6,
         cycle_second_step_size=8, cycle_first_stair_count=3, cycle_second_stair_count=2,
@@ -204,7 +204,7 @@ def drawn(name: str, r: random.Random) -> dict[str, Any]:
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BY_NAME)
-def test_deepspeeds_own_class_gives_the_same_bits(name: str) -> None:
+def test_schedule_bitwise_equal_to_deepspeed(name: str) -> None:
     theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
     r = random.Random(name)
     for _ in range(60):
@@ -231,7 +231,7 @@ SOME: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_schedule_goes_on_from_its_state(name: str) -> None:
+def test_schedule_resumes_from_state_dict(name: str) -> None:
     whole = rates_of(name, 20, **SOME[name])
     target = optimizer()
     first = BY_NAME[name](target, **SOME[name])
@@ -250,7 +250,7 @@ def test_a_schedule_goes_on_from_its_state(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", BY_NAME)
-def test_a_schedule_starts_from_a_later_count(name: str) -> None:
+def test_schedule_starts_from_last_batch_iteration(name: str) -> None:
     whole = rates_of(name, 20, **SOME[name])
     target = optimizer()
     later = BY_NAME[name](target, **SOME[name], last_batch_iteration=7)
@@ -262,14 +262,14 @@ def test_a_schedule_starts_from_a_later_count(name: str) -> None:
     assert found == whole[8:]
 
 
-def test_an_optimizer_without_betas_keeps_its_momentum() -> None:
+def test_one_cycle_without_betas_keeps_momentum() -> None:
     target = optimizer(lambda groups: torch.optim.SGD(groups, momentum=0.5))
     with pytest.warns(InfinityWarning, match="leaves the momentum alone"):
         BY_NAME["OneCycle"](target, 1e-4, 1e-2)
     assert [group["momentum"] for group in target.param_groups] == [0.5, 0.5]
 
 
-def test_more_warm_up_than_steps_is_a_warning() -> None:
+def test_warmup_longer_than_total_steps_warns() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         BY_NAME["WarmupDecayLR"](optimizer(), 5, 0.0, [1e-3, 1e-3], warmup_num_steps=10)
@@ -278,7 +278,7 @@ def test_more_warm_up_than_steps_is_a_warning() -> None:
     assert warning.filename == __file__
 
 
-def test_one_rate_for_groups_that_have_their_own_is_a_warning() -> None:
+def test_single_rate_for_groups_of_different_rates_warns() -> None:
     """As Muon's matrices and all else have."""
     target = optimizer()
     own = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
@@ -307,7 +307,9 @@ def test_one_rate_for_groups_that_have_their_own_is_a_warning() -> None:
         ("OneCycle", {"cycle_min_lr": 0, "cycle_max_lr": 1, "decay_step_size": -1}, "is -1"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_refused(name: str, params: dict[str, Any], words: str) -> None:
+def test_invalid_schedule_parameters_rejected(
+    name: str, params: dict[str, Any], words: str
+) -> None:
     target = optimizer()
     with pytest.raises(ConfigError, match=r"is|has") as caught:
         BY_NAME[name](target, **params)
@@ -318,7 +320,7 @@ def test_what_makes_no_sense_is_refused(name: str, params: dict[str, Any], words
     assert [group["lr"] for group in target.param_groups] == list(BASE)
 
 
-def test_whole_numbers_may_be_floats() -> None:
+def test_integral_floats_accepted() -> None:
     assert rates_of("WarmupLR", 9, warmup_num_steps=6.0) == rates_of(
         "WarmupLR", 9, warmup_num_steps=6
     )
@@ -327,7 +329,7 @@ def test_whole_numbers_may_be_floats() -> None:
 # --- by name ---------------------------------------------------------------------------------
 
 
-def test_torchs_and_ours_are_known_by_name() -> None:
+def test_known_schedules_include_torch_and_builtin() -> None:
     known = known_schedules()
     assert list(known) == sorted(known)
     assert known["OneCycleLR"] is torch.optim.lr_scheduler.OneCycleLR
@@ -342,7 +344,7 @@ def test_torchs_and_ours_are_known_by_name() -> None:
         load_config(wrong)
 
 
-def test_an_engine_steps_a_schedule_of_ours(tmp_path: Path) -> None:
+def test_engine_steps_builtin_schedule(tmp_path: Path) -> None:
     cycle = {"type": "OneCycle", "params": {
         "cycle_min_lr": 1e-4, "cycle_max_lr": 1e-2, "cycle_first_step_size": 2}}  # fmt: skip
     with small_engine(tmp_path, scheduler=cycle) as engine:
@@ -357,7 +359,7 @@ def test_an_engine_steps_a_schedule_of_ours(tmp_path: Path) -> None:
     assert momenta == pytest.approx([0.8, 0.85, 0.8, 0.85, 0.9])
 
 
-def test_an_engine_refuses_a_schedule_whose_parameters_make_no_sense(tmp_path: Path) -> None:
+def test_engine_rejects_invalid_schedule_parameters(tmp_path: Path) -> None:
     warmup = {"type": "WarmupLR", "params": {"warmup_min_lr": [1.0, 2.0]}}
     with (
         pytest.raises(ConfigError, match="2 values for 1 parameter groups"),
@@ -378,7 +380,7 @@ def test_an_engine_refuses_a_schedule_whose_parameters_make_no_sense(tmp_path: P
     ],
     ids=str,
 )
-def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[str, Any]) -> None:
+def test_torch_schedule_errors_raised_at_construction(name: str, params: dict[str, Any]) -> None:
     target = optimizer()
     with pytest.raises(ConfigError, match=f"scheduler.params: {name} refuses "):
         make_schedule(name, params, target)
@@ -396,7 +398,7 @@ def test_what_torch_refuses_in_a_step_is_refused_before(name: str, params: dict[
     ],
     ids=str,
 )
-def test_trying_a_schedule_changes_nothing(name: str, params: dict[str, Any]) -> None:
+def test_make_schedule_trial_leaves_optimizer_unchanged(name: str, params: dict[str, Any]) -> None:
     tried, plain = optimizer(), optimizer()
     with warnings.catch_warnings():
         warnings.simplefilter("error")

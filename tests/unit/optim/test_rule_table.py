@@ -22,12 +22,12 @@ from infinity.types import MomentFormat
 KERNELS = {rule_params.kernel for rule in BY_KERNEL.values() for rule_params in hypers_of(rule)}
 
 
-def test_kernels_are_those_of_the_native_code_and_of_the_reference() -> None:
+def test_kernels_match_native_and_reference() -> None:
     assert set(_adam.rules()) == KERNELS == set(reference._KERNELS)
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_a_config_knows_each_rule(name: str) -> None:
+def test_config_accepts_each_rule(name: str) -> None:
     config = load_config({"optimizer": {"type": name.upper(), "lr": 0.5}})
     assert config.optimizer.type == name
     assert config.optimizer.parameters() == {**RULES[name].defaults(), "lr": 0.5}
@@ -37,7 +37,7 @@ def test_a_config_knows_each_rule(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.in_torch])
-def test_names_and_defaults_are_torchs(name: str) -> None:
+def test_names_and_defaults_match_torch(name: str) -> None:
     """Of groups and of states; and transformers' classes mean our rules."""
     rule, kind = RULES[name], getattr(torch.optim, name)
     for rule_params in hypers_of(rule):
@@ -55,7 +55,7 @@ def test_names_and_defaults_are_torchs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [n for n, rule in RULES.items() if rule.deepspeed is not None])
-def test_deepspeed_has_them_by_name(name: str) -> None:
+def test_deepspeed_config_accepts_each_rule(name: str) -> None:
     section = {"type": name, "params": {"lr": 0.5, "adam_w_mode": False}}
     if RULES[name].decoupled is None:
         del section["params"]["adam_w_mode"]
@@ -69,7 +69,7 @@ def test_deepspeed_has_them_by_name(name: str) -> None:
 
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("name", BY_KERNEL)
-def test_the_engine_runs_them_on_every_format(name: str, kind: MomentFormat) -> None:
+def test_rule_steps_match_reference_for_every_format(name: str, kind: MomentFormat) -> None:
     """Moments are reserved, stepped as the reference says, and read by their names."""
     rule = BuiltInRule(name, kind)
     for rule_params in hypers_of(RULES[name]):
@@ -94,7 +94,7 @@ def _step(*args: object, **more: object) -> None:
         update_one(kernels, *args, **more)
 
 
-def test_twins_differ_in_how_weights_decay() -> None:
+def test_twin_of_switches_weight_decay() -> None:
     assert twin_of("Adam", decoupled=True) == "AdamW"
     assert twin_of("AdamW", decoupled=False) == "Adam"
     for name in ("AdamW", "SGD", "Lion"):

@@ -74,7 +74,7 @@ def assert_same(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("adamw", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
-def test_agrees_with_torch(kind: Any, adamw: bool, maximize: bool) -> None:
+def test_step_matches_torch(kind: Any, adamw: bool, maximize: bool) -> None:
     mine, theirs = parameters(), parameters()
     options = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "maximize": maximize}
     peer = torch.optim.AdamW if adamw else torch.optim.Adam
@@ -91,13 +91,13 @@ def test_agrees_with_torch(kind: Any, adamw: bool, maximize: bool) -> None:
                 torch.testing.assert_close(ours.state[one][name], other.state[two][name])
 
 
-def test_defaults_are_those_of_torch() -> None:
+def test_defaults_match_torch() -> None:
     ours, theirs = infinity.CPUAdam(parameters()), torch.optim.AdamW(parameters())
     for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
         assert ours.defaults[name] == theirs.defaults[name]
 
 
-def test_without_bias_correction() -> None:
+def test_step_without_bias_correction() -> None:
     (p,) = mine = [nn.Parameter(torch.full((5,), 2.0))]
     ours = infinity.CPUAdam(mine, lr=0.1, weight_decay=0.0, bias_correction=False)
     p.grad = torch.full((5,), 3.0)
@@ -107,7 +107,7 @@ def test_without_bias_correction() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_every_layout_is_the_reference(dtype: torch.dtype) -> None:
+def test_every_dtype_bitwise_equal_to_reference(dtype: torch.dtype) -> None:
     mine = parameters(dtype)
     ours = infinity.CPUAdam(mine, lr=1e-2, num_threads=2)
     steps(ours, mine)
@@ -128,7 +128,7 @@ def test_every_layout_is_the_reference(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
-def test_other_formats_of_moments_are_the_engines(moments: str) -> None:
+def test_lossy_moments_rejected_outside_engine(moments: str) -> None:
     p = nn.Parameter(torch.ones(3))
     ours = infinity.CPUAdam([p], moments=moments)
     p.grad = torch.ones(3)
@@ -138,7 +138,7 @@ def test_other_formats_of_moments_are_the_engines(moments: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_what_a_master_is_for(dtype: torch.dtype) -> None:
+def test_master_accumulates_updates_below_last_bit(dtype: torch.dtype) -> None:
     """Updates far below the last bit add up with a master, and are lost without."""
     moved = {}
     for master in (True, False):
@@ -154,7 +154,7 @@ def test_what_a_master_is_for(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float16])
-def test_gradients_may_be_narrower(gradient_dtype: torch.dtype) -> None:
+def test_gradients_of_narrower_dtype_accepted(gradient_dtype: torch.dtype) -> None:
     """torch lets `.grad` differ in dtype only by hand; loops that keep their own do so."""
     mine, theirs = parameters(), parameters()
     ours, other = infinity.CPUAdam(mine, lr=1e-2), infinity.CPUAdam(theirs, lr=1e-2)
@@ -167,7 +167,7 @@ def test_gradients_may_be_narrower(gradient_dtype: torch.dtype) -> None:
     assert_same(mine, theirs)
 
 
-def test_a_scale_is_folded_in() -> None:
+def test_grad_scale_applied() -> None:
     mine, theirs = parameters(), parameters()
     ours, other = infinity.CPUAdam(mine), infinity.CPUAdam(theirs)
     for one, two, g in zip(mine, theirs, gradients(0), strict=True):
@@ -181,7 +181,7 @@ def test_a_scale_is_folded_in() -> None:
 
 
 @pytest.mark.parametrize("forth", [True, False], ids=["from_torch", "to_torch"])
-def test_states_go_between_ours_and_torchs(forth: bool) -> None:
+def test_state_dict_exchanged_with_torch(forth: bool) -> None:
     mine, theirs = parameters(), parameters()
     ours, other = infinity.CPUAdam(groups(mine)), torch.optim.AdamW(groups(theirs))
     if forth:
@@ -199,7 +199,7 @@ def test_states_go_between_ours_and_torchs(forth: bool) -> None:
     assert [g["lr"] for g in ours.param_groups] == [3e-2, 1e-3]
 
 
-def test_defaults_of_torch_for_new_tensors_do_not_matter() -> None:
+def test_step_count_independent_of_torch_defaults() -> None:
     """A count in fp16 ends at 2048."""
     torch.set_default_dtype(torch.float16)
     try:
@@ -214,7 +214,7 @@ def test_defaults_of_torch_for_new_tensors_do_not_matter() -> None:
     assert (step.item(), step.dtype, step.device.type) == (1, torch.float32, "cpu")
 
 
-def test_a_gradient_that_torch_has_yet_to_negate() -> None:
+def test_lazily_negated_gradient_resolved() -> None:
     weights = [nn.Parameter(torch.ones(3)) for _ in range(2)]
     weights[0].grad = torch._neg_view(torch.ones(3))
     weights[1].grad = -torch.ones(3)
@@ -223,7 +223,7 @@ def test_a_gradient_that_torch_has_yet_to_negate() -> None:
     assert (weights[0] > 1).all()
 
 
-def test_states_that_do_not_fit_are_refused_and_nothing_changes() -> None:
+def test_incompatible_state_dict_rejected_and_state_unchanged() -> None:
     mine = parameters()
     ours = infinity.CPUAdam(mine)
     steps(ours, mine)
@@ -246,7 +246,7 @@ def test_states_that_do_not_fit_are_refused_and_nothing_changes() -> None:
 # --- use -------------------------------------------------------------------------------------
 
 
-def test_schedulers_closures_and_zero_grad() -> None:
+def test_scheduler_closure_and_zero_grad_match_torch() -> None:
     def run(kind: Any) -> tuple[list[float], list[Tensor]]:
         torch.manual_seed(0)
         model = nn.Linear(6, 3)
@@ -274,7 +274,7 @@ def test_schedulers_closures_and_zero_grad() -> None:
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
-def test_a_learning_rate_may_be_a_tensor() -> None:
+def test_tensor_learning_rate_accepted() -> None:
     mine, theirs = parameters(), parameters()
     rate = torch.tensor(0.25)
     ours, other = infinity.CPUAdam(mine, lr=rate), infinity.CPUAdam(theirs, lr=0.25)
@@ -298,7 +298,7 @@ def test_step_hooks_run() -> None:
     assert seen == [({"grad_scale": 2.0}, 1.0), pytest.approx(0.5)]
 
 
-def test_a_forked_child_makes_threads_of_its_own() -> None:
+def test_forked_child_starts_new_threads() -> None:
     mine = [nn.Parameter(torch.ones(300_000))]
     ours = infinity.CPUAdam(mine, num_threads=2)
     mine[0].grad = torch.ones(300_000)
@@ -329,7 +329,9 @@ def test_a_forked_child_makes_threads_of_its_own() -> None:
     ],
     ids=str,
 )
-def test_a_model_may_change_its_dtype(way: tuple[torch.dtype, torch.dtype], master: bool) -> None:
+def test_model_dtype_change_continues_training(
+    way: tuple[torch.dtype, torch.dtype], master: bool
+) -> None:
     """`.half()` and its like put other data into the same parameters."""
     before, after = way
     model = nn.Linear(5, 3).to(before)
@@ -359,7 +361,7 @@ def test_a_model_may_change_its_dtype(way: tuple[torch.dtype, torch.dtype], mast
         assert ours.state[p].keys() == kept
 
 
-def test_parameters_without_a_gradient_are_left_alone() -> None:
+def test_parameters_without_gradient_unchanged() -> None:
     mine = parameters()
     ours = infinity.CPUAdam(mine)
     mine[0].grad = torch.ones(SHAPES[0])
@@ -371,7 +373,7 @@ def test_parameters_without_a_gradient_are_left_alone() -> None:
         assert parameter not in ours.state
 
 
-def test_autograd_sees_that_parameters_changed() -> None:
+def test_step_increments_autograd_version() -> None:
     p = nn.Parameter(torch.ones(4))
     ours = infinity.CPUAdam([p])
     loss = (p * p).sum()
@@ -381,7 +383,7 @@ def test_autograd_sees_that_parameters_changed() -> None:
         loss.backward()
 
 
-def test_gradients_need_not_be_contiguous() -> None:
+def test_non_contiguous_gradients_accepted() -> None:
     mine, theirs = [nn.Parameter(torch.ones(6, 4))], [nn.Parameter(torch.ones(6, 4))]
     mine[0].grad = torch.randn(4, 6).t()
     theirs[0].grad = mine[0].grad.contiguous()
@@ -390,7 +392,7 @@ def test_gradients_need_not_be_contiguous() -> None:
     assert_same(mine, theirs)
 
 
-def test_threads_are_given_back() -> None:
+def test_threads_stopped_when_optimizer_freed() -> None:
     before = tasks()
 
     def used() -> infinity.CPUAdam:
@@ -411,7 +413,7 @@ def _await_threads(before: set[str]) -> None:
     assert wait_until(lambda: not tasks() - before)
 
 
-def test_the_pool_is_as_large_as_the_process_may_use() -> None:
+def test_default_thread_count_within_affinity() -> None:
     ours = infinity.CPUAdam([p := nn.Parameter(torch.ones(3))])
     p.grad = torch.ones(3)
     ours.step()
@@ -419,7 +421,7 @@ def test_the_pool_is_as_large_as_the_process_may_use() -> None:
     assert 1 <= kernels.num_threads <= len(os.sched_getaffinity(0))
 
 
-def test_results_do_not_depend_on_threads() -> None:
+def test_results_independent_of_thread_count() -> None:
     runs = []
     for threads in (1, 2, 5):
         mine = parameters()
@@ -453,13 +455,13 @@ def test_results_do_not_depend_on_threads() -> None:
     ],
     ids=str,
 )
-def test_bad_numbers_are_refused_at_once(options: dict[str, Any], words: str) -> None:
+def test_invalid_options_rejected_at_construction(options: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         infinity.CPUAdam(parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
-def test_bad_parameters_are_refused_at_once(kind: Any) -> None:
+def test_invalid_parameters_rejected_at_construction(kind: Any) -> None:
     for bad, words in (
         (nn.Parameter(torch.ones(4, 6).t()), "strides"),
         (nn.Parameter(torch.ones(4, dtype=torch.float64)), "float64"),
@@ -473,7 +475,7 @@ def test_bad_parameters_are_refused_at_once(kind: Any) -> None:
         assert len(ours.param_groups) == 1
 
 
-def test_bad_gradients_are_refused_before_a_byte_is_touched() -> None:
+def test_invalid_gradients_rejected_before_any_write() -> None:
     good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 2))
     ours = infinity.CPUAdam([good, bad])
     good.grad = torch.ones(4)
@@ -496,7 +498,7 @@ def test_bad_gradients_are_refused_before_a_byte_is_touched() -> None:
 
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e39, None, "a"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_scale_that_would_ruin_the_parameters_is_refused(scale: Any, dtype: torch.dtype) -> None:
+def test_invalid_grad_scale_rejected(scale: Any, dtype: torch.dtype) -> None:
     mine = parameters(dtype)
     ours = infinity.CPUAdam(mine)
     steps(ours, mine)
@@ -508,7 +510,7 @@ def test_a_scale_that_would_ruin_the_parameters_is_refused(scale: Any, dtype: to
     assert all(same_bits(after[i][n], v) for i, state in states.items() for n, v in state.items())
 
 
-def test_values_may_be_anything() -> None:
+def test_non_finite_gradients_pass_through() -> None:
     """Infinities and NaN go through as in the reference; nothing else is touched by them."""
     p = nn.Parameter(torch.ones(300))
     p.grad = torch.tensor(np.resize([np.inf, np.nan, 1e-45, 3e38, 0.0], 300), dtype=torch.float32)

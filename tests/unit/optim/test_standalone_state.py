@@ -99,9 +99,7 @@ def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_runs_go_on_and_masters_survive_with_their_parameters(
-    dtype: torch.dtype, way: Suggestion
-) -> None:
+def test_resumed_training_is_bitwise_equal(dtype: torch.dtype, way: Suggestion) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)
@@ -116,7 +114,7 @@ def test_runs_go_on_and_masters_survive_with_their_parameters(
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_an_edit_afterwards_wins(dtype: torch.dtype, way: Suggestion) -> None:
+def test_edit_after_restore_overrides_master(dtype: torch.dtype, way: Suggestion) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)
@@ -125,7 +123,7 @@ def test_an_edit_afterwards_wins(dtype: torch.dtype, way: Suggestion) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_an_edit_between_steps_wins(dtype: torch.dtype) -> None:
+def test_edit_between_steps_overrides_master(dtype: torch.dtype) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     before = copy.deepcopy((model, optimizer))
@@ -166,7 +164,7 @@ def test_pruned_parameters_do_not_become_nan(dtype: torch.dtype, value: float) -
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_refused_step_does_not_cost_the_master(dtype: torch.dtype) -> None:
+def test_rejected_step_keeps_master(dtype: torch.dtype) -> None:
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     other, twin = model_first(model, optimizer, dtype)
@@ -180,7 +178,7 @@ def test_a_refused_step_does_not_cost_the_master(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALVES)
-def test_a_state_dict_that_is_kept_while_training_goes_on(dtype: torch.dtype) -> None:
+def test_state_dict_aliases_live_tensors(dtype: torch.dtype) -> None:
     """Its tensors are those in use, as torch's are; so saved late it is the state of then."""
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
@@ -195,7 +193,7 @@ def test_a_state_dict_that_is_kept_while_training_goes_on(dtype: torch.dtype) ->
     assert_same(model, other)
 
 
-def test_fp16_masters_survive_values_at_the_ends_of_the_range() -> None:
+def test_fp16_master_survives_extreme_values() -> None:
     p = nn.Parameter(torch.tensor([60000, 1e-7, -0.0, 1.0], dtype=torch.float16))
     optimizer = infinity.CPUAdam([p], lr=1e4, weight_decay=0.0)
     p.grad = torch.tensor([-1, 0, 0, float("nan")], dtype=torch.float16)
@@ -256,7 +254,7 @@ def put(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
         (torch.float32, put("max_exp_avg_sq", lambda t: 1), "amsgrad"),
     ],
 )
-def test_states_that_do_not_fit(
+def test_invalid_parameter_state_rejected(
     dtype: torch.dtype, change: Callable[[Any], Any], words: str
 ) -> None:
     assert_refused(*spoiled(dtype, change), words)
@@ -274,7 +272,7 @@ def test_states_that_do_not_fit(
         ("weight_decay", "a", "weight_decay='a'"),
     ],
 )
-def test_groups_that_make_no_sense(name: str, value: Any, words: str) -> None:
+def test_invalid_param_groups_rejected(name: str, value: Any, words: str) -> None:
     def change(state: Any) -> None:
         state["param_groups"][0][name] = value
 
@@ -282,7 +280,7 @@ def test_groups_that_make_no_sense(name: str, value: Any, words: str) -> None:
 
 
 @pytest.mark.parametrize("adamw", [True, False])
-def test_torchs_groups_say_which_rule_they_are_of(adamw: bool) -> None:
+def test_torch_state_dict_of_other_rule_rejected(adamw: bool) -> None:
     model, optimizer = made(torch.float32, adamw_mode=adamw)
     train(model, optimizer, seed=1)
     peers = torch.optim.AdamW, torch.optim.Adam
@@ -293,7 +291,7 @@ def test_torchs_groups_say_which_rule_they_are_of(adamw: bool) -> None:
     assert (group["lr"], group["adamw_mode"]) == (0.5, adamw)
 
 
-def test_what_torchs_groups_do_not_say_stays() -> None:
+def test_options_missing_in_torch_state_dict_kept() -> None:
     (p,) = [nn.Parameter(torch.ones(3))]
     ours = infinity.CPUAdam([{"params": [p], "bias_correction": False, "adamw_mode": False}])
     ours.load_state_dict(torch.optim.Adam([p], lr=0.5).state_dict())
@@ -304,7 +302,7 @@ def test_what_torchs_groups_do_not_say_stays() -> None:
 # --- hooks -----------------------------------------------------------------------------------
 
 
-def test_hooks_of_loading_run_around_it() -> None:
+def test_load_state_dict_hooks_run() -> None:
     model, optimizer = made(torch.bfloat16)
     train(model, optimizer, seed=1)
     _, twin = made(torch.bfloat16, seed=1)
@@ -325,7 +323,7 @@ def test_hooks_of_loading_run_around_it() -> None:
     assert seen == ["pre", {40.0}] * 2
 
 
-def test_state_that_is_no_parameters_is_kept() -> None:
+def test_non_parameter_state_preserved() -> None:
     model, optimizer = made(torch.float32)
     train(model, optimizer, seed=1)
     state = optimizer.state_dict()
@@ -386,7 +384,7 @@ def other_gradient_order(optimizer: torch.optim.Optimizer, parameter: nn.Paramet
         other_gradient_order,
     ],
 )
-def test_edits_between_steps_are_seen_as_torch_sees_them(edit: Callable[..., None]) -> None:
+def test_edits_between_steps_match_torch(edit: Callable[..., None]) -> None:
     pairs: list[tuple[torch.optim.Optimizer, nn.Parameter]] = []
     for kind in (infinity.CPUAdam, torch.optim.AdamW):
         parameter = nn.Parameter(gradient(99))
@@ -403,7 +401,7 @@ def test_edits_between_steps_are_seen_as_torch_sees_them(edit: Callable[..., Non
     assert first == pytest.approx(second, rel=1e-4)
 
 
-def test_a_count_that_is_no_tensor_counts_on() -> None:
+def test_step_count_given_as_int_continues() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = infinity.CPUAdam([parameter])
     for step in (1, 2, 8):
@@ -414,7 +412,7 @@ def test_a_count_that_is_no_tensor_counts_on() -> None:
         assert float(optimizer.state[parameter]["step"]) == step
 
 
-def test_a_parameter_that_lost_its_order_is_refused() -> None:
+def test_restrided_parameter_rejected() -> None:
     parameter = nn.Parameter(gradient(0))
     optimizer = infinity.CPUAdam([parameter])
     parameter.grad = gradient(1)

@@ -53,7 +53,7 @@ pickle.loads(pickle.dumps(copy.deepcopy(optimizer)))
 ASK = "import sys; print('torch._dynamo' in sys.modules)\n"
 
 
-def test_torchs_compiler_is_not_imported() -> None:
+def test_torch_dynamo_not_imported() -> None:
     """One process for all: what one does is asked before the next begins."""
     program = "".join(part + ASK for part in (INIT, ENGINE, SINGLE_PROCESS, RANDOM_ON_META))
     done = subprocess.run(
@@ -64,7 +64,7 @@ def test_torchs_compiler_is_not_imported() -> None:
 
 @pytest.mark.parametrize("name", ["add_param_group", "state_dict", "load_state_dict", "zero_grad"])
 @pytest.mark.parametrize("compiler", [True, False])
-def test_the_methods_are_torchs(name: str, compiler: bool, monkeypatch) -> None:
+def test_optimizer_methods_are_torch_methods(name: str, compiler: bool, monkeypatch) -> None:
     if compiler:
         monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
     else:
@@ -77,7 +77,7 @@ def test_the_methods_are_torchs(name: str, compiler: bool, monkeypatch) -> None:
     assert next(iter(inspect.signature(ours).parameters)) == "self"
 
 
-def test_gradients_are_zeroed_as_torchs_are() -> None:
+def test_zero_grad_matches_torch() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
     optimizer = infinity.CPUAdam([parameter])
     parameter.grad = torch.ones(3)

@@ -22,7 +22,7 @@ def collapsed(units: list[int]) -> list[int]:
 
 
 @given(sequences, sequences)
-def test_a_cycle_is_learnt_after_one_run(guess: list[int], units: list[int]) -> None:
+def test_cycle_learned_after_one_run(guess: list[int], units: list[int]) -> None:
     order = AccessOrder(guess)
     run(order, units)
     assert order.sequence == collapsed(units)
@@ -32,7 +32,7 @@ def test_a_cycle_is_learnt_after_one_run(guess: list[int], units: list[int]) -> 
 
 
 @given(sequences, sequences)
-def test_no_order_is_an_error(guess: list[int], units: list[int]) -> None:
+def test_any_sequence_is_accepted(guess: list[int], units: list[int]) -> None:
     order = AccessOrder(guess)
     order.begin()
     for unit in units:
@@ -43,7 +43,7 @@ def test_no_order_is_an_error(guess: list[int], units: list[int]) -> None:
         assert order.distance(unit, wraps=False) > 0
 
 
-def test_a_cycle_without_uses_teaches_nothing() -> None:
+def test_empty_cycle_keeps_sequence() -> None:
     order = AccessOrder([0, 1])
     run(order, [])
     assert order.sequence == [0, 1]
@@ -56,7 +56,7 @@ def test_repeated_uses_of_one_unit_count_once() -> None:
     assert order.mispredictions == 0
 
 
-def test_a_misprediction_is_counted_and_the_run_goes_on() -> None:
+def test_misprediction_counted_without_error() -> None:
     order = AccessOrder([0, 1, 2])
     order.begin()
     order.advance(0)
@@ -68,7 +68,7 @@ def test_a_misprediction_is_counted_and_the_run_goes_on() -> None:
     assert (order.mispredictions, order.position) == (3, 2)
 
 
-def test_what_is_upcoming_is_nearest_first_and_distinct() -> None:
+def test_upcoming_is_nearest_first_and_distinct() -> None:
     order = AccessOrder([0, 1, 2, 1, 0])
     order.begin()
     assert order.upcoming(9, wraps=False) == [0, 1, 2]
@@ -84,7 +84,7 @@ def test_what_is_upcoming_is_nearest_first_and_distinct() -> None:
     assert order.upcoming(9, wraps=True) == [1, 2]
 
 
-def test_distance_is_in_uses() -> None:
+def test_distance_counts_uses() -> None:
     order = AccessOrder([0, 1, 2, 1, 0])
     order.begin()
     order.advance(0)
@@ -96,5 +96,5 @@ def test_distance_is_in_uses() -> None:
     assert order.distance(2, wraps=True) == 3
 
 
-def test_first_uses_are_the_order_of_a_pass() -> None:
+def test_first_uses_keep_order_of_first_appearance() -> None:
     assert AccessOrder([2, 0, 2, 1, 0]).first_uses() == [2, 0, 1]

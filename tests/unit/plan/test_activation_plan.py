@@ -42,13 +42,13 @@ def plan_of(activations: dict[str, Any], *, unified: bool = False, **limits: Any
     return make_plan(UNITS, config, replace(room, **limits), unified=unified)
 
 
-def test_only_repeated_blocks_have_inputs_that_are_saved() -> None:
+def test_block_widths_only_of_repeated_blocks() -> None:
     assert block_widths(UNITS) == [H] * BLOCKS
     experts = [one_unit(f"blocks.0.experts.{i}", (H, H), (H, H), first=200 + i) for i in range(3)]
     assert block_widths([*UNITS, *experts]) == [H] * BLOCKS
 
 
-def test_pools_follow_from_tokens() -> None:
+def test_activation_pools_sized_from_tokens() -> None:
     told = {"checkpoint": "units", "tokens": TOKENS}
     assert plan_of(told).saved.sizes == (INPUT,) * BLOCKS
     host = plan_of({**told, "offload": "host", "min_bytes": 1})
@@ -67,7 +67,7 @@ def test_pools_follow_from_tokens() -> None:
     assert small.predicted_bytes == plan_of(told).predicted_bytes
 
 
-def test_what_is_reserved_counts_against_the_budget() -> None:
+def test_reserved_activations_count_against_budget() -> None:
     told = {"checkpoint": "units", "offload": "host", "host": "1GiB"}
     plan = plan_of(told)
     needed = sum(plan.memory["host"].values())
@@ -76,7 +76,7 @@ def test_what_is_reserved_counts_against_the_budget() -> None:
     assert plan_of(told, host=needed).saved.host_bytes == 1 << 30
 
 
-def test_on_one_memory_ram_is_no_other_place() -> None:
+def test_unified_host_offload_moves_nothing() -> None:
     told = {"checkpoint": "units", "offload": "host", "tokens": TOKENS, "min_bytes": 1}
     plan = plan_of(told, unified=True)
     assert plan.saved.offload is None
@@ -95,7 +95,7 @@ def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config:
 UNITS_AGAIN = {"checkpoint": "units"}
 
 
-def test_infinity_plan_counts_recomputation_and_what_is_away() -> None:
+def test_price_counts_recomputation_and_offloaded_inputs() -> None:
     plain, units = price(case_of({})), price(case_of(UNITS_AGAIN))
     assert units.case.work.recompute
     assert units.activations.boundaries >= BLOCKS * INPUT
@@ -110,7 +110,7 @@ def test_infinity_plan_counts_recomputation_and_what_is_away() -> None:
     assert smaller.saved.sizes == (INPUT // 2,) * BLOCKS
 
 
-def test_the_forecast_has_inputs_in_every_micro_batch() -> None:
+def test_forecast_counts_inputs_of_every_micro_batch() -> None:
     told = {**UNITS_AGAIN, "offload": "disk", "min_bytes": 1}
     for count in (1, 3):
         config = {"gradient_accumulation_steps": count}

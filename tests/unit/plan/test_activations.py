@@ -64,7 +64,7 @@ WIDER = GPTConfig(vocab_size=512, context=128, num_layers=2, num_heads=4, width=
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("config", [PRESETS["gpt-tiny"], WIDER], ids=["tiny", "wider"])
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_estimate_is_near_what_autograd_saves(
+def test_estimate_close_to_bytes_saved_by_autograd(
     config: GPTConfig, precision: str, tied: bool
 ) -> None:
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
@@ -114,7 +114,7 @@ class Gated(nn.Module):
         return F.cross_entropy(self.head(x).float().flatten(0, 1), tokens.flatten())
 
 
-def test_gated_blocks_with_grouped_queries() -> None:
+def test_estimate_gated_blocks_with_grouped_queries() -> None:
     torch.manual_seed(0)
     model = Gated()
     tokens = torch.randint(300, (2, 128))
@@ -123,7 +123,7 @@ def test_gated_blocks_with_grouped_queries() -> None:
     assert measured / 1.1 < found.saved + found.logits // 3 < measured * 1.1
 
 
-def test_with_recomputation_blocks_keep_their_inputs() -> None:
+def test_recompute_keeps_only_block_inputs() -> None:
     torch.manual_seed(0)
     model = Gated(checkpointing=True)
     tokens = torch.randint(300, (2, 128))
@@ -162,7 +162,7 @@ def _product(shape: tuple[int, ...]) -> int:
     return result
 
 
-def test_a_block_of_gpt_by_hand() -> None:
+def test_gpt_block_activation_bytes() -> None:
     h = 64
     shapes = [(h,), (3 * h, h), (3 * h,), (h, h), (h,), (4 * h, h), (h, 4 * h)]
     found = ActivationModel([one_unit("block", *shapes)]).of(10)
@@ -175,7 +175,7 @@ def test_a_block_of_gpt_by_hand() -> None:
     assert (again.again, again.saved, again.boundaries) == (found.saved, 0, 10 * h * 2)
 
 
-def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> None:
+def test_lookup_head_and_expert_activation_bytes() -> None:
     h, vocabulary = 64, 1000
     table = one_unit("table", (vocabulary, h))
     head = one_unit("head", (vocabulary, h), first=1)
@@ -194,7 +194,7 @@ def test_lookups_cost_nothing_heads_their_logits_and_experts_their_share() -> No
 
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("chunks", [1, 4])
-def test_sliced_logits_are_those_of_a_chunk(chunks: int, trained: bool) -> None:
+def test_chunked_logits_estimate_matches_live_bytes(chunks: int, trained: bool) -> None:
     """Beside the gradient of the head's input; compared with what lives."""
     assert CHUNK_TOKENS == losses.CHUNK_TOKENS
     tokens, vocabulary, dtype = 64 * chunks, 2000, torch.bfloat16
@@ -211,7 +211,7 @@ def test_sliced_logits_are_those_of_a_chunk(chunks: int, trained: bool) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["gate and up", "one matrix for both"])
-def test_a_gated_perceptron_keeps_what_leaves_its_activation(fused: bool) -> None:
+def test_gated_mlp_keeps_activation_output(fused: bool) -> None:
     h, inner = 64, 160
     into = [(2 * inner, h)] if fused else [(inner, h), (inner, h)]
     found = ActivationModel([one_unit("mlp", *into, (h, inner))]).of(10)
@@ -220,7 +220,7 @@ def test_a_gated_perceptron_keeps_what_leaves_its_activation(fused: bool) -> Non
     assert found.flow == 10 * 2 * (h + 2 * inner)
 
 
-def test_rms_norms_keep_fp32_and_those_inside_heads_their_output() -> None:
+def test_rms_norm_keeps_fp32_and_head_norm_its_output() -> None:
     h, head = 64, 16
 
     def unit(names: dict[str, tuple[int, ...]], precision: str) -> UnitLayout:
@@ -242,6 +242,6 @@ def test_rms_norms_keep_fp32_and_those_inside_heads_their_output() -> None:
         assert ActivationModel([heads]).of(10).saved == plain + 10 * h * (4 + item)
 
 
-def test_nothing_takes_nothing() -> None:
+def test_no_units_need_no_bytes() -> None:
     assert ActivationModel([]).of(8).total == 0
     assert ActivationModel([]).of(8, recompute="all").total == 0

@@ -102,7 +102,7 @@ def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestio
     return ways
 
 
-def test_too_little_ram_is_helped_by_formats_or_hardware() -> None:
+def test_host_too_small_suggests_moments_or_hardware() -> None:
     ways = ways_of(case_of(100 * MIB, disk=0, device=16 * MIB, tokens=1))
     assert [typed(way).split()[0] for way in ways] == ["--moments", "--disk", "--host"]
     assert [way.lossy for way in ways] == [True, False, False]
@@ -111,7 +111,7 @@ def test_too_little_ram_is_helped_by_formats_or_hardware() -> None:
 
 
 @pytest.mark.parametrize("tier", ["host", "disk", "device"])
-def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
+def test_suggested_tier_size_is_close_to_minimum(tier: str) -> None:
     if tier == "host":
         case = case_of(16 * MIB, disk=0, device=24 * MIB, count=24, tokens=1)
     elif tier == "disk":
@@ -126,7 +126,7 @@ def test_a_larger_tier_is_no_larger_than_it_must_be(tier: str) -> None:
     refused(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
 
 
-def test_activations_are_helped_for_free_first() -> None:
+def test_activations_fit_by_schedule_before_hardware() -> None:
     case = case_of(4 * GIB, device=256 * MIB, tokens=1 << 16, count=4)
     priced = price(case)
     assert priced.missing == priced.activations.total - priced.room > 0
@@ -144,7 +144,7 @@ def test_activations_are_helped_for_free_first() -> None:
     assert "the same batch" in odd[0].what, "rounded up"
 
 
-def test_a_smaller_budget_leaves_room_for_activations() -> None:
+def test_smaller_device_budget_suggested_for_activations() -> None:
     case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute="all")
     found = [way for way in ways_of(case) if typed(way).startswith("budget.device")]
     assert len(found) == 1
@@ -155,7 +155,7 @@ def test_a_smaller_budget_leaves_room_for_activations() -> None:
     assert found[0].priced.room > price(case).room
 
 
-def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> None:
+def test_budget_increase_suggested_before_hardware() -> None:
     case = case_of(8 * GIB, device=None, count=32, budget={"host": "8MiB"}, tokens=16)
     ways = ways_of(case)
     assert typed(ways[0]).startswith("budget.host")
@@ -168,14 +168,14 @@ def test_budgets_of_the_configuration_are_raised_before_hardware_is_bought() -> 
     assert "budget.device=null" in typed(free)
 
 
-def test_explicit_placement_is_given_up_for_those_of_the_plan() -> None:
+def test_auto_placement_suggested_instead_of_explicit() -> None:
     case = case_of(
         128 * MIB, device=16 * MIB, placement={"optimizer_state": "device"}, count=16, tokens=1
     )
     assert "placement.optimizer_state=auto" in typed(ways_of(case)[0])
 
 
-def test_smaller_units_are_offered_where_the_model_has_them() -> None:
+def test_finer_units_suggested_if_available() -> None:
     case = case_of(4 * GIB, device=6 * MIB, tokens=1, count=2)
     case = replace(case, units=units(2, side=2 * SIDE))
     finer = units(8)
@@ -184,7 +184,7 @@ def test_smaller_units_are_offered_where_the_model_has_them() -> None:
     assert not any("--finer-units" in typed(way) for way in ways_of(case))
 
 
-def test_nothing_alone_will_do_and_all_together_does() -> None:
+def test_combined_hardware_suggested_if_no_single_change_fits() -> None:
     case = case_of(16 * MIB, device=MIB, disk=2 * MIB, count=16, tokens=512)
     ways = ways_of(case)
     assert len(ways) == 1
@@ -192,7 +192,7 @@ def test_nothing_alone_will_do_and_all_together_does() -> None:
         assert flag in typed(ways[0])
 
 
-def test_what_nothing_helps_has_no_ways() -> None:
+def test_no_suggestion_if_nothing_fits() -> None:
     case = case_of(GIB, device=64 * MIB, tokens=1 << 40)
     refused(case)
     assert ways_to_fit(case) == []
@@ -219,7 +219,7 @@ def gain(way: Suggestion, now: PlanEstimate) -> float:
     return way.priced.tokens_per_s / now.tokens_per_s
 
 
-def test_gains_are_those_of_the_changed_plans() -> None:
+def test_speedups_match_repriced_plans() -> None:
     priced, ways = slow_ways()
     priced.require_room()
     assert len(ways) > 2
@@ -240,7 +240,7 @@ def test_gains_are_those_of_the_changed_plans() -> None:
             assert "4 times the batch" in way.what
 
 
-def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
+def test_larger_host_suggestions_move_kinds_off_disk() -> None:
     priced, ways = slow_ways()
     assert priced.plan.memory["disk"]["gradients"]
     larger = [way for way in ways if typed(way).startswith("--host")]
@@ -252,21 +252,21 @@ def test_ram_that_holds_the_next_kind_really_holds_it() -> None:
     assert state["weights"] + state["gradients"] < 0.1 * state["state"]
 
 
-def test_the_same_batch_in_fewer_micro_batches() -> None:
+def test_fewer_micro_batches_suggested_for_same_batch() -> None:
     priced = price(slow_case(gradient_accumulation_steps=4))
     (way,) = [way for way in faster(priced) if "the same batch" in way.what]
     assert typed(way).startswith("--tokens 16 --micro-batches 1")
     assert not way.changes_batch
 
 
-def test_recomputation_is_left_out_where_there_is_room() -> None:
+def test_no_recompute_suggested_if_memory_suffices() -> None:
     priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute="all"))
     assert priced.cost.binds == "compute"
     way = next(way for way in faster(priced) if typed(way).endswith("--no-recompute"))
     assert gain(way, priced) == pytest.approx(8 / 6, rel=0.05)
 
 
-def test_fp32_is_offered_where_it_is_multiplied_faster() -> None:
+def test_fp32_suggested_if_faster() -> None:
     case = case_of(4 * GIB, device=None, count=4, tokens=4096)
     rates = replace(nominal(True), compute={"bf16": 1e9, "fp32": 1e11})
     slow = price(case.with_machine(rates=rates))
@@ -279,7 +279,7 @@ def test_fp32_is_offered_where_it_is_multiplied_faster() -> None:
     assert not any("precision" in typed(way) for way in faster(price(same)))
 
 
-def test_formats_follow_the_rule() -> None:
+def test_moment_formats_suggested_only_for_rules_with_moments() -> None:
     case = slow_case(optimizer={"type": "SGD"})
     case = replace(case, rule=RuleFacts(name="SGD", moments=()))
     assert not any(way.lossy for way in faster(price(case)))
@@ -291,7 +291,7 @@ def test_formats_follow_the_rule() -> None:
 
 
 @pytest.mark.parametrize("drives", [1, 4])
-def test_one_more_drive_is_one_more_of_those_there_are(drives: int) -> None:
+def test_extra_drive_scales_bandwidth_and_capacity(drives: int) -> None:
     case = slow_case(nvme_path=[f"/drive{number}" for number in range(drives)])
     (way,) = [way for way in faster(price(case)) if "--drives" in typed(way)]
     more, now = way.priced.case.machine, case.machine
@@ -299,12 +299,12 @@ def test_one_more_drive_is_one_more_of_those_there_are(drives: int) -> None:
     assert more.disk_bytes == now.disk_bytes * (drives + 1) // drives
 
 
-def test_what_moves_nothing_needs_no_hardware() -> None:
+def test_no_hardware_suggested_if_nothing_moves() -> None:
     priced = price(case_of(64 * GIB, device=8 * GIB, count=2))
     assert not any("--host" in typed(way) or "--drives" in typed(way) for way in faster(priced))
 
 
-def test_a_priced_case_adds_up() -> None:
+def test_priced_case_is_consistent() -> None:
     priced, _ = slow_ways()
     case = priced.case
     assert priced.room == case.compute_bytes - priced.plan.tier_bytes["device"]
@@ -321,7 +321,7 @@ def test_a_priced_case_adds_up() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [1, MIB, 100 * MIB + 1, GIB + 1, 17 * GIB + 5, 10**13])
-def test_sizes_that_people_would_say(nbytes: int) -> None:
+def test_round_size_brackets_value_and_parses_back(nbytes: int) -> None:
     assert round_down(nbytes) <= nbytes <= round_size(nbytes)
     assert round_size(nbytes) - round_down(nbytes) <= max(MIB, nbytes / 8)
     from infinity.common.sizes import parse_size

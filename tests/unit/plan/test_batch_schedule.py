@@ -81,7 +81,7 @@ QUICK = ("little RAM", "no device", "no disk, little RAM")
 @pytest.mark.parametrize(
     "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.big) for n in MACHINES]
 )
-def test_the_choice_is_as_good_as_the_best_of_all(name: str) -> None:
+def test_chosen_schedule_close_to_exhaustive_best(name: str) -> None:
     case = case_of(*MACHINES[name], **({"nvme_path": None} if "no disk" in name else {}))
     best = min(all_of(case), key=lambda p: p.cost.seconds)
     chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
@@ -90,7 +90,7 @@ def test_the_choice_is_as_good_as_the_best_of_all(name: str) -> None:
     assert chosen.best.missing == 0
 
 
-def test_what_is_asked_for_is_kept() -> None:
+def test_requested_schedule_is_respected() -> None:
     case = case_of(*MACHINES["roomy"])
     wish = BatchSchedule(micro_batches=2, slices=4, recompute=2, offload="host")
     chosen = choose_schedule(case, wish, SEQUENCES)
@@ -103,7 +103,7 @@ def test_what_is_asked_for_is_kept() -> None:
     )
 
 
-def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
+def test_suggested_micro_batches_split_between_samples() -> None:
     case = replace(case_of(*MACHINES["roomy"]), work=StepWork(3 * LENGTH * 4))
     chosen = choose_schedule(case, BatchSchedule(micro_batches=1), 3)
     assert chosen.best is not None
@@ -115,7 +115,7 @@ def test_what_is_advised_cuts_a_step_between_its_samples_too() -> None:
     assert way.priced.case.micro_batches == 3
 
 
-def test_where_ram_computes_its_named_budget_is_for_activations_too() -> None:
+def test_unified_host_budget_includes_activations() -> None:
     budget = 480 * MIB
     case = case_of(None, 8 * GIB, 1, 1e13, budget={"host": budget})
     case = replace(case, work=StepWork(8 * SEQUENCES * LENGTH))
@@ -124,14 +124,14 @@ def test_where_ram_computes_its_named_budget_is_for_activations_too() -> None:
     assert budgeted_bytes(best.plan)[Tier.HOST] + MARGIN * best.activations.total <= budget
 
 
-def test_an_engine_leaves_activations_room_within_its_named_budget(tmp_path: Path) -> None:
+def test_engine_host_budget_includes_activations(tmp_path: Path) -> None:
     for tokens, on_disk in ((64, False), (3 * 10**6, True)):
         told: dict[str, Any] = {"budget": {"host": "4GiB"}, "activations": {"tokens": tokens}}
         with small_engine(tmp_path, {"weights": "auto"}, **told) as engine:
             assert (engine.plan.tier_bytes[Tier.DISK] > 0) == on_disk
 
 
-def test_where_nothing_fits_the_least_is_told() -> None:
+def test_no_fitting_schedule_reports_smallest() -> None:
     case = case_of(4 * MIB, 8 * GIB, 1, 1e13)
     chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
     assert chosen.best is None
@@ -141,7 +141,7 @@ def test_where_nothing_fits_the_least_is_told() -> None:
         price(chosen.smallest).require_room()
 
 
-def test_a_schedule_keeps_nothing_of_the_one_before() -> None:
+def test_with_schedule_discards_previous_schedule() -> None:
     """A case that was planned with recomputation is priced without it where that is asked."""
     case = case_of(*MACHINES["roomy"])
     tokens = case.work.tokens

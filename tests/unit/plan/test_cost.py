@@ -35,7 +35,7 @@ CPU = Rates(disk_read=2 * GB, disk_write=GB, disk_mixed=3 * GB, update={"fp32": 
 SIZES = [102_400] * 8
 
 
-def test_disk_time_is_the_common_part_mixed_and_the_rest_alone() -> None:
+def test_disk_s_combines_mixed_and_single_direction_rates() -> None:
     assert CPU.disk_s(0, 0) == 0
     assert CPU.disk_s(6 * 10**9, 0) == 3
     assert CPU.disk_s(0, 6 * 10**9) == 6
@@ -44,7 +44,7 @@ def test_disk_time_is_the_common_part_mixed_and_the_rest_alone() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3])
 @pytest.mark.parametrize("count", [1, 2, 8])
-def test_phases_add_up_to_the_step(micro_batches: int, count: int) -> None:
+def test_phase_bytes_sum_to_step(micro_batches: int, count: int) -> None:
     plan = plan_of(SIZES[:count], placement=ON_DISK, gradient_accumulation_steps=micro_batches)
     phases = forecast_phases(plan)
     assert [(p.micro_batch, p.backward) for p in phases] == [
@@ -55,7 +55,7 @@ def test_phases_add_up_to_the_step(micro_batches: int, count: int) -> None:
     assert total == forecast_bytes(plan) == plan.predicted_bytes
 
 
-def test_bytes_fall_into_the_phases_where_they_move() -> None:
+def test_bytes_assigned_to_phase_that_moves_them() -> None:
     """Gradients in RAM, all else on disk: the update writes, backward reads what left its slot."""
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     forward, backward = forecast_phases(plan)
@@ -65,7 +65,7 @@ def test_bytes_fall_into_the_phases_where_they_move() -> None:
     assert backward.moved["disk_read"] == (8 - 3) * weights  # three slots at the turn
 
 
-def test_the_slowest_resource_decides_each_phase() -> None:
+def test_slowest_resource_determines_phase_time() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     cost = step_cost(plan, CPU, StepWork(tokens=1000))
     forward, backward = cost.phases
@@ -83,7 +83,7 @@ def test_the_slowest_resource_decides_each_phase() -> None:
     assert cost.resources["disk"] == forward.resources["disk"] + backward.resources["disk"]
 
 
-def test_compute_begins_when_the_first_unit_is_updated() -> None:
+def test_compute_starts_after_first_unit_updated() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     slow = replace(CPU, update={"fp32": GB / 1000})  # and so is memory: compute binds
     forward = step_cost(plan, slow, StepWork(tokens=1000)).phases[0]
@@ -93,7 +93,7 @@ def test_compute_begins_when_the_first_unit_is_updated() -> None:
 
 
 @pytest.mark.parametrize("unified", [True, False])
-def test_disk_traffic_takes_compute_where_the_processors_compute(unified: bool) -> None:
+def test_disk_traffic_costs_compute_only_if_unified(unified: bool) -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, unified=unified)
     links = {} if unified else {"to_device": 4 * GB, "from_device": 2 * GB}
     free = replace(CPU, **links)
@@ -112,7 +112,7 @@ def test_disk_traffic_takes_compute_where_the_processors_compute(unified: bool) 
     assert lost["forward 1"] > lost["backward 1"] or not unified
 
 
-def test_a_device_of_its_own_hides_the_update() -> None:
+def test_separate_device_overlaps_update() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, unified=False)
     links = {"to_device": 4 * GB, "from_device": 2 * GB}
     rates = Rates(CPU.disk_read, CPU.disk_write, CPU.disk_mixed, CPU.update, CPU.compute, **links)
@@ -126,7 +126,7 @@ def test_a_device_of_its_own_hides_the_update() -> None:
     assert backward.resources["from_device"] == pytest.approx(moved["from_device"] / (2 * GB))
 
 
-def test_links_that_slow_each_other_are_priced_as_they_share(
+def test_mixed_copies_priced_at_shared_link_rate(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cost, "CALL_S", 0.0)  # chunks are small here
@@ -147,7 +147,7 @@ def test_links_that_slow_each_other_are_priced_as_they_share(
     assert other["to_device"] > one["to_device"]
 
 
-def test_lossy_moments_update_at_their_own_rate() -> None:
+def test_lossy_moments_use_their_update_rate() -> None:
 
     plan = plan_of(SIZES)
     rule = RuleFacts("AdamW", (MomentFormat.INT8, MomentFormat.INT8))
@@ -159,7 +159,7 @@ def test_lossy_moments_update_at_their_own_rate() -> None:
     assert update_s(lossy, CPU) == (pytest.approx(sum(SIZES) / (2 * GB)), 0, 0)
 
 
-def test_products_count_for_matrices_that_are_multiplied() -> None:
+def test_flops_count_only_multiplied_matrices() -> None:
 
     facts = [
         ParameterFacts("table", 0, (1000, 64), "bfloat16", 64_000, 2, True, 0),
@@ -183,7 +183,7 @@ def test_products_count_for_matrices_that_are_multiplied() -> None:
     assert flop_per_token(plan.units, work) == 4 * 4096
 
 
-def test_what_stands_between_products_has_rates_of_its_own() -> None:
+def test_elementwise_attention_and_logits_use_separate_rates() -> None:
     facts = [
         ParameterFacts(name, index, shape, "bfloat16", math.prod(shape), 2, True, 0)
         for index, (name, shape) in enumerate([("attn.weight", (64, 64)), ("head", (1000, 64))])
@@ -209,7 +209,7 @@ def test_what_stands_between_products_has_rates_of_its_own() -> None:
     assert seconds(logits=GB) == pytest.approx([10 * 1000 / 2 / GB] * 2)
 
 
-def test_a_tied_head_is_computed_after_the_last_update() -> None:
+def test_tied_head_computed_after_last_update() -> None:
     table = ParameterFacts("table", 0, (1000, 64), "bfloat16", 64_000, 2, True, 0)
     block = ParameterFacts("up", 1, (64, 64), "bfloat16", 4096, 2, True, 0)
     units = tuple(lay_out(i, facts.name, [facts], BF16) for i, facts in enumerate([table, block]))
@@ -222,12 +222,12 @@ def test_a_tied_head_is_computed_after_the_last_update() -> None:
     assert forward.seconds == pytest.approx(forward.resources["disk"] + tail)
 
 
-def test_days_to_a_rated_endurance() -> None:
+def test_disk_days_to_rated_endurance() -> None:
     assert disk_days(10**12, 86400.0, 600e12) == 600
     assert disk_days(0, 1.0, 600e12) == float("inf")
 
 
-def test_a_slot_that_was_freed_for_a_unit_is_not_filled_twice() -> None:
+def test_freed_slot_not_filled_twice() -> None:
     """A unit that the optimizer's pass does not publish, before others that it does publish."""
     facts = [ParameterFacts(f"p{i}", i, (9216,), "bfloat16", 9216, 2, True, 0) for i in range(12)]
     layouts = tuple(lay_out(i, f"u{i}", [facts[i]], BF16, ranks=3) for i in range(12))

@@ -36,9 +36,7 @@ def plan_of(hints: dict[str, Any], host: int | None = None, **config: Any) -> Pl
 @pytest.mark.parametrize(
     ("most", "prefetch_units"), [(8 * EACH, 3), (5 * EACH, 3), (4 * EACH, 2), (3 * EACH, 1), (0, 1)]
 )
-def test_slots_hold_no_more_than_hinted_while_anything_overlaps(
-    most: int, prefetch_units: int
-) -> None:
+def test_live_parameters_hint_lowers_prefetch(most: int, prefetch_units: int) -> None:
     plan = plan_of({"live_parameters": most}, prefetch_units=3)
     assert plan.prefetch_units == prefetch_units
     assert live_parameters(plan) == (prefetch_units + 2) * EACH
@@ -50,12 +48,12 @@ def test_slots_hold_no_more_than_hinted_while_anything_overlaps(
         assert "hints.live_parameters is 0, slots hold 393" in missed[0]
 
 
-def test_who_looks_at_nothing_ahead_is_left_alone() -> None:
+def test_live_parameters_hint_without_prefetch_has_no_effect() -> None:
     assert plan_of({"live_parameters": 0}, prefetch_units=0).prefetch_units == 0
 
 
 @pytest.mark.parametrize(("most", "kept"), [(0, 0), (EACH - 1, 0), (3 * EACH, 3), (10**9, 8)])
-def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
+def test_max_params_in_cpu_keeps_weights_in_host(most: int, kept: int) -> None:
     plan = plan_of({"max_params_in_cpu": most})
     assert [h.weight for h in plan.placements] == [Tier.HOST] * kept + [Tier.DISK] * (8 - kept)
     assert {(h.state, h.gradient) for h in plan.placements} == {(Tier.DISK, Tier.DISK)}
@@ -64,14 +62,14 @@ def test_so_many_weights_stay_in_ram(most: int, kept: int) -> None:
     assert (plan.predicted_bytes["disk_read"] < before.predicted_bytes["disk_read"]) == (kept > 0)
 
 
-def test_as_many_as_the_budget_has_room_for() -> None:
+def test_max_params_in_cpu_limited_by_host_budget() -> None:
     needs = sum(plan_of({}).memory["host"].values())
     plan = plan_of({"max_params_in_cpu": 10**9}, host=needs + 5 * EACH)  # 2 bytes each: 2 units
     assert sum(h.weight is Tier.HOST for h in plan.placements) == 2
     assert any(f"{2 * EACH // 1000}" in note.replace(".", "") for note in plan.notes)
 
 
-def test_a_run_with_hints_has_the_same_bits(tmp_path: Path) -> None:
+def test_deepspeed_hints_do_not_change_results(tmp_path: Path) -> None:
     """DeepSpeed's words, and the placement and slots that they come to."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     found = []

@@ -75,7 +75,7 @@ def byte_ranges(layout: UnitLayout) -> list[tuple[int, int]]:
 
 
 @given(layouts())
-def test_every_parameter_has_a_place_of_its_size(
+def test_every_parameter_has_segment_of_its_size(
     made: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
     _, given_facts, layout = made
@@ -89,7 +89,7 @@ def test_every_parameter_has_a_place_of_its_size(
 
 
 @given(layouts())
-def test_segments_are_aligned_apart_and_inside(
+def test_segments_aligned_disjoint_and_within_slot(
     made: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
     *_, layout = made
@@ -107,7 +107,7 @@ def test_segments_are_aligned_apart_and_inside(
 
 
 @given(layouts())
-def test_ranges_are_padded_and_not_more_than_needed(
+def test_layout_padding_is_bounded(
     made: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
     _, given_facts, layout = made
@@ -121,7 +121,7 @@ def test_ranges_are_padded_and_not_more_than_needed(
 
 
 @given(layouts(), st.integers(1, 8))
-def test_chunks_cover_the_trained_range_once(
+def test_chunks_cover_trained_range_once(
     made: tuple[Precision, list[ParameterFacts], UnitLayout], blocks: int
 ) -> None:
     *_, layout = made
@@ -137,7 +137,7 @@ def test_chunks_cover_the_trained_range_once(
 
 
 @given(precisions, st.sets(st.sampled_from(RECORD_ORDER), min_size=1), st.integers(1, 70))
-def test_a_record_is_contiguous_and_every_part_starts_on_a_page(
+def test_record_contiguous_and_page_aligned(
     precision: Precision, kinds: set[Kind], blocks: int
 ) -> None:
     chosen = tuple(k for k in precision.kinds if k in kinds)
@@ -152,9 +152,7 @@ def test_a_record_is_contiguous_and_every_part_starts_on_a_page(
 
 
 @given(precisions, st.integers(1, 70))
-def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
-    precision: Precision, blocks: int
-) -> None:
+def test_kind_bytes_hold_values_and_scales_within_a_page(precision: Precision, blocks: int) -> None:
     count = blocks * ELEMENT_ALIGN
     assert precision.nbytes(Kind.WEIGHT, count) == count * precision.weight
     if precision.master_kind is not None:
@@ -165,7 +163,7 @@ def test_a_part_holds_values_and_scales_and_less_than_a_page_more(
         assert needed <= precision.nbytes(kind, count) < needed + PAGE
 
 
-def test_the_kinds_of_a_precision() -> None:
+def test_precision_kinds_and_bytes_per_parameter() -> None:
     assert BF16.kinds == (Kind.WEIGHT, Kind.RESIDUAL, Kind.MOMENT1, Kind.MOMENT2)
     assert FP32.kinds == (Kind.WEIGHT, Kind.MOMENT1, Kind.MOMENT2)
     assert FP16.kinds == (Kind.WEIGHT, Kind.MASTER, Kind.MOMENT1, Kind.MOMENT2)

@@ -49,7 +49,7 @@ def computer(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_a_plain_computer(tmp_path: Path) -> None:
+def test_read_machine_without_cgroup_limits(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, {}))
     assert machine.host_ram_bytes == 32 * GIB
     assert machine.host_available_bytes == 30 * GIB
@@ -62,7 +62,7 @@ def test_a_plain_computer(tmp_path: Path) -> None:
     assert default_host_budget_bytes(machine) == int(0.8 * 31 * GIB)
 
 
-def test_ram_that_grows_as_it_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_ram_variable_raises_total(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = computer(tmp_path, {})
     monkeypatch.setenv(module.HOST_RAM, "64GiB")
     machine = read_machine(root=root)
@@ -75,7 +75,7 @@ def test_ram_that_grows_as_it_is_used(tmp_path: Path, monkeypatch: pytest.Monkey
         read_machine(root=root)
 
 
-def test_cgroup_v2_every_ancestor_counts(tmp_path: Path) -> None:
+def test_cgroup_v2_limits_of_ancestors_apply(tmp_path: Path) -> None:
     files = {
         "proc/self/mountinfo": V2_MOUNT,
         "proc/self/cgroup": "0::/a/b\n",
@@ -94,7 +94,7 @@ def test_cgroup_v2_every_ancestor_counts(tmp_path: Path) -> None:
     assert default_host_budget_bytes(machine) == int(0.8 * 5 * GIB)
 
 
-def test_cgroup_v1_beside_an_empty_v2(tmp_path: Path) -> None:
+def test_cgroup_v1_with_empty_v2_mount(tmp_path: Path) -> None:
     files = {
         "proc/self/mountinfo": V1_MOUNTS + V2_MOUNT.replace("/cgroup rw", "/cgroup/unified rw"),
         "proc/self/cgroup": "4:memory:/job/x\n1:cpu,cpuacct:/job\n0::/\n",
@@ -116,7 +116,7 @@ def test_cgroup_v1_beside_an_empty_v2(tmp_path: Path) -> None:
     assert machine.num_cpus == machine.cpu_quota == 2
 
 
-def test_a_container_that_sees_only_its_own_part_of_the_tree(tmp_path: Path) -> None:
+def test_cgroup_v2_mounted_at_subtree(tmp_path: Path) -> None:
     files = {
         "proc/self/mountinfo": V2_MOUNT.replace(" / /sys", " /docker/abc /sys"),
         "proc/self/cgroup": "0::/docker/abc/inner\n",
@@ -127,7 +127,7 @@ def test_a_container_that_sees_only_its_own_part_of_the_tree(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("own_path", ["/gone/away", "/../outside", "/"])
-def test_an_unknown_cgroup_path_falls_back_to_the_mount(tmp_path: Path, own_path: str) -> None:
+def test_unknown_cgroup_path_falls_back_to_mount(tmp_path: Path, own_path: str) -> None:
     files = {
         "proc/self/mountinfo": V2_MOUNT,
         "proc/self/cgroup": f"0::{own_path}\n",
@@ -137,7 +137,7 @@ def test_an_unknown_cgroup_path_falls_back_to_the_mount(tmp_path: Path, own_path
     assert read_machine(root=computer(tmp_path, files)).host_ram_bytes == 4 * GIB
 
 
-def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
+def test_cgroup_over_limit_has_no_available_ram(tmp_path: Path) -> None:
     files = {
         "proc/self/mountinfo": V2_MOUNT,
         "proc/self/cgroup": "0::/\n",
@@ -150,7 +150,7 @@ def test_a_group_over_its_limit_has_nothing_left(tmp_path: Path) -> None:
     assert machine.num_cpus == 1
 
 
-def test_limits_that_are_not_there(tmp_path: Path) -> None:
+def test_missing_limits_use_fallbacks(tmp_path: Path) -> None:
     files = {
         "proc/self/limits": "Max locked memory         unlimited            unlimited    bytes\n",
         "proc/self/status": "Name:\tx\n",
@@ -164,12 +164,12 @@ def test_limits_that_are_not_there(tmp_path: Path) -> None:
     assert machine.num_cpus == len(os.sched_getaffinity(0))
 
 
-def test_no_memory_total_is_an_error(tmp_path: Path) -> None:
+def test_missing_mem_total_raises(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="no MemTotal"):
         read_machine(root=tmp_path)
 
 
-def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_free_bytes_and_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     facts = os.statvfs(tmp_path)  # others write to the disk meanwhile
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
@@ -179,7 +179,7 @@ def test_disks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         disk_free_bytes(tmp_path / "none")
 
 
-def test_a_shared_cache_counts_once(tmp_path: Path) -> None:
+def test_shared_cache_counted_once(tmp_path: Path) -> None:
     files = {}
     for cpu in range(4):
         shared = "0-1" if cpu < 2 else "2-3"
@@ -192,14 +192,14 @@ def test_a_shared_cache_counts_once(tmp_path: Path) -> None:
     assert read_machine(root=computer(tmp_path, files)).cache_bytes == 2 * 32768 * 1024
 
 
-def test_what_is_not_told(tmp_path: Path) -> None:
+def test_missing_cache_and_cpu_model_use_fallbacks(tmp_path: Path) -> None:
     machine = read_machine(root=computer(tmp_path, {}))
     assert machine.cache_bytes == 0
     assert cpu_model(tmp_path) == os.uname().machine
     assert cpu_model(computer(tmp_path, {"proc/cpuinfo": "model name\t: A B\n"})) == "A B"
 
 
-def test_the_mount_of_a_path(tmp_path: Path) -> None:
+def test_mount_of_path(tmp_path: Path) -> None:
     place = (tmp_path / "a b").resolve()
     (place / "deep").mkdir(parents=True)
     name = str(place).replace(" ", "\\040")
@@ -222,7 +222,7 @@ def test_the_mount_of_a_path(tmp_path: Path) -> None:
         mount_of(tmp_path / "none")
 
 
-def test_this_computer() -> None:
+def test_read_machine_on_real_machine() -> None:
     machine = read_machine()
     assert mount_of(Path("/")).file_system
     assert 0 < machine.host_available_bytes <= machine.host_ram_bytes
@@ -231,7 +231,7 @@ def test_this_computer() -> None:
     assert machine.thp_mode in ("always", "madvise", "never", "unknown")
 
 
-def test_reading_does_not_import_torch() -> None:
+def test_read_machine_does_not_import_torch() -> None:
     # A bare package, since what `infinity/__init__.py` imports is not this module's doing.
     root = Path(module.__file__).resolve().parent.parent
     script = f"""
@@ -254,14 +254,14 @@ print(*sys.modules)
     [(0, 1, True, 16), (0, 1, False, 13), (16, 1, False, 16), (0, 4, False, 1), (0, 8, True, 2),
      (4, 8, False, 1)],
 )  # fmt: skip
-def test_cores_are_left_to_those_who_launch(
+def test_threads_for_leaves_cores_for_launching(
     wanted: int, ranks: int, unified: bool, threads: int
 ) -> None:
     assert threads_for(wanted, 16, ranks, unified=unified) == threads
 
 
 @pytest.mark.parametrize(("unified", "threads"), [(True, 8), (False, 5)])
-def test_an_engine_leaves_them(
+def test_engine_leaves_cores_for_launching(
     unified: bool, threads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     eight = replace(read_machine(), num_cpus=8, cpu_quota=None)

@@ -62,7 +62,7 @@ def changed(name: str, value: object) -> dict[str, Any]:
     return facts
 
 
-def test_a_file_that_says_everything(tmp_path: Path) -> None:
+def test_full_machine_file(tmp_path: Path) -> None:
     machine = read_machine_file(written(tmp_path, FULL))
     assert machine == PlanMachine(
         name="a rig",
@@ -90,7 +90,7 @@ def test_a_file_that_says_everything(tmp_path: Path) -> None:
     assert machine.host_budget_bytes == int(0.8 * 64 * GIB)
 
 
-def test_what_is_left_out_is_nominal_and_named(tmp_path: Path) -> None:
+def test_missing_rates_are_nominal_and_listed(tmp_path: Path) -> None:
     facts = changed("rates", {"disk_read": 1e9, "update": {"8bit": 5e8}, "device_update": None})
     machine = read_machine_file(written(tmp_path, facts))
     assert machine.rates.disk_read == 1e9
@@ -104,7 +104,7 @@ def test_what_is_left_out_is_nominal_and_named(tmp_path: Path) -> None:
     assert machine.rates_origin.startswith("measured 2026-10-01; nominal, not measured: disk_write")
 
 
-def test_a_file_that_says_the_least(tmp_path: Path) -> None:
+def test_minimal_machine_file_is_nominal(tmp_path: Path) -> None:
     machine = read_machine_file(written(tmp_path, CPU_ONLY))
     assert machine.rates == NOMINAL_CPU
     assert (machine.device_bytes, machine.disk_bytes, machine.measured) == (None, 0, None)
@@ -112,7 +112,7 @@ def test_a_file_that_says_the_least(tmp_path: Path) -> None:
     assert "nothing was measured" in machine.rates_origin
 
 
-def test_given_without_a_date(tmp_path: Path) -> None:
+def test_rates_origin_without_date_is_given(tmp_path: Path) -> None:
     machine = read_machine_file(written(tmp_path, changed("measured", None)))
     assert machine.rates_origin == "given"
 
@@ -150,7 +150,7 @@ def test_given_without_a_date(tmp_path: Path) -> None:
         ("rates.update", [1], ["rates.update"]),
     ],
 )
-def test_mistakes_are_told_by_name(
+def test_invalid_key_reported_by_name(
     tmp_path: Path, name: str, value: object, parts: list[str]
 ) -> None:
     path = written(tmp_path, changed(name, value))
@@ -160,7 +160,7 @@ def test_mistakes_are_told_by_name(
         assert part in str(caught.value)
 
 
-def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+def test_all_mistakes_reported_at_once(tmp_path: Path) -> None:
     facts = changed("host_ram", "x") | {"num_cpus": 0, "colour": "red"}
     with pytest.raises(ConfigError, match="3 mistakes"):
         read_machine_file(written(tmp_path, facts))
@@ -175,7 +175,7 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
         ('{"name": "a", "name": "b"}', "given twice"),
     ],
 )
-def test_what_is_no_json_object(tmp_path: Path, text: str, part: str) -> None:
+def test_invalid_json_rejected(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
         read_machine_file(written(tmp_path, text))
     with pytest.raises(ConfigError, match=r"none\.json does not exist"):
@@ -183,7 +183,7 @@ def test_what_is_no_json_object(tmp_path: Path, text: str, part: str) -> None:
 
 
 @pytest.mark.parametrize("facts", [FULL, CPU_ONLY, changed("rates", {"device_update": None})])
-def test_there_and_back(tmp_path: Path, facts: dict[str, Any]) -> None:
+def test_machine_file_round_trip(tmp_path: Path, facts: dict[str, Any]) -> None:
     machine = read_machine_file(written(tmp_path, facts))
     again = read_machine_file(written(tmp_path, machine.as_text()))
     assert again == machine
@@ -194,7 +194,7 @@ def test_nominal_rates_are_not_written(tmp_path: Path) -> None:
     assert machine.as_dict()["rates"] == {"disk_read": 10**9}
 
 
-def test_this_machine_from_a_made_up_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_here_reads_machine_from_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     space = os.statvfs(tmp_path)  # others write to the disk meanwhile
     monkeypatch.setattr(os, "statvfs", {tmp_path: space}.__getitem__)
     rates, _ = completed({}, unified=True)
@@ -214,7 +214,7 @@ def test_this_machine_from_a_made_up_root(tmp_path: Path, monkeypatch: pytest.Mo
     assert dataclasses.replace(again, rates=measured) == machine
 
 
-def test_this_machine_with_a_device_and_without_a_path(tmp_path: Path) -> None:
+def test_here_with_device_and_without_disk_path(tmp_path: Path) -> None:
     root = computer(tmp_path, {})
     rates = dataclasses.replace(NOMINAL, device_update=None)
     machine = PlanMachine.here([], 7 * GIB, rates, measured="2026-11-21", root=root)
@@ -225,7 +225,7 @@ def test_this_machine_with_a_device_and_without_a_path(tmp_path: Path) -> None:
     assert again == machine
 
 
-def test_this_machine_before_anything_was_measured(tmp_path: Path) -> None:
+def test_here_without_measurement_is_nominal(tmp_path: Path) -> None:
     machine = PlanMachine.here([], 7 * GIB, root=computer(tmp_path, {}))
     assert machine.rates == NOMINAL
     assert "nothing was measured" in machine.rates_origin
@@ -233,7 +233,7 @@ def test_this_machine_before_anything_was_measured(tmp_path: Path) -> None:
         PlanMachine.here([tmp_path / "none"], 7 * GIB)
 
 
-def test_rates_by_name_and_back() -> None:
+def test_rates_numbers_round_trip() -> None:
     for unified in (False, True):
         rates = nominal(unified)
         assert Rates.of(rates.numbers()) == rates
@@ -241,7 +241,7 @@ def test_rates_by_name_and_back() -> None:
     assert NOMINAL.numbers()["update.8bit"] == NOMINAL.update["8bit"]
 
 
-def test_seconds_on_the_disk() -> None:
+def test_rates_disk_s() -> None:
     rates = Rates(disk_read=2e9, disk_write=1e9, disk_mixed=1.5e9)
     assert rates.disk_s(2 * 10**9, 0) == pytest.approx(1.0)
     assert rates.disk_s(0, 10**9) == pytest.approx(1.0)

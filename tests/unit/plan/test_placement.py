@@ -68,7 +68,7 @@ def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified:
     st.sampled_from([1, 2]),
 )
 @settings(max_examples=25, deadline=None)
-def test_up_to_three_units_of_any_kind_on_one_memory(
+def test_best_placement_three_units_unified(
     sizes: list[int], host: int, micro_batches: int
 ) -> None:
     compare(sizes, ("weight", "gradient", "state"), Limits(None, host * KIB, None), micro_batches)
@@ -76,7 +76,7 @@ def test_up_to_three_units_of_any_kind_on_one_memory(
 
 @given(st.lists(SIZES, min_size=4, max_size=6), st.integers(400, 6_000), st.sampled_from([1, 2]))
 @settings(max_examples=12, deadline=None)
-def test_up_to_six_units_of_one_kind(sizes: list[int], host: int, micro_batches: int) -> None:
+def test_best_placement_six_units_one_kind(sizes: list[int], host: int, micro_batches: int) -> None:
     for free in ("weight", "gradient", "state"):
         compare(sizes, (free,), Limits(None, host * KIB, None), micro_batches)
 
@@ -88,7 +88,7 @@ def test_up_to_six_units_of_one_kind(sizes: list[int], host: int, micro_batches:
     st.sampled_from([1, 2]),
 )
 @settings(max_examples=20, deadline=None)
-def test_two_units_on_a_device_of_its_own(
+def test_best_placement_two_units_separate_device(
     sizes: list[int], device: int, host: int, micro_batches: int
 ) -> None:
     limits = Limits(device * KIB, host * KIB, None)
@@ -99,7 +99,7 @@ def test_two_units_on_a_device_of_its_own(
     ("sizes", "host"),
     [([5_000, 5_000, 20_000, 100_000], 3_069), ([20_000, 5_000, 100_000, 5_000, 5_000], 3_214)],
 )
-def test_a_large_unit_takes_the_place_of_three_small_ones(sizes: list[int], host: int) -> None:
+def test_best_placement_large_unit_replaces_three_small(sizes: list[int], host: int) -> None:
     """One that goes frees nothing: what is first on disk needs buffers, so all must go at once."""
     compare(sizes, ("state",), Limits(None, host * KIB, None), 1)
 
@@ -119,7 +119,7 @@ def compare(
         assert step_cost(found, rates).seconds <= best * 1.001
 
 
-def test_equal_units_are_filled_from_the_front_and_many_of_them_quickly() -> None:
+def test_equal_units_placed_from_front() -> None:
     """Eighty blocks: the last ones are in slots at the turn anyway, so the first ones stay."""
     sizes = [1_000_000] * 80
     limits = Limits(None, 220 << 20, None)
@@ -132,14 +132,14 @@ def test_equal_units_are_filled_from_the_front_and_many_of_them_quickly() -> Non
     assert score(found, nominal(True)) < score(plan, nominal(True))
 
 
-def test_a_run_that_fits_a_device_with_kernels_rests_there() -> None:
+def test_model_that_fits_device_with_kernels_stays_there() -> None:
     config = load_config({"nvme_path": "/nvme"})
     limits = Limits(1 << 30, 1 << 30, None)
     plan = make_plan(units([60_000] * 3), config, limits, unified=False, device_kernels=True)
     assert set(plan.placements) == {UnitPlacement(Tier.DEVICE, Tier.DEVICE, Tier.DEVICE)}
 
 
-def test_a_model_that_cannot_fit_is_refused_as_before() -> None:
+def test_model_that_cannot_fit_rejected() -> None:
     config = load_config({"nvme_path": "/nvme"})
     with pytest.raises(DoesNotFitError, match=r"64\.00 KiB"):
         make_plan(units([500_000] * 4), config, Limits(None, 64 * KIB, None), unified=True)

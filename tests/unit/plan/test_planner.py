@@ -90,7 +90,7 @@ def assert_slots_serve(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("weights", "moments", "gradients"), list(itertools.product(TIERS, repeat=3))
 )
-def test_every_explicit_tier_is_honoured(
+def test_explicit_placement_is_honoured(
     weights: str, moments: str, gradients: str, unified: bool
 ) -> None:
     wish = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
@@ -106,7 +106,7 @@ def test_every_explicit_tier_is_honoured(
 
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", ["weights", "optimizer_state", "gradients"])
-def test_an_explicit_tier_that_does_not_fit_is_refused_and_not_moved(kind: str, tier: str) -> None:
+def test_explicit_tier_that_does_not_fit_rejected(kind: str, tier: str) -> None:
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "auto") | {kind: tier}
     roomy = dict.fromkeys(TIERS, 2**40)
     tight = Limits(**{**roomy, tier: 64 << 10})
@@ -129,14 +129,14 @@ budgets = st.fixed_dictionaries(
 
 @given(sizes_of_units, budgets)
 @settings(max_examples=15, deadline=None)
-def test_a_plan_keeps_every_budget_or_is_refused(sizes: list[int], drawn: dict[str, Any]) -> None:
+def test_plan_respects_budgets_or_is_rejected(sizes: list[int], drawn: dict[str, Any]) -> None:
     assert_budgets_kept(sizes, **drawn)
 
 
 @pytest.mark.big
 @given(sizes_of_units, budgets)
 @settings(max_examples=300, deadline=None)
-def test_many_plans_keep_every_budget(sizes: list[int], drawn: dict[str, Any]) -> None:
+def test_many_plans_respect_budgets(sizes: list[int], drawn: dict[str, Any]) -> None:
     assert_budgets_kept(sizes, **drawn)
 
 
@@ -172,7 +172,7 @@ def assert_budgets_kept(
     assert plan.describe()
 
 
-def test_without_limits_everything_rests_on_the_device() -> None:
+def test_no_limits_places_everything_on_device() -> None:
     plan = plan_of([5000, 7000])
     assert {h.weight for h in plan.placements} == {Tier.DEVICE}
     assert {h.state for h in plan.placements} == {Tier.DEVICE}
@@ -180,7 +180,7 @@ def test_without_limits_everything_rests_on_the_device() -> None:
     assert set(plan.predicted_bytes.values()) == {0}
 
 
-def test_auto_fills_the_device_then_the_host_then_the_disk() -> None:
+def test_auto_fills_device_then_host_then_disk() -> None:
     sizes = [100_000] * 12
     state = 12 * 102_400 * 10  # padded elements, residual and moments
     seen = set()
@@ -200,13 +200,13 @@ def test_auto_fills_the_device_then_the_host_then_the_disk() -> None:
     assert state > 0
 
 
-def test_auto_leaves_nothing_on_disk_where_ram_has_room() -> None:
+def test_auto_uses_no_disk_if_host_suffices() -> None:
     plan = plan_of([100_000] * 4, Limits(MIB, 1 << 30, 1 << 40), unified=False)
     assert Tier.DISK not in {h.of(k) for h in plan.placements for k in Kind}
     assert plan.tier_bytes["device"] <= MIB
 
 
-def test_auto_fills_ram_with_weights_first() -> None:
+def test_auto_fills_host_with_weights_first() -> None:
     """A byte of a weight saves three of the disk's, one of gradients or state two."""
     sizes, on_disk = (
         [1_000_000] * 8,
@@ -219,7 +219,7 @@ def test_auto_fills_ram_with_weights_first() -> None:
     assert {h.state for h in plan.placements} == {Tier.DISK}
 
 
-def test_without_a_disk_path_auto_stays_in_ram() -> None:
+def test_auto_without_nvme_path_stays_in_host() -> None:
     config = load_config({})
     plan = make_plan(units([5000, 7000]), config, Limits(None, 1 << 30, None), unified=False)
     assert Tier.DISK not in {h.of(k) for h in plan.placements for k in Kind}
@@ -227,12 +227,12 @@ def test_without_a_disk_path_auto_stays_in_ram() -> None:
         make_plan(units([500_000] * 4), config, Limits(8 << 20, 4 << 20, None), unified=False)
 
 
-def test_placement_on_disk_without_a_path_are_refused() -> None:
+def test_disk_placement_without_nvme_path_rejected() -> None:
     with pytest.raises(ConfigError, match="nvme_path"):
         load_config({"placement": {"weights": "disk"}})
 
 
-def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
+def test_two_slots_do_not_fit_error_names_largest_unit() -> None:
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), placement=wish, unified=False)
     assert "cannot hold two slots of the largest unit: 'unit1'" in text
@@ -241,7 +241,7 @@ def test_the_refusal_names_unit_and_numbers_when_two_slots_do_not_fit() -> None:
     assert "initialize(units=" in text
 
 
-def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
+def test_disk_budget_error_reports_missing_bytes() -> None:
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     text = refusal([102_400] * 4, Limits(None, None, MIB), placement=wish)
     needed = 4 * 102_400 * (12 + 2)
@@ -251,7 +251,7 @@ def test_the_refusal_of_a_disk_budget_names_the_missing_bytes() -> None:
     assert "nvme_path" in text
 
 
-def test_the_refusal_of_a_device_budget_in_ram_has_its_own_bytes() -> None:
+def test_unified_device_budget_error_counts_device_bytes_only() -> None:
     """Not all that rests in RAM: 12 + 2 bytes a parameter, of which none is elsewhere."""
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
     text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=wish)
@@ -259,7 +259,7 @@ def test_the_refusal_of_a_device_budget_in_ram_has_its_own_bytes() -> None:
     assert "process" not in text
 
 
-def test_prefetch_is_lowered_to_fit_and_noted() -> None:
+def test_prefetch_lowered_to_fit_with_note() -> None:
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     slot = 102_400 * 2
     for device, expected in ((20 * slot, 4), (5 * slot, 3), (3 * slot, 1), (2 * slot, 0)):
@@ -271,7 +271,7 @@ def test_prefetch_is_lowered_to_fit_and_noted() -> None:
         assert all(f"from 4 to {expected}" in note for note in plan.notes)
 
 
-def test_units_of_like_size_share_slots_and_small_ones_do_not_waste_large_ones() -> None:
+def test_units_of_similar_size_share_slot_class() -> None:
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     sizes = [2048 * n for n in (64, 63, 33, 32, 20, 1)]
     plan = plan_of(sizes, placement=wish)
@@ -279,14 +279,14 @@ def test_units_of_like_size_share_slots_and_small_ones_do_not_waste_large_ones()
     assert_slots_serve(plan)
 
 
-def test_the_gradient_is_wide_only_where_it_is_summed() -> None:
+def test_gradient_is_fp32_only_if_accumulated_or_fp32() -> None:
     assert plan_of([5000]).gradient_itemsize == 2
     assert plan_of([5000], gradient_accumulation_steps=2).gradient_itemsize == 4
     assert plan_of([5000], precision="fp32").gradient_itemsize == 4
 
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
-def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
+def test_bytes_per_step_match_documented_table(micro_batches: int) -> None:
     """The table of docs/bytes.md, with everything but the gradient on disk."""
     count = 2048 * 16
     wish = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
@@ -303,12 +303,12 @@ def test_bytes_per_step_are_those_of_the_table(micro_batches: int) -> None:
     assert table * trained - kept <= moved["disk_read"] <= table * trained
 
 
-def test_chunks_are_no_longer_than_the_largest_unit() -> None:
+def test_chunk_elements_limited_by_largest_unit() -> None:
     assert plan_of([5000]).chunk_elements == 3 * 2048
     assert plan_of([5000], chunk_size=2048).chunk_elements == 2048
 
 
-def test_the_description_says_where_everything_lives() -> None:
+def test_describe_lists_kinds_and_tiers() -> None:
     wish = {"weights": "device", "optimizer_state": "disk", "gradients": "host"}
     text = plan_of(
         [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), placement=wish
@@ -335,7 +335,7 @@ rules = st.builds(
 
 @given(sizes_of_units, rules, st.sampled_from(["bf16", "fp16", "fp32"]), st.sampled_from(TIERS))
 @settings(max_examples=60, deadline=None)
-def test_sizes_follow_the_rule_and_its_formats(
+def test_state_sizes_follow_rule_and_formats(
     sizes: list[int], rule: RuleFacts, precision: str, tier: str
 ) -> None:
     """Memory, stages, records and forecast, added up chunk by chunk from the formats alone."""
@@ -376,7 +376,7 @@ def test_sizes_follow_the_rule_and_its_formats(
 
 
 @pytest.mark.parametrize("wishes", [{}, {"optimizer_state": "host"}, {"weights": "host"}])
-def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str, str]) -> None:
+def test_unified_without_disk_places_weights_on_device(wishes: dict[str, str]) -> None:
     """Above 70 % of it as well, where nothing is left to choose: no slots, no second copies."""
     rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
     limits = Limits(None, int(rest / 0.8), None)
@@ -389,7 +389,7 @@ def test_without_a_disk_weights_rest_where_one_memory_computes(wishes: dict[str,
     assert apart.slot_classes  # a device of its own has slots
 
 
-def test_initial_write_is_in_the_plan_beyond_what_is_not_touched_yet() -> None:
+def test_initial_write_memory_excludes_untouched_gradients() -> None:
     sizes, wish = (
         [100_000] * 2,
         {"weights": "device", "optimizer_state": "host", "gradients": "host"},
@@ -415,7 +415,7 @@ NO_COST = {"memory", "budget", "predicted_bytes", "notes", "rates_origin",
 OWN_KEY = {"units", "saved", "model_recomputes", "micro_batches"}
 
 
-def test_every_field_of_a_plan_is_in_the_key_of_its_costs_or_has_none() -> None:
+def test_plan_cost_key_covers_every_field() -> None:
     """A search would take the costs of another plan: name a new field in `_BASIS` or here."""
     plan = plan_of([1000] * 3)
     key = plan.searched
@@ -426,7 +426,7 @@ def test_every_field_of_a_plan_is_in_the_key_of_its_costs_or_has_none() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_saves_reserve_buffers_only_for_kinds_outside_ram(ranks: int) -> None:
+def test_save_buffers_reserved_only_for_kinds_outside_host(ranks: int) -> None:
     facts = ParameterFacts("p", 0, (9216,), "bfloat16", 9216, 2, True, 0)
     layouts = (lay_out(0, "unit", [facts], PRECISIONS["bf16"], ranks=ranks),)
 

@@ -56,7 +56,7 @@ def places(plan: Plan) -> set[UpdatePlace]:
 
 
 @pytest.mark.parametrize(("micro_batches", "gradient"), [(1, 2), (2, 4)])
-def test_bytes_and_seconds_by_hand(micro_batches: int, gradient: int) -> None:
+def test_streamed_update_bytes_and_seconds(micro_batches: int, gradient: int) -> None:
     """280 MB/s bring 12 bytes of state and the gradient, 240 MB/s take 12 back; beside compute."""
     more = {"gradient_accumulation_steps": micro_batches}
     plan = plan_of(IN_RAM, "device", **more)
@@ -72,7 +72,7 @@ def test_bytes_and_seconds_by_hand(micro_batches: int, gradient: int) -> None:
     assert by_cpu.seconds == by_cpu.resources["update"] == pytest.approx(numel / 1e7)
 
 
-def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
+def test_cpu_and_streamed_units_updated_sequentially() -> None:
     plan = plan_of(IN_RAM, "cpu")
     half = [UnitPlacement(Tier.HOST, Tier.HOST, Tier.DISK)] * 4
     mixed = replace(
@@ -96,7 +96,7 @@ def test_the_cpu_and_the_links_take_turns_where_both_have_units() -> None:
     ],
     ids=["slow_cpu", "both", "fast_cpu", "slow_links", "slower_links"],
 )
-def test_the_faster_way_is_chosen(
+def test_auto_chooses_fastest_update_place(
     cpu: float, link: float, place: UpdatePlace, share: float
 ) -> None:
     """14 bytes in: 280 MB/s are 2e7 parameters a second, which the CPU's come on top of."""
@@ -114,7 +114,7 @@ def test_the_faster_way_is_chosen(
     assert step_cost(plan, rates).seconds <= 1.05 * min(*forced.values(), *every)
 
 
-def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> None:
+def test_cpu_share_is_spread_over_each_unit() -> None:
     plan = replace(plan_of(IN_RAM, "device"), cpu_share=0.25, chunks_at_once=2)
     passages = list(plan.chunk_batches(plan.units[0], plan.placements[0]))
     assert [chunk for chunks, _ in passages for chunk in chunks if chunk >= 12] == [12, 13, 14, 15]
@@ -131,7 +131,7 @@ def test_what_the_cpu_updates_beside_the_links_is_spread_over_each_unit() -> Non
     assert updated["from_device"] == 12 * (numel - by_cpu)
 
 
-def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> None:
+def test_cpu_batches_chunks_if_all_kinds_in_host() -> None:
     """Each time costs Python's calls, which are as long as a fast processor's updates."""
     for placement, lengths in (
         (IN_RAM, [5, 5, 5, 1]),
@@ -145,7 +145,7 @@ def test_the_cpu_takes_several_chunks_at_once_where_it_reaches_all_of_them() -> 
         ]
 
 
-def test_calls_count_where_chunks_are_small() -> None:
+def test_call_overhead_binds_for_small_chunks() -> None:
     """Ten for each passage: four kinds come and go, a gradient comes, a kernel runs."""
     fast = replace(RATES, to_device=11e9, from_device=10e9)
     plan = plan_of(IN_RAM, "device", rates=fast)
@@ -157,7 +157,7 @@ def test_calls_count_where_chunks_are_small() -> None:
     assert stream_s(wide, fast) > calls_s(wide)
 
 
-def test_so_many_chunks_pass_at_once_as_buffers_have_room_for() -> None:
+def test_chunks_at_once_limited_by_device_budget() -> None:
     """A tenth of the device; a chunk_size that was given is for these too."""
     for room, expected in ((1690 << 20, 4), (1670 << 20, 2), (800 << 20, 1)):
         config = load_config({"placement": IN_RAM, "update": "device"})
@@ -168,7 +168,7 @@ def test_so_many_chunks_pass_at_once_as_buffers_have_room_for() -> None:
     assert plan_of(IN_RAM, "device").chunks_at_once == 1
 
 
-def test_sums_rest_on_the_device_as_far_as_its_budget_goes_where_ram_would_bind() -> None:
+def test_gradient_sums_placed_on_device_if_host_binds() -> None:
     """Later micro-batches read 2 and 4 bytes and write 4; memory moves 26 for each update."""
     sums = {"gradient_accumulation_steps": 4, "update": "cpu"}
     rates = replace(RATES, to_device=1e12, from_device=1e12)
@@ -184,12 +184,12 @@ def test_sums_rest_on_the_device_as_far_as_its_budget_goes_where_ram_would_bind(
     assert [placement.gradient for placement in few.placements].count(Tier.DEVICE) == 3
 
 
-def test_where_the_disk_binds_nothing_is_streamed_unless_asked() -> None:
+def test_disk_bound_updates_streamed_only_on_request() -> None:
     assert places(plan_of(ON_DISK, rates=NOMINAL)) == {UpdatePlace.CPU}
     assert places(plan_of(ON_DISK, "device", rates=NOMINAL)) == {UpdatePlace.STREAMED}
 
 
-def test_what_rests_on_the_device_stays_there_whatever_is_asked() -> None:
+def test_device_resident_units_updated_on_device() -> None:
     for update in ("auto", "cpu", "device"):
         plan = plan_of(ON_DEVICE, update)
         assert places(plan) == {UpdatePlace.DEVICE}
@@ -197,7 +197,7 @@ def test_what_rests_on_the_device_stays_there_whatever_is_asked() -> None:
         assert plan.updates_line == "on the device"
 
 
-def test_buffers_count_against_the_device_budget() -> None:
+def test_streaming_buffers_count_against_device_budget() -> None:
     """With no room for them the CPU updates; asked for, they are refused with the numbers."""
     slots = 4 * NUMEL * 2
     need = 3 * CHUNK * 14
@@ -221,7 +221,7 @@ def test_buffers_count_against_the_device_budget() -> None:
     ],
     ids=["no_kernels", "adapted", "cpu"],
 )
-def test_what_only_the_cpu_can_do_is_said(more: dict[str, Any], why: str) -> None:
+def test_unavailable_device_update_falls_back_with_note(more: dict[str, Any], why: str) -> None:
     plan = plan_of(IN_RAM, "device", **more)
     assert places(plan) == {UpdatePlace.CPU}
     assert plan.notes[-1] == f"update: device is not used: {why}"
@@ -230,7 +230,7 @@ def test_what_only_the_cpu_can_do_is_said(more: dict[str, Any], why: str) -> Non
     assert not any("update" in note for note in plan_of(IN_RAM, **more).notes)
 
 
-def test_placement_left_to_the_plan_is_streamed_too() -> None:
+def test_auto_placement_streams_updates() -> None:
     """A device too small for the model: the rest is in RAM, and passes through."""
     limits = Limits(28 << 20, 1 << 30, None)
     plan = plan_of(limits=limits)
@@ -240,7 +240,7 @@ def test_placement_left_to_the_plan_is_streamed_too() -> None:
     assert step_cost(plan, RATES).seconds < 0.95 * step_cost(by_cpu, RATES).seconds
 
 
-def test_streaming_takes_no_room_from_activations() -> None:
+def test_streaming_stays_within_auto_share() -> None:
     """Placement by the plan leaves a share of the device to them, and its buffers too."""
     for megabytes in (24, 28, 40, 64):
         limits = Limits(megabytes << 20, 1 << 30, None)
@@ -249,7 +249,7 @@ def test_streaming_takes_no_room_from_activations() -> None:
     assert UpdatePlace.STREAMED in places(plan)
 
 
-def test_a_disk_that_nothing_needs_makes_nothing_slower() -> None:
+def test_unused_disk_does_not_change_plan() -> None:
     """Buffers are left room for as for state in RAM, of which more chunks pass at once."""
     many, limits, found = units([64 << 20] * 40, "bf16"), Limits(8 << 30, 64 << 30, 1 << 40), []
     for given in ({}, {"nvme_path": "/nvme"}):

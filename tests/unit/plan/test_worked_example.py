@@ -20,7 +20,7 @@ def report() -> dict[str, Any]:
     return report_of(SearchOptions("70b", tokens=32768, **sizes), 600 * 10**12)
 
 
-def test_the_byte_table_gives_the_numbers_of_the_page(report: dict[str, Any]) -> None:
+def test_plan_70b_matches_documented_numbers(report: dict[str, Any]) -> None:
     placement, count = report["plan"]["placement"], report["model"]["parameters"]
     assert (report["work"]["micro_batches"], report["work"]["recompute"]) == (1, "all")
     assert report["work"]["slices"] > 1

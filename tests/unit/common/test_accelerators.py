@@ -1,4 +1,4 @@
-"""Accelerators of a type that this machine does not have, behind a module such as `torch.cuda`."""
+"""Tests of accelerator support with a fake device module in place of `torch.xpu`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records made of parsed JSON: every member is of its type, and nothing is converted."""
+"""Tests of records made from parsed JSON: members have strict types without conversion."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WRONG: dict[Any, list[Any]] = {
 
 @pytest.mark.parametrize("record", RECORDS)
 def test_record_members_use_strict_types(record: Any) -> None:
-    """A bare `int` would take "1", 1.0 and true."""
+    """A plain `int` would accept "1", 1.0 and true."""
     hints = get_type_hints(record, include_extras=True)
     assert not [field.name for field in fields(record) if hints[field.name] in (str, bool, int)]
 

@@ -1,4 +1,4 @@
-"""Sizes, rates, counts and durations: what people write and what they read."""
+"""Tests of parsing and formatting sizes, rates, counts and durations."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_format_size_parses_back_within_rounding(num_bytes: int) -> None:
     shown = format_size(num_bytes)
     if "PiB" in shown or "EiB" in shown:
         return
-    # Two digits after the point of a number that is at least 1.
+    # Two decimals of a number that is at least 1.
     assert abs(parse_size(shown) - num_bytes) <= 1 + num_bytes * 0.0051
 
 

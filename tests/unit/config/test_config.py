@@ -1,4 +1,4 @@
-"""The configuration: read from anywhere, strict, and every mistake told at once."""
+"""Tests of the configuration: sources, validation, error messages, overrides."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ scheduler: {type: CosineAnnealingLR, params: {T_max: 10, eta_min: 1e-5}}
     assert from_dict.params["eta_min"] == 1e-5
 
 
-# Each line stands for ten times the values of the line before.
+# Billion laughs: each line expands to ten times the values of the previous one.
 LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 20)
 )
@@ -388,7 +388,7 @@ def test_text_source_error_mentions_path() -> None:
 
 
 def test_json_schema_describes_fields() -> None:
-    """JSON Schema comes from the fields alone: defaults, limits, and the texts below them."""
+    """The JSON Schema has defaults, limits and descriptions of the fields."""
     schema = Config.model_json_schema()
     assert json.loads(json.dumps(schema)) == schema
     assert schema["properties"]["prefetch_units"] == {
@@ -402,7 +402,7 @@ def test_json_schema_describes_fields() -> None:
 
 
 def test_renamed_keys_accepted_with_warning() -> None:
-    """From a mapping and from the command line; both names of a key at once are refused."""
+    """Applies to mappings and overrides; giving both names of a key is rejected."""
     earlier = {
         "nvme_path": "/nvme",
         "durable": True,

@@ -1,4 +1,4 @@
-"""A model built under `DeferredInitMode` holds, tensor by tensor, the bits of an ordinary build."""
+"""Tests of `DeferredInitMode`: deferred values are bitwise those of an eager build."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from infinity.model.deferred_init import DeferredInitMode
 
-SMALL = 64  # bytes; so that the tensors of a test's small models are deferred
+SMALL = 64  # bytes; low enough to defer the tensors of the small test models
 
 
 class Rough(nn.Module):
-    """Initialised the way real models do it: after the fact, twice, through data, with loops."""
+    """Model initialised as real models are: repeatedly, through `.data`, by rejection sampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Rough(nn.Module):
         )
         self.register_buffer("mask", torch.ones(12, 12).tril().bool())
         for block in self.blocks:
-            nn.init.trunc_normal_(block.weight, std=0.5, a=-0.6, b=0.6)  # rejects and draws again
+            nn.init.trunc_normal_(block.weight, std=0.5, a=-0.6, b=0.6)  # rejection sampling
         nn.init.orthogonal_(self.blocks[0].weight, gain=0.7)
         self.blocks[1].weight.data.normal_(mean=0.0, std=0.02 / math.sqrt(6))
         with torch.no_grad():
@@ -60,10 +60,10 @@ def transformer() -> nn.Module:
 
 
 def assigned() -> nn.Module:
-    """Numbers and tensors are put into parts of large tensors."""
+    """Layer with numbers and tensors assigned to slices and masked elements."""
     layer = nn.Linear(30, 30)
     with torch.no_grad():
-        layer.bias[10:20] = 1  # as of a forget gate
+        layer.bias[10:20] = 1  # like the bias of a forget gate
         layer.weight[3] = 0.5
         layer.weight[torch.tensor([4, 6])] = 2
         layer.weight[layer.weight < -0.1] = 0.25
@@ -77,7 +77,7 @@ def converted() -> nn.Module:
 
 
 def weight_normed() -> nn.Module:
-    """As in wav2vec2: initialised through the norm; of the last layer both parts are large."""
+    """Layers with weight norm as in wav2vec2; both factors of the last layer are deferred."""
     norm = nn.utils.parametrizations.weight_norm
     first = norm(nn.Conv1d(24, 24, 3), dim=2)
     second = norm(nn.Conv1d(24, 24, 3), dim=1)
@@ -90,7 +90,7 @@ def weight_normed() -> nn.Module:
 
 
 class FromItself(nn.Module):
-    """Tensors that are written whole, from what they hold themselves."""
+    """Tensors overwritten entirely with values computed from themselves."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ def test_deferred_values_equal_eager_build(build: Callable[[], nn.Module], thres
         else:
             assert torch.equal(meta, expected[name]), name
     assert deferred > 0
-    deferral.forget_shadows()  # so that all is made again
+    deferral.forget_shadows()  # so that all values are computed again
     for name in (n for n in names if found[n].is_meta):
         assert torch.equal(deferral.value(found[name]), expected[name]), name
 
@@ -168,7 +168,7 @@ def test_shadows_dropped_beyond_keep_bytes_and_recomputed(monkeypatch: pytest.Mo
         for _ in range(20):
             layers.append(nn.Linear(40, 40, bias=False))
             live.append(sum(s.nbytes() for s in map(_shadow, _storages(deferral)) if s is not None))
-        nn.init.ones_(layers[0].weight[:1])  # a shadow that is gone by now is made again
+        nn.init.ones_(layers[0].weight[:1])  # its shadow was dropped and is computed again
     assert max(live) <= 10_000 + 40 * 40 * 4
     with torch.no_grad():
         plain[0].weight[:1].fill_(1)

@@ -1,4 +1,4 @@
-"""Stacks of experts in ranges: what is cut, what stays, and what rests of it."""
+"""Tests of expert stacks split into ranges: partitioning, initial values, training, hooks."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_auto_splits_only_large_expert_stacks() -> None:
 
 
 class Odd(nn.Module):
-    """Experts that are no whole blocks of the norm's tree."""
+    """Experts whose size is not a multiple of the blocks of the gradient norm's reduction tree."""
 
     infinity_stacks = ("up",)
 
@@ -80,7 +80,7 @@ def test_unsplittable_experts_reported_with_reason() -> None:
         "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
     )
     whole = partition_model(Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None)
-    assert any(unit.is_range for unit in whole.layouts)  # frozen ones have no optimizer
+    assert any(unit.is_range for unit in whole.layouts)  # frozen experts need no optimizer
     unnamed = nn.ModuleDict({"experts": nn.Module()})
     unnamed["experts"].register_parameter("w", nn.Parameter(torch.zeros(2, 4, 4)))
     assert "does not name its stacks" in cut(nn.ModuleDict({"mlp": unnamed}), "auto").notes[0]
@@ -105,7 +105,7 @@ def test_invalid_infinity_stacks_rejected() -> None:
 def test_stack_values_computed_once_if_disk_available(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They wait on the drive; without one they are made again, and are the same."""
+    """Values are buffered on disk; without a disk they are recomputed, with equal results."""
     made: Counter[tuple[int, ...]] = Counter()
     value = InitialValues.value
 
@@ -129,7 +129,7 @@ def test_stack_values_computed_once_if_disk_available(
             states.append(dict(engine.state_dict(master=True)))
         times.append(made[7, Stacks.INNER, 16])
         assert not list(tmp_path.iterdir())
-    assert times == [2, 2, 8][: len(times)]  # of two layers in four ranges
+    assert times == [2, 2, 8][: len(times)]  # two layers in four ranges
     for state in states[1:]:
         assert all(torch.equal(state[name], states[0][name]) for name in states[0])
 
@@ -214,7 +214,7 @@ def test_quantised_stack_rows_are_contiguous_bytes(form: FrozenFormat) -> None:
     ("slices", "checkpoint"), [(1, "units"), (2, "none"), (4, "units"), (8, "units")]
 )
 def test_slices_share_range_reads_as_forecast(slices: int, checkpoint: str, tmp_path: Path) -> None:
-    """In forward, recomputation and backward; the plan knows it before anything ran."""
+    """Each range is read once per forward, recomputation and backward, as forecast by the plan."""
     config = {
         "nvme_path": tmp_path,
         "placement": {"weights": "disk", "optimizer_state": "host", "gradients": "host"},
@@ -225,7 +225,7 @@ def test_slices_share_range_reads_as_forecast(slices: int, checkpoint: str, tmp_
     }
     engine, *_ = infinity.initialize(CASES["stacked"].build(), config, device=FakeAccelerator(0))
     expected = forecast_bytes(engine.plan)
-    for step in range(3):  # tokens enough for each expert
+    for step in range(3):  # enough tokens to route some to every expert
         ids = torch.randint(0, 32, (64, 8), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(ids))
         engine.step()
@@ -237,8 +237,10 @@ def test_slices_share_range_reads_as_forecast(slices: int, checkpoint: str, tmp_
 
 
 class Variant(nn.Module):
-    """A block of experts that calls them twice, or draws numbers, or hands a gradient past them, or
-    sends them no padding.
+    """Block of experts in a variant given by `kind`.
+
+    It calls the experts twice ("twice"), applies dropout to their output ("draws"), uses another
+    tensor that needs a gradient inside them ("past"), or leaves out padding ("padded").
     """
 
     def __init__(self, kind: str) -> None:
@@ -316,7 +318,7 @@ REGISTER = ("register_hook", "register_post_accumulate_grad_hook")
 
 @pytest.mark.parametrize("register", REGISTER)
 def test_stack_hook_runs_only_if_registered_before_initialize(register: str) -> None:
-    """Registered before `initialize` it runs, since its layer is not cut."""
+    """A layer whose stack has a hook before `initialize` is not split, so the hook runs."""
     calls: list[Any] = []
     model = Stacked()
     getattr(model.blocks[1].experts.up, register)(lambda given: calls.append(given.shape))

@@ -1,4 +1,4 @@
-"""Values made as they are written: `infinity.Init`, meta models, values that are read."""
+"""Tests of initial values: `infinity.Init`, meta-device models and remembered values."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.meta_init import InitialValues, remember_values
 from infinity.storage.reservations import PROCESS
 
-SMALL = 64  # bytes; so that nearly every tensor of a test's small models is deferred
+SMALL = 64  # bytes; low enough to defer nearly every tensor of the small test models
 TIERS = ("device", "host", "disk")
 
 
@@ -49,7 +49,7 @@ def under_init(build: Callable[[], nn.Module], threshold: int = SMALL) -> nn.Mod
 
 
 class Rough(SmallModel):
-    """Initialised afterwards, with rejection, from data, and with buffers large and small."""
+    """Model re-initialised through `.data` and by rejection sampling, with buffers of all sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ def rough() -> nn.Module:
 
 
 def run(path: Path, placement: dict[str, str], model: nn.Module, **more: Any) -> Any:
-    """(values after the initial write, losses, values after three steps)."""
+    """Return the values after the initial write, the losses and the values after three steps."""
     with small_engine(path, placement, model, **more) as engine:
         before = masters(engine)
         return before, train(engine, 3), masters(engine)
@@ -99,7 +99,7 @@ def test_init_every_placement_matches_eager_build(tmp_path: Path, precision: str
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 @pytest.mark.parametrize("name", CASES)
 def test_init_every_model_case_matches_eager_build(name: str, device: str) -> None:
-    """Frozen 8-bit weights, experts, buffers, tied weights; with groups."""
+    """Cases include frozen 8-bit weights, experts, buffers, tied weights and parameter groups."""
     case = CASES[name]
     results = []
     for build in (case.build, lambda: under_init(case.build)):
@@ -174,7 +174,7 @@ def test_init_config_seed_determines_values() -> None:
 
 
 def test_mixed_init_meta_and_real_modules_match_eager_build(tmp_path: Path) -> None:
-    """Two Inits, plain meta and real modules in one model; tied across Inits."""
+    """One model combines modules of two Inits, of the meta device and real ones."""
     plain = small_model(4)
     model = small_model(4)
     for index, block in enumerate(plain.blocks):
@@ -273,7 +273,7 @@ def test_init_error_in_block_restores_state_and_allows_reuse() -> None:
     layer = nn.Linear(40, 40)
     assert not layer.weight.is_meta
     assert not layer._forward_pre_hooks
-    with context:  # and it can be used again
+    with context:  # the context can be used again
         layer = nn.Linear(40, 40)
     assert layer.weight.is_meta
 
@@ -297,8 +297,7 @@ def test_dropped_model_frees_deferral() -> None:
     assert deferral() is None
 
 
-# --- what cannot be initialised
-# ----------------------------------------------------------------------
+# --- failures ---------------------------------------------------------------------------------
 
 
 class StopError(Exception):
@@ -334,7 +333,7 @@ def test_meta_parameters_with_references_rejected(tmp_path: Path, what: str) -> 
     model = under_init(rough)
     parameter = model.blocks[0].up.weight
     threads = set(threading.enumerate())
-    keep: Any = None  # what ties it down
+    keep: Any = None  # the reference under test
     if what == "hook":
         parameter.register_hook(lambda gradient: gradient)
     elif what == "weak reference":
@@ -372,7 +371,7 @@ def test_parameter_subclass_and_attributes_preserved(tmp_path: Path) -> None:
 
 
 def on_meta(build: Callable[[], nn.Module] = SmallModel) -> nn.Module:
-    """With the buffer that no initialiser makes in place."""
+    """Build on the meta device; set the buffer that no initialiser covers."""
     with torch.device("meta"):
         model = build()
     if isinstance(model, SmallModel):
@@ -428,7 +427,7 @@ def test_initial_values_do_not_advance_generator() -> None:
 
 
 def test_real_values_among_meta_tensors_preserved(tmp_path: Path) -> None:
-    """Also within one module, and under ancestors that initialise everything below."""
+    """Also within one module, and below ancestors that initialise all their descendants."""
     model = on_meta(lambda: nn.Transformer(16, 2, 1, 1, 32))
     real = torch.full((32, 16), 7.0)
     layer = model.encoder.layers[0]
@@ -443,12 +442,12 @@ def test_real_values_among_meta_tensors_preserved(tmp_path: Path) -> None:
     assert torch.count_nonzero(values["encoder.layers.0.self_attn.out_proj.bias"]) == 0, (
         "nn.MultiheadAttention initialises its child"
     )
-    bound = math.sqrt(6 / (16 + 32))  # Xavier, by nn.Transformer, for everything below
+    bound = math.sqrt(6 / (16 + 32))  # nn.Transformer applies Xavier to all its descendants
     assert 0.8 * bound < values["encoder.layers.0.linear2.weight"].abs().max() <= bound
 
 
 class Pretrained(nn.Module):
-    """Speaks the protocol of Hugging Face's PreTrainedModel."""
+    """Model with `_init_weights` as in Hugging Face's PreTrainedModel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -472,7 +471,7 @@ class Pretrained(nn.Module):
             module.inverse.copy_(torch.arange(8.0))
             module.counts.copy_(torch.arange(8))
         for name, parameter in module.named_parameters():
-            if name == "c_proj.weight":  # as GPT-2 does it, from the block
+            if name == "c_proj.weight":  # as in GPT-2, initialised by the block
                 parameter.data.normal_(mean=0.0, std=2.0)
 
 
@@ -514,7 +513,7 @@ def test_meta_model_with_init_weights_of_hugging_face() -> None:
 
 
 class Nameless(nn.Module):
-    """Some tensors are not initialised, or not wholly; others to what may be a sentinel."""
+    """Model with tensors not or only partly initialised, and some set to likely sentinel values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -570,7 +569,7 @@ def test_failing_initialiser_error_names_module() -> None:
         InitialValues(model, 1).check()
 
 
-# --- values that are read ---------------------------------------------------------------------
+# --- remembered values ------------------------------------------------------------------------
 
 
 def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
@@ -649,7 +648,7 @@ def test_remembered_values_with_wrong_name_or_shape_rejected(tmp_path: Path) -> 
         assert torch.equal(masters(engine)["blocks.1.up.weight"], torch.ones(32, 16))
 
 
-# --- and other optimizers ------------------------------------------------------------------------
+# --- optimizers of torch ----------------------------------------------------------------------
 
 
 def test_torch_optimizer_accepts_deferred_parameters(tmp_path: Path) -> None:

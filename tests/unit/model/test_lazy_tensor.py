@@ -1,4 +1,4 @@
-"""Promises: shapes without memory, values when asked, and an engine that reads them."""
+"""Tests of `LazyTensor`: deferred operations, reads on demand, initialization of an engine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from infinity.model.torch_private import tensor_without_memory
 
 
 class Source:
-    """Values that count how often they are read."""
+    """Source of values that counts its reads."""
 
     def __init__(self, *shape: int, dtype: torch.dtype = torch.float32) -> None:
         self.values = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))

@@ -1,4 +1,4 @@
-"""The chunked cross entropy: torch's numbers, a chunk's memory, and weights that are offloaded."""
+"""Tests of `chunked_cross_entropy`: accuracy, peak memory, offloaded weights."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def plain(
     softcap: float | None = None,
     **options: Any,
 ) -> Tensor:
-    """All logits at once."""
+    """Compute the cross entropy with all logits at once."""
     logits = F.linear(hidden, weight, bias).float()
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
@@ -51,7 +51,7 @@ def bent(logits: Tensor) -> Tensor:
 def both(
     dtype: torch.dtype, size: int, *, bias: bool = False, **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
-    """(ours, torch's) of the loss and every gradient; torch's in fp64 of the same values."""
+    """Return (chunked, torch fp64 reference) pairs of the loss and of every gradient."""
     tensors, labels = values(dtype, bias=bias)
     exact = [t.detach().double().requires_grad_() for t in tensors]
     more = {"bias": tensors[2]} if bias else {}
@@ -93,7 +93,7 @@ def test_fp32_matches_torch(size: int, options: dict[str, Any]) -> None:
 def both_checked(
     dtype: torch.dtype, size: int, options: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """As `both`; labels that are ignored under another index are real ones there."""
+    """Like `both`, but supports `ignore_index`: labels with that index count elsewhere."""
     if "ignore_index" not in options:
         return both(dtype, size, **options)
     tensors, labels = values(dtype, bias=True)
@@ -122,7 +122,7 @@ def both_checked(
 def test_half_precision_error_comparable_to_full_logits(
     size: int, dtype: torch.dtype, allowed: float
 ) -> None:
-    """Against fp64 of the same values; plain torch in this dtype is no nearer."""
+    """Errors against fp64 are at most twice those of plain torch in the same dtype."""
     tensors, labels = values(dtype)
     torchs = [t.detach().clone().requires_grad_() for t in tensors]
     plain(torchs[0], torchs[1], labels).mul(3).backward()
@@ -138,7 +138,7 @@ def test_half_precision_error_comparable_to_full_logits(
 
 
 def test_fp16_small_gradients_do_not_underflow() -> None:
-    """The count divides last, after the loss scale."""
+    """The division by the token count comes last, after the loss scale."""
     torch.manual_seed(0)
     hidden = torch.randn(4096, 8, dtype=torch.float16, requires_grad=True)
     weight = (torch.randn(4096, 8) * 0.01).half().requires_grad_()
@@ -212,7 +212,7 @@ def test_peak_memory_bounded_by_one_chunk_of_logits() -> None:
 
 
 class Chunked(SmallModel):
-    """The head's weight, which is the embedding's, is reached for inside the forward."""
+    """Model whose forward reads the weight of its tied head."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.features(tokens)[:, :-1]

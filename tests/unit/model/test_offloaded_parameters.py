@@ -1,4 +1,4 @@
-"""Offloaded parameters answer reads with their values, and refuse edits, wherever they rest."""
+"""Tests of offloaded parameters on every tier: reads return values, edits are rejected."""
 
 from __future__ import annotations
 
@@ -88,12 +88,12 @@ def test_reads_return_plain_torch_values(tmp_path: Path, place: str, gradients: 
         for name, parameter in engine.module.named_parameters():
             for what, read in READS.items():
                 engine(batch(0))
-                assert gradients or is_offloaded(parameter)  # a recorded read makes it resident
+                assert gradients or is_offloaded(parameter)  # autograd makes it resident
                 found, expected = read(parameter), read(plain[name])
                 if isinstance(expected, Tensor):
                     assert torch.equal(found.cpu(), expected), (name, what)
                     if type(found) is Tensor and not gradients:
-                        found.add_(1)  # it is the user's
+                        found.add_(1)  # the result belongs to the caller
                 else:
                     assert found == expected, (name, what)
         unchanged = small_model().state_dict()
@@ -157,7 +157,7 @@ def test_edits_rejected_and_values_unchanged(tmp_path: Path, place: str) -> None
         for gradients in (True, False):
             for what, edit in EDITS.items():
                 parameter = list(engine.module.parameters())[-1]
-                kind = ValueError if what == "numpy" else ResidencyError  # numpy's own
+                kind = ValueError if what == "numpy" else ResidencyError  # raised by numpy
                 with torch.set_grad_enabled(gradients), pytest.raises(kind):
                     edit(parameter)
                 assert is_offloaded(parameter), what
@@ -189,7 +189,7 @@ def test_weight_penalty_matches_torch_or_raises(tmp_path: Path, place: str) -> N
 
 @pytest.mark.parametrize("place", PLACES)
 def test_moving_averages_match_plain_torch(tmp_path: Path, place: str) -> None:
-    """`AveragedModel`, and a list of averages that are copied into the model, as torch_ema does."""
+    """Covers `AveragedModel` and a list of averages copied into the model, as in torch_ema."""
     plain = small_model()
     average_of = get_ema_multi_avg_fn(0.9)
     expected, found = (AveragedModel(small_model(), multi_avg_fn=average_of) for _ in range(2))
@@ -220,7 +220,7 @@ def test_moving_averages_match_plain_torch(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_held_read_raises_after_parameter_changed(tmp_path: Path, place: str) -> None:
-    """In plain torch `p.data` changes with the parameter."""
+    """In plain torch `p.data` would follow the parameter."""
     model = small_model()
     model.norm.weight.requires_grad_(requires_grad=False)
     with engine_at(tmp_path, place, model) as engine:
@@ -258,7 +258,7 @@ def test_frozen_weights_usable_in_loss(tmp_path: Path) -> None:
 
 
 class KeepsWeight(torch.autograd.Function):
-    """Keeps a weight in `ctx` without `save_for_backward`."""
+    """Function that stores a weight in `ctx` without `save_for_backward`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -271,7 +271,7 @@ class KeepsWeight(torch.autograd.Function):
 
 
 class Holds(nn.Module):
-    """Uses weights of all units by references that are no attributes."""
+    """Model that uses weights of all units by references other than module attributes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -287,7 +287,7 @@ class Holds(nn.Module):
         with torch.no_grad():
             scale = sum(w.abs().mean() for w in self.held[0])
         x = self.first(torch.ones(2, 16))
-        y = checkpoint(lambda x: x @ first.t(), x, use_reentrant=False)  # a closure
+        y = checkpoint(lambda x: x @ first.t(), x, use_reentrant=False)  # captured by the closure
         return total * scale + y.mean() + KeepsWeight.apply(x, in_graph).mean()
 
 
@@ -348,7 +348,7 @@ def test_dropped_engine_parameters_restored_on_read(tmp_path: Path) -> None:
 
 
 def test_step_of_torch_optimizer_rejected(tmp_path: Path) -> None:
-    """Of torch's own a step is refused: it would edit."""
+    """A step of a torch optimizer would edit offloaded parameters."""
     with small_engine(tmp_path, ON_DISK) as engine:
         assert isinstance(engine.optimizer, OffloadedOptimizer)
         other = torch.optim.SGD(engine.module.parameters(), lr=0.1)
@@ -369,7 +369,7 @@ LOOKS: dict[str, Callable[[nn.Module], Any]] = {
 def test_grad_access_between_backward_and_step_warns_once(
     look: str, backward: str, tmp_path: Path
 ) -> None:
-    """Only between backward and step: elsewhere they are None in plain torch, too."""
+    """Outside of backward and step gradients are None in plain torch as well."""
     with small_engine(tmp_path, ON_DISK, gradient_accumulation_steps=1) as engine:
         for step in range(3):
             with warnings.catch_warnings(record=True) as found:
@@ -389,4 +389,4 @@ def test_grad_access_between_backward_and_step_warns_once(
         engine.backward(engine(batch(1)).square().mean())
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            engine.module.zero_grad()  # drops them
+            engine.module.zero_grad()  # drops the gradients

@@ -1,4 +1,4 @@
-"""Models without values: sizes that people name as transformers has them, and any config."""
+"""Tests of model outlines: named sizes against transformers, published models, any config."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from infinity.model.partition import groups_of, partition_model
 from infinity.model.targets import named_target, read_model_config
 from infinity.plan.machine import may_have_gpu
 
-# As the model card or the page on the Hub says.
+# From the model card or the page on the Hub.
 NUMEL = {"7b": 6_738_415_616, "8b": 8_030_261_248, "13b": 13_015_864_320,
          "70b": 68_976_648_192}  # fmt: skip
-# Billions of parameters in all, and of those that a token uses, as cards and reports say; and which
-# of the two tables, of embeddings and of logits, they leave out of the latter.
+# Total and active parameters in billions according to model cards and reports, and the tables
+# (embeddings or logits) that these leave out of the active parameters.
 TOTALS: dict[str, tuple[float, float, tuple[str, ...]]] = {
     "qwen3-8b": (8.19, 8.19, ()), "qwen3-32b": (32.8, 32.8, ()), "qwen3-30b-a3b": (30.5, 3.3, ()),
     "gpt-oss-20b": (20.91, 3.61, ("lookups",)), "gpt-oss-120b": (116.83, 5.13, ("lookups",)),
@@ -54,7 +54,7 @@ def test_named_size_matches_transformers_model(name: str, tmp_path: Path) -> Non
 
 
 def test_published_models_match_parameter_counts_of_cards() -> None:
-    """And use as many of them a token, by the share of tokens that an expert sees."""
+    """Active parameters follow from the share of tokens routed to an expert."""
     assert TOTALS.keys() == PUBLISHED.keys()
     for name, (total, active, without) in TOTALS.items():
         target = published_target(name)
@@ -72,7 +72,7 @@ WHISPER = {"model_type": "whisper", "d_model": 16, "encoder_layers": 2, "decoder
 
 
 def test_config_without_class_builds_full_model(tmp_path: Path) -> None:
-    """Not as the decoder that could be a causal language model; and a class that is asked for."""
+    """The default is not the decoder as a causal language model; a requested class is used."""
     target = written(tmp_path, WHISPER)
     assert type(find_target(target).module).__name__ == "WhisperForConditionalGeneration"
     kind = "AutoModelForAudioClassification"
@@ -120,7 +120,7 @@ def test_transformers_failure_reported_as_config_error(
 def test_hub_id_read_from_cache_or_rejected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a cache that has the config alone; weights are not asked for."""
+    """The cache contains only the config; weights are not requested."""
     snapshot = tmp_path / "models--who--what" / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
     refs = tmp_path / "models--who--what" / "refs"
@@ -145,7 +145,7 @@ def test_explained_passes_other_errors_through(error: BaseException) -> None:
 
 @pytest.mark.skipif(may_have_gpu(), reason="torch must be asked what GPU there is")
 def test_named_size_plan_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    """Importing them takes longer than the plan."""
+    """Importing them would take longer than planning."""
     (tmp_path / "ours.json").write_text(json.dumps({"precision": "bf16", "prefetch_units": 1}))
     ours = f"{tmp_path}/ours.json"
     code = (

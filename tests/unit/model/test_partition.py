@@ -1,4 +1,4 @@
-"""Any module is cut into units without help."""
+"""Tests of the automatic partition of modules into units."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Routed(nn.Module):
 
 
 class UnevenCnn(nn.Module):
-    """Convolutions, none of which is a copy of another."""
+    """Convolutions of pairwise different shapes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -92,10 +92,10 @@ def test_reused_block_is_one_unit() -> None:
 
 
 def test_half_block_sized_layers_are_separate_units_in_deep_model() -> None:
-    """Together they would be the largest unit, and every buffer has the size of that one."""
+    """Together they would form the largest unit, which determines the size of every buffer."""
     deep = nn.ModuleDict(
         {
-            "embedding": nn.Embedding(12, 8),  # 96 elements; 1 % of the model
+            "embedding": nn.Embedding(12, 8),  # 96 elements, 1 % of the model
             "blocks": nn.ModuleList(nn.Linear(8, 8, bias=False) for _ in range(150)),
             "norm": nn.LayerNorm(8),
             "head": nn.Linear(8, 12, bias=False),
@@ -133,7 +133,7 @@ def test_each_expert_is_a_unit() -> None:
     cuts = cut_by_name(model)
     experts = [n for n in cuts if ".experts." in n]
     assert experts == [f"blocks.{b}.experts.{e}" for b in range(2) for e in range(4)]
-    block = cuts["blocks.0"]  # what is left of the block: router and output
+    block = cuts["blocks.0"]  # the remaining parameters of the block: router and output
     names = Partitioner(model).names
     assert [names[i] for i in block.parameters] == [
         "blocks.0.router.weight",
@@ -152,7 +152,7 @@ def test_large_untied_head_is_separate_unit() -> None:
 def test_small_leftovers_share_units_of_bounded_size() -> None:
     model = nn.ModuleDict({"big": nn.Linear(64, 64)})
     for index in range(40):
-        model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # no two alike, each small
+        model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # pairwise different and small
     cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
     rest = [c for c in cuts if c.name.startswith(OUTSIDE)]
@@ -199,7 +199,7 @@ def test_encoder_and_decoder_layers_are_units() -> None:
 
 
 class DenseBlock(nn.Module):
-    """A layer of a model with experts; `width` is that of its own perceptron."""
+    """Layer whose MLP has `width` outputs."""
 
     def __init__(self, width: int, bias: bool = False) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ def test_slightly_different_blocks_of_list_are_units(blocks: list[nn.Module]) ->
 
 
 def test_only_equal_submodules_are_experts() -> None:
-    """A list in a block with one, or with unequal ones, is a part of it."""
+    """A list with a single submodule or unequal ones stays in the unit of its block."""
 
     class Part(nn.Module):
         def __init__(self, width: int) -> None:

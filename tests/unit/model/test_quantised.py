@@ -1,4 +1,4 @@
-"""Frozen weights that rest quantised: the values are bitsandbytes', and only they differ."""
+"""Tests of quantised frozen weights: formats, files, checkpoints and training."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from infinity.model.weight_files import WeightFiles
 from infinity.types import FrozenFormat
 
 WIDE = 256
-FORMS = [form for form in FrozenFormat if form.fits((1, 1))]  # of matrices
+FORMS = [form for form in FrozenFormat if form.fits((1, 1))]  # formats of matrices
 SHAPES = [(64, 64), (3, 5), (33, 65), (130, 100), (1, 192)]
 
 
 def matrix(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """With rows of zeros, and one large value."""
+    """Return random values with a row of zeros and one large value."""
     found = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) * 0.02
     found[0] = 0
     found[-1, -1] = 3
@@ -53,7 +53,7 @@ def round_trip(value: Tensor, form: FrozenFormat) -> Tensor:
 
 
 def test_levels_match_published_definitions() -> None:
-    """NF4: quantiles of a normal distribution, as many on either side of 0, scaled to 1."""
+    """NF4: quantiles of a normal distribution, symmetric around 0 and scaled to 1."""
     most = (1 - 1 / 32 + 1 - 1 / 30) / 2
     normal = torch.distributions.Normal(0.0, 1.0)
     above = normal.icdf(torch.linspace(0.5, most, 9, dtype=torch.float64))
@@ -76,7 +76,7 @@ def test_values_match_reference_formula(form: FrozenFormat) -> None:
 
 @pytest.mark.parametrize("form", FrozenFormat)
 def test_stack_range_is_contiguous_byte_range(form: FrozenFormat) -> None:
-    """Every matrix is encoded alone, in blocks that it does not share, whatever its size."""
+    """Every matrix is encoded separately, in blocks of its own, for all sizes."""
     shapes = [(5, 32, 3), (4, 96, 40)] if form is FrozenFormat.MXFP4 else [(5, 3, 7), (4, 33, 65)]
     for shape in shapes:
         stack = torch.stack([matrix(shape[1:]) * (1 + index) for index in range(shape[0])])
@@ -86,7 +86,7 @@ def test_stack_range_is_contiguous_byte_range(form: FrozenFormat) -> None:
         assert torch.equal(held[size : 3 * size], packed(stack[1:3], form))
         values = round_trip(stack, form)
         assert torch.equal(_value(held[size : 3 * size], form, stack[1:3]), values[1:3])
-        if form in (FrozenFormat.MXFP4, FrozenFormat.NF4):  # which hold such values to the bit
+        if form in (FrozenFormat.MXFP4, FrozenFormat.NF4):  # these represent decoded values exactly
             assert torch.equal(round_trip(values, form), values)
         if form in FORMS:
             alone = torch.cat([packed(one, form) for one in stack])
@@ -95,7 +95,7 @@ def test_stack_range_is_contiguous_byte_range(form: FrozenFormat) -> None:
 
 
 def test_native_formats_match_transformers() -> None:
-    """MXFP4 of gpt-oss in every code and scale but that of NaN; FP8 of DeepSeek-V3."""
+    """Covers MXFP4 of gpt-oss with every code and non-NaN scale, and FP8 of DeepSeek-V3."""
     mxfp4 = pytest.importorskip("transformers.integrations.mxfp4")
     fp8 = pytest.importorskip("transformers.integrations.finegrained_fp8")
     draw = torch.Generator().manual_seed(0)
@@ -114,7 +114,7 @@ def test_native_formats_match_transformers() -> None:
 
 @contextmanager
 def other_defaults() -> Iterator[None]:
-    """Those of who builds a model in bf16, without memory."""
+    """Set the torch defaults for building a model in bf16 on the meta device."""
     _constants_on.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -168,7 +168,7 @@ def test_bytes_and_values_match_bitsandbytes() -> None:
         count, scales = FrozenFormat.NF4.parts(shape)
         assert torch.equal(held[:count], codes.view(-1))
         assert torch.equal(held[-scales:].view(torch.float32), state.absmax)
-        if shape[1] % 64 == 0:  # its CPU kernel reads others wrongly, its torch code does not
+        if shape[1] % 64 == 0:  # the CPU kernel of bitsandbytes decodes other widths incorrectly
             assert torch.equal(
                 round_trip(value, FrozenFormat.NF4), bnb.dequantize_4bit(codes, state)
             )
@@ -180,11 +180,11 @@ def test_bytes_and_values_match_bitsandbytes() -> None:
     assert torch.equal(dynamic_levels(), bnb.create_dynamic_map())
 
 
-# --- engines: placements, ranks and schedules are an axis of parity/test_axes.py -----------------
+# --- engines (parity/test_axes.py covers placements, ranks and schedules) ------------------------
 
 
 class Adapted(nn.Module):
-    """A frozen layer with a trained correction of low rank."""
+    """Frozen layer with a trained low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,7 +225,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 
 
 def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
-    """A step reads frozen bytes as they rest: of six blocks in forward, of four in backward."""
+    """A step reads the quantised bytes of six blocks in forward and of four in backward."""
     sizes, reads = {}, {}
     for form in ("as_is", "nf4", "int8"):
         with run(tmp_path, frozen={"rest": form}, prefetch_units=0) as engine:
@@ -241,7 +241,7 @@ def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
     count = 6 * WIDE * WIDE
     assert sizes["as_is"] == 2 * count
     assert sizes["nf4"] == 0.5625 * count
-    assert count < sizes["int8"] <= 1.07 * count  # whole pages
+    assert count < sizes["int8"] <= 1.07 * count  # padded to pages
     for form in ("nf4", "int8"):
         fetches = 6 * (reads["as_is"] - reads[form]) / (sizes["as_is"] - sizes[form])
         assert fetches == 6 + 4
@@ -270,7 +270,7 @@ def test_frozen_values_requantised_only_when_changed(
 
 
 def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
-    """Shared, read without an engine, loaded on other tiers; not into another format."""
+    """Frozen files are shared by tags, readable without an engine, and tied to their format."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     with run(nvme) as engine:
@@ -301,9 +301,9 @@ def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
             assert torch.equal(value, kept if other == "as_is" else rounded(kept, "int8"))
 
 
-@pytest.mark.parametrize("form", FORMS[1:])  # values of NF4 give their own bytes again
+@pytest.mark.parametrize("form", FORMS[1:])  # NF4 re-encodes its values exactly
 def test_weights_only_load_does_not_round_again(form: FrozenFormat, tmp_path: Path) -> None:
-    """Rounded once, however often they are saved and loaded: over another base, in fp32 too."""
+    """Values are rounded once, also in fp32 and when loaded over another base."""
     more: dict[str, Any] = {"precision": "fp32", "frozen": {"format": form}}
     with run(tmp_path, **more) as engine:
         engine.save_checkpoint(tmp_path / "checkpoints", tag="a")
@@ -333,7 +333,7 @@ def test_durable_run_resumes_and_rejects_other_format(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
 def test_bitsandbytes_files_load_without_requantising(form: FrozenFormat, tmp_path: Path) -> None:
-    """Of scales that no bf16 value has: rounded to the compute dtype first they would differ."""
+    """The scales are not bf16 values, so rounding to the compute dtype first would change them."""
     tensors, held = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in adapted().state_dict().items():
         if "base" not in name:
@@ -371,7 +371,7 @@ def test_unquantisable_models_rejected(tmp_path: Path) -> None:
 
 
 class Stack(nn.Module):
-    """Frozen experts of a size that MXFP4 has no blocks for, and a trained scale."""
+    """Frozen experts whose size is not a multiple of MXFP4 blocks, and a trained scale."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -399,7 +399,7 @@ def test_unsupported_shapes_and_formats_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["nf4_double", "int8"])
 def test_quantised_training_matches_unquantised_rounded_values(form: str, tmp_path: Path) -> None:
-    """The same bits as an engine whose base holds the rounded values as they are."""
+    """Losses are bitwise those of an engine with the rounded values stored unquantised."""
     losses = []
     for rest in (form, "as_is"):
         model = adapted()

@@ -1,4 +1,4 @@
-"""The private torch calls mean what the residency mechanism takes them to mean."""
+"""Tests of the behaviour of private torch functions that the residency mechanism relies on."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_storage_use_count_includes_views_and_aliases() -> None:
 
 
 class Without(torch.Tensor):
-    """A subclass that has shapes only."""
+    """Tensor subclass without storage."""
 
     @classmethod
     def __torch_function__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -62,7 +62,7 @@ def test_tensor_without_memory_has_strides_and_no_address() -> None:
     assert storage_address(made) == 0
     real = torch.zeros(4)
     assert storage_address(real[1:]) == real.data_ptr()
-    assert type(made + 1) is torch.Tensor  # results are not made a subclass's
+    assert type(made + 1) is torch.Tensor  # results are not wrapped in the subclass
 
 
 def test_rnn_weak_references_dropped_for_swap_and_renewed() -> None:
@@ -113,7 +113,7 @@ def test_storage_use_count_includes_views_saved_by_autograd() -> None:
 
 
 def test_saved_leaf_detected_only_by_version() -> None:
-    """Such a save shares the tensor and not only its storage: no count could see it."""
+    """Autograd saves the tensor itself, so the use count of its storage does not change."""
     weight = torch.nn.Parameter(torch.ones(4))
     slot = torch.full((4,), 2.0)
     weight.data = slot[:]
@@ -207,7 +207,7 @@ def test_weight_norm_anywhere_matches_torch(dim: int, dtype: torch.dtype) -> Non
     with _Calls() as calls:
         _ = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 4, 3), dim=2).weight
     assert any(calls.seen)
-    with pytest.raises(RuntimeError, match="same device"):  # if not, none of this is needed
+    with pytest.raises(RuntimeError, match="same device"):  # or remove the workaround
         torch._weight_norm(v.to("meta"), g, dim)
 
 
@@ -223,7 +223,7 @@ def test_number_written_to_part_of_meta_tensor_detected() -> None:
 
     there, here = torch.empty(4, device="meta"), torch.empty(4)
     with Seen():
-        there[torch.tensor([1])] = 2.0  # of `there[1]` torch 2.15 makes a `fill_`, without a tensor
+        there[torch.tensor([1])] = 2.0  # for [1], torch 2.15 calls `fill_` without a tensor
     assert any(found)
     found.clear()
     with Seen():
@@ -251,4 +251,4 @@ def test_runs_backward_and_after_backward_callbacks() -> None:
         start((weight * 2).sum())
     assert seen == [True] * 4
     assert not inside_backward()
-    assert len({*tasks, backward_task()}) == 3  # no two alike
+    assert len({*tasks, backward_task()}) == 3  # pairwise different

@@ -1,4 +1,4 @@
-"""Weights written here load in safetensors, and damaged or hostile files are refused by name."""
+"""Tests of writing and reading safetensors files, including malformed and hostile ones."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def file_of(*entries: str, data: bytes = b"") -> bytes:
     return header(("{" + ",".join(entries) + "}").encode()) + data
 
 
-# The bytes of a file, and what its refusal says.
+# The contents of a file and a pattern of the error message.
 HOSTILE = {
     "empty": (b"", "it has 0 bytes"),
     "short": (b"\x01\x02", "it has 2 bytes"),
@@ -223,7 +223,7 @@ def test_non_regular_file_rejected(tmp_path: Path) -> None:
 
 
 def test_mutated_header_accepted_only_if_safetensors_accepts(tmp_path: Path) -> None:
-    """And it reads the same values; we also refuse names that are there twice."""
+    """Accepted files read equally. Names given twice are rejected as well."""
     save_file(
         {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(4, dtype=torch.bfloat16),
          "empty": torch.empty(0, 3), "scalar": torch.tensor(1)},

@@ -1,7 +1,7 @@
-"""The CUDA kernels without a GPU: `fused_adam.cu` runs thread by thread on the host.
+"""Tests of the CUDA kernels without a GPU: `fused_adam.cu` runs thread by thread on the host.
 
-Everything but the launch itself is the real thing: checks, tables, tiles, warps, arithmetic. On a
-GPU the same pieces are compared in tests/gpu/test_fused_adam.py.
+Only the launch is emulated; checks, tables, tiles, warps and arithmetic are the real code.
+tests/gpu/test_fused_adam.py compares the same pieces on a GPU.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def cuda(launcher: HostLauncher) -> CudaKernels:
 def check_combination(
     cuda: CudaKernels, cpu: CpuKernels, combination: Combination, rounds: int = 4
 ) -> None:
-    """Of each size, in two rounds what is aligned is wild or what is not, and in four both."""
+    """Compare CUDA, CPU and reference updates of all sizes.
+
+    In two rounds either the aligned or the unaligned pieces have wild values, in four rounds both.
+    """
     rule, weight, gradient, format = combination
     source = Rooms(seed=7)
     for number in range(rounds):
@@ -191,7 +194,7 @@ def test_square_sums_of_many_tensors_of_several_dtypes(cuda, cpu, launcher) -> N
     launcher.launched.clear()
     cuda.square_sums(tensors, sums)
     assert sums.tolist() == [cpu.square_sum(tensor) for tensor in tensors]
-    assert len(launcher.launched) == 2 * 3 * 2  # two kernels, three dtypes, 127 to a table
+    assert len(launcher.launched) == 2 * 3 * 2  # two kernels, three dtypes, 127 tensors per table
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -213,7 +216,7 @@ def test_empty_update_launches_nothing(cuda, launcher) -> None:
 
 
 def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
-    """What is replaced in a good 8-bit split piece of 300 elements, and what is said of it."""
+    """Return replacements in a valid 8-bit split piece of 300 elements, with the errors."""
     long, wide = torch.zeros(301, dtype=BF16), torch.zeros(600, dtype=BF16)
     moment = Moment.zeros(300, MomentFormat.INT8)
     exact = Moment.zeros(300, MomentFormat.FP32)
@@ -265,7 +268,7 @@ def test_overlapping_pieces_rejected(cuda) -> None:
     for clash in ({"gradient": first.weight}, {"weight": first.weight}):
         with pytest.raises(ConfigError, match="overlap"):
             cuda.update_all([first, second._replace(**clash)])
-    cuda.update_all([first, second._replace(gradient=first.gradient)])  # only read: may be shared
+    cuda.update_all([first, second._replace(gradient=first.gradient)])  # only read
 
 
 def test_fp16_weights_equal_rounded_masters(cuda) -> None:

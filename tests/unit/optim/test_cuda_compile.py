@@ -1,7 +1,7 @@
-"""Compiling the CUDA kernels: the machine code's options, the cache, and what is missing.
+"""Tests of compiling the CUDA kernels: options, machine code, cache, missing dependencies.
 
 NVRTC needs no GPU. Tests that compile skip where `cuda-core` and NVRTC are not installed (`make
-setup` installs them); they are also looked for in the folder that $INFINITY_CUDA_SITE names.
+setup` installs them); $INFINITY_CUDA_SITE names another folder to import them from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VARIANT = (
     ("INFINITY_GRADIENT", "Bf16"),
     ("INFINITY_MOMENTS", "Exact"),
 )
-# Fused multiply-add, approximate division and roots, flushed denormals; exact in fp64 are squares.
+# Fused multiply-add, approximate division and roots, flushed denormals. fp64 squares are exact.
 FORBIDDEN = re.compile(r"\b(?:fma\.\S*f32|mad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|\S+\.full\.f32)\b")
 
 
@@ -41,7 +41,7 @@ def _site():
     if folder:
         sys.path.append(folder)
         for library in Path(folder).glob("nvidia/*/lib/libnvrtc.so.*"):
-            ctypes.CDLL(str(library))  # cuda-core looks in the interpreter's own folders only
+            ctypes.CDLL(str(library))  # cuda-core searches only the folders of the interpreter
     cuda_compile.version.cache_clear()
     yield
     if folder:
@@ -69,8 +69,10 @@ def variant_of(combination) -> cuda_launch.Variant:
 
 
 def ptx(variant: cuda_launch.Variant) -> str:
-    """PTX of a variant, by the options that machine code is made with (cuda-core asks the driver
-    before it makes PTX, so this goes below it)."""
+    """Return the PTX of a variant, compiled with the options of machine code.
+
+    cuda-core needs a driver to make PTX, so this calls NVRTC directly.
+    """
     bindings = importlib.import_module("cuda.bindings.nvrtc")
 
     def checked(answer):
@@ -88,7 +90,7 @@ def ptx(variant: cuda_launch.Variant) -> str:
 
 
 def variants() -> list[cuda_launch.Variant]:
-    """In an order that is always the same."""
+    """Return the variants in a deterministic order."""
     return sorted({variant_of(c) for c in combinations(every=False)} | {VARIANT})
 
 
@@ -96,9 +98,9 @@ def variants() -> list[cuda_launch.Variant]:
     "start", [0, *(pytest.param(n, marks=pytest.mark.big) for n in range(1, 6))]
 )
 def test_every_combination_compiles(compiler, cache, start: int) -> None:
-    """A third of them for one of the machines each; the others in the big tests.
+    """Compile a third of the variants, each for one architecture; big tests compile the others.
 
-    `test_instructions_are_exact_and_vectorised` compiles all, but for no machine.
+    `test_instructions_are_exact_and_vectorised` compiles all of them, but only to PTX.
     """
     for number, variant in enumerate(variants()[start % 3 :: 3], start // 3):
         code = cuda_compile.cubin(ARCHES[number % 2], variant)
@@ -111,7 +113,7 @@ def test_instructions_are_exact_and_vectorised(compiler) -> None:
     texts = {variant: ptx(variant) for variant in [*variants(), cuda_launch.HELPERS]}
     for variant, text in texts.items():
         assert FORBIDDEN.findall(text) == [], variant
-        assert ".local" not in text, variant  # nothing spills into memory
+        assert ".local" not in text, variant  # no register spills
     adam = texts[VARIANT]
     assert "div.rn.f32" in adam
     assert "sqrt.rn.f32" in adam
@@ -131,10 +133,10 @@ def test_cubin_compiled_once_and_cached(compiler, cache, monkeypatch) -> None:
     (entry,) = cache.iterdir()
     with monkeypatch.context() as patch:
         core = importlib.import_module("cuda.core")
-        patch.setattr(core, "Program", None)  # a second compilation would call it
+        patch.setattr(core, "Program", None)  # a second compilation would raise
         assert cuda_compile.cubin("sm_80", VARIANT) == first
-    entry.write_bytes(entry.read_bytes()[:-1])  # damaged: as good as none
-    again = cuda_compile.cubin("sm_80", VARIANT)  # not the same bytes: names hold random parts
+    entry.write_bytes(entry.read_bytes()[:-1])  # a damaged entry is ignored
+    again = cuda_compile.cubin("sm_80", VARIANT)  # bytes differ: symbol names have random parts
     assert again.startswith(b"\x7fELF")
     assert cuda_compile.cubin("sm_80", VARIANT) == again
     assert cuda_compile.cubin("sm_90", VARIANT) not in (first, again)
@@ -203,7 +205,7 @@ def test_cache_entries_distinct_and_persistent(cache: Path) -> None:
     assert kept("ab", "") == b"two"
     keep(b"three", "a", "b")
     assert kept("a", "b") == b"three"
-    assert len(list(cache.iterdir())) == 2  # and nothing half-written
+    assert len(list(cache.iterdir())) == 2  # no partially written entry
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])

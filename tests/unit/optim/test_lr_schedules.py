@@ -1,4 +1,4 @@
-"""Schedules: values written out independently, DeepSpeed's own where it can be imported, resume."""
+"""Tests of learning-rate schedules: closed forms, comparison with DeepSpeed, resume."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from infinity.config.schema import load_config
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.optim.lr_schedules import OURS, known_schedules, make_schedule
 
-BASE = (3e-4, 7e-3)  # the groups' own rates
+BASE = (3e-4, 7e-3)  # initial rates of the groups
 BY_NAME = {schedule.__name__: schedule for schedule in OURS}
 
 pytestmark = pytest.mark.filterwarnings("ignore:total_num_steps")
@@ -31,7 +31,7 @@ def optimizer(kind: Any = torch.optim.AdamW) -> torch.optim.Optimizer:
 
 
 def rates_of(name: str, steps: int, **params: Any) -> list[list[float]]:
-    """The rates that steps 1, 2, ... are made with, by group."""
+    """Return the rates of every group at steps 1, 2, ..."""
     target = optimizer()
     schedule = BY_NAME[name](target, **params)
     found = []
@@ -43,11 +43,11 @@ def rates_of(name: str, steps: int, **params: Any) -> list[list[float]]:
 
 
 # --- closed form -----------------------------------------------------------------------------
-# `n` counts the steps that were made before; each gives the rate of step n + 1.
+# `n` is the number of completed steps; each function gives the rate of step n + 1.
 
 
 def log_share(n: int, warmup: int) -> float:
-    """Steps 1 and 2 at the bottom; after that the logarithm of the steps done, base `warmup`."""
+    """Return 0 at steps 1 and 2, then the logarithm of the completed steps to base `warmup`."""
     return math.log(max(n, 1), max(warmup, 2))
 
 
@@ -86,7 +86,7 @@ def test_warmup_decay_lr(kind: str, warmup: int, total: int) -> None:
     peak = max(warmup, 2)
     for n, rates in enumerate(found):
         expected = warm(n, 1e-4, 1e-2, warmup, kind)
-        if n - 1 >= peak:  # a straight line from the peak to the end
+        if n - 1 >= peak:  # linear from the peak to the end
             left = max(total - (n - 1), 0) / max(total - peak, 1)
             expected = 1e-4 + left * (1e-2 - 1e-4)
         assert rates == pytest.approx([expected] * 2, rel=1e-12), n
@@ -100,7 +100,7 @@ def test_warmup_cosine_lr(kind: str, warmup: int, total: int) -> None:
         "WarmupCosineLR", 40, total_num_steps=total, warmup_num_steps=warmup, warmup_type=kind,
         warmup_min_ratio=0.1, cos_min_ratio=0.2,
     )  # fmt: skip
-    assert found[0] == [0.0, 0.0]  # DeepSpeed's first step, whatever warmup_min_ratio
+    assert found[0] == [0.0, 0.0]  # as in DeepSpeed, the first step ignores warmup_min_ratio
     for n, rates in list(enumerate(found))[1:]:
         ratio = warm(n, 0.1, 1.0, warmup, kind)
         if n - 1 >= warmup:
@@ -161,11 +161,11 @@ def test_one_cycle_staircase() -> None:
     assert [rates[0] for rates in found] == pytest.approx(up + down)
 
 
-# --- DeepSpeed's own classes -----------------------------------------------------------------
+# --- comparison with DeepSpeed ---------------------------------------------------------------
 
 
 def drawn(name: str, r: random.Random) -> dict[str, Any]:
-    """Parameters at random, defaults included by leaving some out."""
+    """Return random parameters, some left out to use their defaults."""
     if name == "LRRangeTest":
         choices: dict[str, Callable[[], Any]] = {
             "lr_range_test_min_lr": lambda: r.choice([1e-3, [1e-4, 1e-5]]),
@@ -219,7 +219,7 @@ def test_schedule_bitwise_equal_to_deepspeed(name: str) -> None:
             there.step()
 
 
-# --- as torch's ------------------------------------------------------------------------------
+# --- behaviour of torch schedules ------------------------------------------------------------
 
 SOME: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 6},
@@ -238,7 +238,7 @@ def test_schedule_resumes_from_state_dict(name: str) -> None:
     for _ in range(7):
         target.step()
         first.step()
-    state = json.loads(json.dumps(first.state_dict()))  # plain data
+    state = json.loads(json.dumps(first.state_dict()))  # the state is JSON data
     resumed = optimizer()
     second = BY_NAME[name](resumed, **SOME[name])
     second.load_state_dict(state)
@@ -279,7 +279,7 @@ def test_warmup_longer_than_total_steps_warns() -> None:
 
 
 def test_single_rate_for_groups_of_different_rates_warns() -> None:
-    """As Muon's matrices and all else have."""
+    """Muon has different rates for matrices and other parameters."""
     target = optimizer()
     own = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
     with pytest.warns(

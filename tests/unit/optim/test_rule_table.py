@@ -1,4 +1,4 @@
-"""The table of update rules: whoever needs to know of a rule finds all of it there."""
+"""Tests that kernels, configurations, torch and DeepSpeed agree with the table of rules."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_config_accepts_each_rule(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, rule in RULES.items() if rule.in_torch])
 def test_names_and_defaults_match_torch(name: str) -> None:
-    """Of groups and of states; and transformers' classes mean our rules."""
+    """Names of group options and states match; torch classes select the same rule."""
     rule, kind = RULES[name], getattr(torch.optim, name)
     for rule_params in hypers_of(rule):
         parameter = nn.Parameter(torch.ones(3))
@@ -70,7 +70,7 @@ def test_deepspeed_config_accepts_each_rule(name: str) -> None:
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("name", BY_KERNEL)
 def test_rule_steps_match_reference_for_every_format(name: str, kind: MomentFormat) -> None:
-    """Moments are reserved, stepped as the reference says, and read by their names."""
+    """Moments are reserved by rule and format, and steps are bitwise those of the reference."""
     rule = BuiltInRule(name, kind)
     for rule_params in hypers_of(RULES[name]):
         group = {key: getattr(rule_params, key) for key in rule_params.defaults()}

@@ -1,4 +1,4 @@
-"""CPUAdam and FusedAdam as drop-ins for torch's AdamW and Adam, without the engine."""
+"""Tests of CPUAdam and FusedAdam as drop-in replacements of torch's AdamW and Adam."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def test_lossy_moments_rejected_outside_engine(moments: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_master_accumulates_updates_below_last_bit(dtype: torch.dtype) -> None:
-    """Updates far below the last bit add up with a master, and are lost without."""
+    """Updates far below the last bit accumulate with a master and are lost without."""
     moved = {}
     for master in (True, False):
         (p,) = mine = [nn.Parameter(torch.ones(8, dtype=dtype))]
@@ -155,7 +155,7 @@ def test_master_accumulates_updates_below_last_bit(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_narrower_dtype_accepted(gradient_dtype: torch.dtype) -> None:
-    """torch lets `.grad` differ in dtype only by hand; loops that keep their own do so."""
+    """torch allows another dtype of `.grad` only if `grad_dtype` is set explicitly."""
     mine, theirs = parameters(), parameters()
     ours, other = infinity.CPUAdam(mine, lr=1e-2), infinity.CPUAdam(theirs, lr=1e-2)
     for number in range(3):
@@ -189,7 +189,7 @@ def test_state_dict_exchanged_with_torch(forth: bool) -> None:
         ours.load_state_dict(other.state_dict())
     else:
         steps(ours, mine)
-        other.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch would share it
+        other.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch would share the tensors
     with torch.no_grad():
         for one, two in zip(mine, theirs, strict=True):
             (one if forth else two).copy_(two if forth else one)
@@ -200,7 +200,7 @@ def test_state_dict_exchanged_with_torch(forth: bool) -> None:
 
 
 def test_step_count_independent_of_torch_defaults() -> None:
-    """A count in fp16 ends at 2048."""
+    """A step count in fp16 could not exceed 2048."""
     torch.set_default_dtype(torch.float16)
     try:
         with torch.device("meta"):
@@ -243,7 +243,7 @@ def test_incompatible_state_dict_rejected_and_state_unchanged() -> None:
     )
 
 
-# --- use -------------------------------------------------------------------------------------
+# --- usage -----------------------------------------------------------------------------------
 
 
 def test_scheduler_closure_and_zero_grad_match_torch() -> None:
@@ -332,7 +332,7 @@ def test_forked_child_starts_new_threads() -> None:
 def test_model_dtype_change_continues_training(
     way: tuple[torch.dtype, torch.dtype], master: bool
 ) -> None:
-    """`.half()` and its like put other data into the same parameters."""
+    """`.half()` and similar calls replace the data of the same parameters."""
     before, after = way
     model = nn.Linear(5, 3).to(before)
     ours = infinity.CPUAdam(model.parameters(), lr=1e-2, master=master)
@@ -431,7 +431,7 @@ def test_results_independent_of_thread_count() -> None:
     assert_same(runs[0], runs[2])
 
 
-# --- refusals --------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -511,7 +511,7 @@ def test_invalid_grad_scale_rejected(scale: Any, dtype: torch.dtype) -> None:
 
 
 def test_non_finite_gradients_pass_through() -> None:
-    """Infinities and NaN go through as in the reference; nothing else is touched by them."""
+    """Infinities and NaN propagate as in the reference and do not affect other elements."""
     p = nn.Parameter(torch.ones(300))
     p.grad = torch.tensor(np.resize([np.inf, np.nan, 1e-45, 3e38, 0.0], 300), dtype=torch.float32)
     infinity.CPUAdam([p], weight_decay=0.0).step()

@@ -1,4 +1,4 @@
-"""What CPUAdam takes from state dicts, copies and pickles: masters that are their parameter's."""
+"""Tests of the state of CPUAdam: state dicts, copies, pickles, masters and edits."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(model: nn.ParameterList, optimizer: Any, seed: int, count: int = 5) ->
 
 
 def edit(model: nn.ParameterList) -> None:
-    """Every second element of every tensor, by an operation that torch counts."""
+    """Edit every second element of every tensor by an operation that increments its version."""
     with torch.no_grad():
         for p in model:
             p.view(-1)[::2] += 1
@@ -76,7 +76,7 @@ def pickled(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def twice(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    """A state that was loaded and never used is saved again, before its model is there."""
+    """Save a loaded but unused state again before its model is loaded."""
     weights, state = saved(model, optimizer)
     _, between = made(dtype, seed=1)
     between.load_state_dict(state)
@@ -134,7 +134,7 @@ def test_edit_between_steps_overrides_master(dtype: torch.dtype) -> None:
 def assert_edited(
     model: nn.ParameterList, optimizer: Any, olds: dict[int, nn.Parameter], before: Any
 ) -> None:
-    """A step that changes nothing leaves the parameters; what was not edited keeps its master."""
+    """Assert that a step with rate 0 keeps edited values, and masters of unedited elements."""
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     values = [p.detach().clone() for p in model]
@@ -152,7 +152,7 @@ def assert_edited(
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), -float("inf")])
 def test_pruned_parameters_do_not_become_nan(dtype: torch.dtype, value: float) -> None:
-    """No residual but 0 fits them."""
+    """Only a residual of 0 is valid for these values."""
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     with torch.no_grad():
@@ -179,7 +179,7 @@ def test_rejected_step_keeps_master(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_state_dict_aliases_live_tensors(dtype: torch.dtype) -> None:
-    """Its tensors are those in use, as torch's are; so saved late it is the state of then."""
+    """Like in torch, a state dict shares the live tensors, so a later save has later values."""
     model, optimizer = made(dtype)
     train(model, optimizer, seed=1)
     kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -210,7 +210,7 @@ def test_fp16_master_survives_extreme_values() -> None:
     assert twin.state[q]["master"][3].isnan()
 
 
-# --- refusals --------------------------------------------------------------------------------
+# --- errors ----------------------------------------------------------------------------------
 
 
 def assert_refused(optimizer: Any, state: Any, words: str) -> None:
@@ -234,7 +234,7 @@ def spoiled(dtype: torch.dtype, change: Callable[[Any], Any]) -> tuple[Any, Any]
 
 
 def put(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
-    """Change one entry of the last parameter's state: those before it fit."""
+    """Change one entry of the state of the last parameter; earlier ones stay valid."""
 
     def change(state: Any) -> None:
         last = state["state"][len(SHAPES) - 1]
@@ -309,7 +309,7 @@ def test_load_state_dict_hooks_run() -> None:
     seen: list[Any] = []
 
     def rewrite(_: Any, given: Any) -> Any:
-        """What the hook makes of it is what counts."""
+        """Return a modified state dict, which is the one to load."""
         state = {n: {**s, "step": torch.tensor(40.0)} for n, s in given["state"].items()}
         return {**given, "state": state, "mine": seen.append("pre")}
 
@@ -333,7 +333,7 @@ def test_non_parameter_state_preserved() -> None:
     assert twin.state["note"] == "by a user"
 
 
-# --- what is kept between steps does not outlive the tensors it was made of -------------------
+# --- edits between steps invalidate cached state ----------------------------------------------
 
 EDITED = (9, 40)
 
@@ -417,7 +417,7 @@ def test_restrided_parameter_rejected() -> None:
     optimizer = infinity.CPUAdam([parameter])
     parameter.grad = gradient(1)
     optimizer.step()
-    parameter.data = parameter.data.as_strided((40, 9), (1, 40))  # the same address
+    parameter.data = parameter.data.as_strided((40, 9), (1, 40))  # keeps the address
     parameter.grad = gradient(2).t()
     with pytest.raises(ResidencyError, match="strides"):
         optimizer.step()

@@ -1,4 +1,4 @@
-"""Models without memory, engines and optimizers of ours do not import torch's compiler."""
+"""Tests that deferred models, engines and optimizers do not import torch's compiler."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 import infinity
 from infinity.optim.offloaded import optimizer_method
 
-# 80 MiB and seconds, for turning off a mode of dispatch that nobody has turned on.
+# The import takes seconds and 80 MiB, only to disable a dispatch mode that is not enabled.
 INIT = """
 import infinity
 with infinity.Init():
@@ -54,7 +54,7 @@ ASK = "import sys; print('torch._dynamo' in sys.modules)\n"
 
 
 def test_torch_dynamo_not_imported() -> None:
-    """One process for all: what one does is asked before the next begins."""
+    """One process runs all programs and checks the modules after each."""
     program = "".join(part + ASK for part in (INIT, ENGINE, SINGLE_PROCESS, RANDOM_ON_META))
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True

@@ -1,4 +1,4 @@
-"""The order: learnt from what was done, tolerant of what was not expected."""
+"""Tests of `AccessOrder`: learning the order of units and handling mispredictions."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ def test_misprediction_counted_without_error() -> None:
     order.advance(0)
     order.advance(2)  # 1 was skipped
     assert (order.mispredictions, order.position) == (1, 2)
-    order.advance(0)  # behind us
+    order.advance(0)  # already passed
     assert (order.mispredictions, order.position) == (2, 2)
-    order.advance(9)  # never heard of
+    order.advance(9)  # unknown unit
     assert (order.mispredictions, order.position) == (3, 2)
 
 

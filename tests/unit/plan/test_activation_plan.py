@@ -1,4 +1,4 @@
-"""What the plan, `infinity plan` and its costs make of the `activations` section."""
+"""Tests of the `activations` section in plans, forecasts and cost estimates."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_activation_pools_sized_from_tokens() -> None:
     assert more == BLOCKS * PAGED
     cut = plan_of({**told, "slices": 4})
     assert cut.saved.sizes == (INPUT // 4,) * 4 * BLOCKS
-    small = plan_of({**told, "offload": "disk"})  # below a MiB each
+    small = plan_of({**told, "offload": "disk"})  # inputs of less than 1 MiB are not offloaded
     assert small.predicted_bytes == plan_of(told).predicted_bytes
 
 
@@ -101,9 +101,9 @@ def test_price_counts_recomputation_and_offloaded_inputs() -> None:
     assert units.activations.boundaries >= BLOCKS * INPUT
     assert units.activations.saved < plain.activations.saved / 2
     assert units.cost.seconds >= plain.cost.seconds
-    # tokens are known to the case: the configuration need not say them
+    # the case knows the tokens, so the configuration may leave them out
     away = price(case_of({**UNITS_AGAIN, "offload": "host", "min_bytes": 1}))
-    expected = (BLOCKS - 3) * INPUT  # three may be on their way
+    expected = (BLOCKS - 3) * INPUT  # three may be in flight
     assert away_bytes(away.plan.saved) == expected
     assert units.activations.boundaries - away.activations.boundaries == expected
     smaller = away.case.with_step(TOKENS // 2, 2).plan()

@@ -1,4 +1,4 @@
-"""Activations: the estimate against what autograd really saves, and the formula by hand."""
+"""Tests of activation estimates against bytes saved by autograd and computed by hand."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = Fa
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes of distinct storages that autograd keeps, parameters not counted."""
+    """Return the bytes of distinct storages saved by autograd, excluding parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor  # held, so that no address is used again
+            kept[storage.data_ptr()] = tensor  # alive, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
@@ -74,13 +74,13 @@ def test_estimate_close_to_bytes_saved_by_autograd(
     tokens = torch.randint(config.vocab_size, (rows, config.context))
     measured = saved_bytes(model, lambda: model(tokens, tokens))
     found = estimate(model, tokens.numel(), precision)
-    # Of the three copies of the logits autograd keeps one.
+    # Autograd keeps one of the three copies of the logits.
     expected = found.saved + found.logits // 3
     assert measured / 1.2 < expected < measured * 1.2
 
 
 class GatedBlock(nn.Module):
-    """Llama's: grouped queries, RMS norms, a gated perceptron."""
+    """Block as in Llama: grouped-query attention, RMS norms, gated MLP."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -135,7 +135,7 @@ def test_recompute_keeps_only_block_inputs() -> None:
     model(tokens)
     found = estimate(model, tokens.numel(), "fp32", recompute=True)
     plain = estimate(model, tokens.numel(), "fp32")
-    # The head keeps an input as well.
+    # The head also keeps an input.
     assert found.boundaries == sum(boundaries) + boundaries[0]
     one = GatedBlock(256, 704)
     x = torch.randn(2, 128, 256, requires_grad=True)
@@ -195,7 +195,7 @@ def test_lookup_head_and_expert_activation_bytes() -> None:
 @pytest.mark.parametrize("trained", [True, False], ids=["trained", "frozen"])
 @pytest.mark.parametrize("chunks", [1, 4])
 def test_chunked_logits_estimate_matches_live_bytes(chunks: int, trained: bool) -> None:
-    """Beside the gradient of the head's input; compared with what lives."""
+    """Compares with the peak of live bytes, less the gradient of the head's input."""
     assert CHUNK_TOKENS == losses.CHUNK_TOKENS
     tokens, vocabulary, dtype = 64 * chunks, 2000, torch.bfloat16
     width = 32 if trained else 512  # a frozen head's gradient would be larger than the logits

@@ -1,4 +1,4 @@
-"""Advice is planned again: every way really fits, every gain is what the changed plan predicts."""
+"""Tests of suggestions: each is priced again, fits, and gains what the changed plan predicts."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SIDE = 512
 
 
 def units(count: int, precision: str = "bf16", side: int = SIDE) -> tuple[UnitLayout, ...]:
-    """Blocks of two square matrices."""
+    """Return units of two square matrices each."""
     size = PRECISIONS[precision].weight
     found = []
     for index in range(count):
@@ -76,7 +76,7 @@ def case_of(
 
 
 def typed(way: Suggestion) -> str:
-    """What `infinity plan` says is to be typed."""
+    """Return the command-line options that `infinity plan` prints for a suggestion."""
     return for_plan(of_run=False)(way.changes) or ""
 
 
@@ -86,7 +86,7 @@ def refused(case: PlanInput) -> None:
 
 
 def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestion]:
-    """The ways, each of which was seen to fit when priced anew."""
+    """Return the suggestions after checking that each fits when priced again."""
     refused(case)
     ways = ways_to_fit(case, finer)
     for way in ways:
@@ -198,24 +198,24 @@ def test_no_suggestion_if_nothing_fits() -> None:
     assert ways_to_fit(case) == []
 
 
-# --- faster --------------------------------------------------------------------------------------
+# --- suggestions for speed -----------------------------------------------------------------------
 
 
 def slow_case(**more: Any) -> PlanInput:
-    """Most of it rests on disk: 64 MiB of weights with 384 MiB beside them."""
+    """Return a mostly disk-resident case: 64 MiB of weights, 384 MiB of other kinds."""
     given = {"host": 96 * MIB, "device": 20 * MIB, "count": 64, "tokens": 4}
     return case_of(**(given | more))
 
 
 @cache
 def slow_ways() -> tuple[PlanEstimate, tuple[Suggestion, ...]]:
-    """The slow case, and all that makes it faster."""
+    """Return the priced slow case and its suggestions."""
     priced = price(slow_case())
     return priced, tuple(faster(priced))
 
 
 def gain(way: Suggestion, now: PlanEstimate) -> float:
-    """Of its predicted speed."""
+    """Return the predicted speedup."""
     return way.priced.tokens_per_s / now.tokens_per_s
 
 

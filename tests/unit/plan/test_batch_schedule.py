@@ -1,4 +1,4 @@
-"""The batch schedule of a plan: as good as the best of all there are, and as it was asked for."""
+"""Tests of batch schedules: close to the exhaustive optimum, and as requested."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infinity.types import Tier
 
 GIB = 1 << 30
 SEQUENCES, LENGTH, BLOCKS = 8, 256, 6
-# Bytes of the device, of RAM; how much faster the disk is; FLOP per second: what binds differs.
+# Device bytes, host bytes, disk speed factor and FLOP/s; a different resource binds in each.
 MACHINES = {
     "roomy": (64 * MIB, 8 * GIB, 1, 1e13),
     "small device": (12 * MIB, 8 * GIB, 1, 1e13),
@@ -56,7 +56,7 @@ def case_of(device: int | None, host: int, faster: float, flops: float, **config
 
 
 def all_of(case: PlanInput) -> list[PlanEstimate]:
-    """Every schedule that fits, priced one after the other: the slow obvious way."""
+    """Return every fitting schedule by exhaustive search."""
     found = []
     for count, slices in product((1, 2, 4, 8), (1, 2, 4, 8)):
         if count * slices > SEQUENCES:
@@ -142,7 +142,7 @@ def test_no_fitting_schedule_reports_smallest() -> None:
 
 
 def test_with_schedule_discards_previous_schedule() -> None:
-    """A case that was planned with recomputation is priced without it where that is asked."""
+    """A case with recomputation can be priced without it again."""
     case = case_of(*MACHINES["roomy"])
     tokens = case.work.tokens
     again = case.with_schedule(1, tokens, 1, "all", "none").with_schedule(1, tokens, 1, 0, "none")

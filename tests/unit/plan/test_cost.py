@@ -1,4 +1,4 @@
-"""Times of a step: bytes over rates, by hand for plans small enough."""
+"""Tests of the cost model of a step against times computed by hand."""
 
 from __future__ import annotations
 
@@ -56,13 +56,13 @@ def test_phase_bytes_sum_to_step(micro_batches: int, count: int) -> None:
 
 
 def test_bytes_assigned_to_phase_that_moves_them() -> None:
-    """Gradients in RAM, all else on disk: the update writes, backward reads what left its slot."""
+    """With gradients in host memory, only the update writes; backward rereads evicted weights."""
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
     forward, backward = forecast_phases(plan)
     weights = 102_400 * 2
     assert forward.moved["disk_write"] == forward.moved["disk_read"] == 8 * 102_400 * 12
     assert backward.moved["disk_write"] == 0
-    assert backward.moved["disk_read"] == (8 - 3) * weights  # three slots at the turn
+    assert backward.moved["disk_read"] == (8 - 3) * weights  # three slots stay for backward
 
 
 def test_slowest_resource_determines_phase_time() -> None:
@@ -75,7 +75,7 @@ def test_slowest_resource_determines_phase_time() -> None:
     read = max(0.0, numel * 2 / memory)  # vectors: no products, one pass over the weights
     assert forward.resources["compute and update"] == pytest.approx(read + numel / GB)
     assert forward.resources["disk"] == pytest.approx(2 * numel * 12 / (3 * GB))
-    last = SIZES[-1] * 2 / memory  # what the last unit computes when the pass is over
+    last = SIZES[-1] * 2 / memory  # the last unit computes after all transfers
     assert forward.seconds == pytest.approx(forward.resources["disk"] + last)
     assert forward.binds == backward.binds == cost.binds == "disk"
     assert backward.resources["compute"] == pytest.approx(read + numel * (2 * 2 + 2 + 2) / memory)
@@ -85,7 +85,7 @@ def test_slowest_resource_determines_phase_time() -> None:
 
 def test_compute_starts_after_first_unit_updated() -> None:
     plan = plan_of(SIZES, placement=ON_DISK | {"gradients": "host"}, prefetch_units=1)
-    slow = replace(CPU, update={"fp32": GB / 1000})  # and so is memory: compute binds
+    slow = replace(CPU, update={"fp32": GB / 1000})  # memory is slow too, so compute binds
     forward = step_cost(plan, slow, StepWork(tokens=1000)).phases[0]
     assert forward.binds == "compute and update"
     first = forward.resources["disk"] / len(SIZES)
@@ -177,7 +177,7 @@ def test_flops_count_only_multiplied_matrices() -> None:
     assert again.resources["compute"] == pytest.approx(6 * (4096 + 64_000) * 10 / GB)
     frozen = [facts[0], replace(facts[1], trained=False, form="nf4")]
     plan = make_plan((lay_out(0, "all", frozen, BF16),), config, limits, unified=False)
-    forward, backward = step_cost(plan, rates, work).phases  # of inputs alone
+    forward, backward = step_cost(plan, rates, work).phases  # gradients of inputs only
     assert backward.resources["compute"] == forward.resources["compute"]
     assert forward.resources["compute"] == pytest.approx(2 * 4096 * 10 / GB)
     assert flop_per_token(plan.units, work) == 4 * 4096
@@ -228,7 +228,7 @@ def test_disk_days_to_rated_endurance() -> None:
 
 
 def test_freed_slot_not_filled_twice() -> None:
-    """A unit that the optimizer's pass does not publish, before others that it does publish."""
+    """The optimizer pass does not publish the first unit, but all the following ones."""
     facts = [ParameterFacts(f"p{i}", i, (9216,), "bfloat16", 9216, 2, True, 0) for i in range(12)]
     layouts = tuple(lay_out(i, f"u{i}", [facts[i]], BF16, ranks=3) for i in range(12))
     config = load_config(

@@ -1,4 +1,4 @@
-"""Hints bound what a plan takes as far as they can, and never make it fail."""
+"""Tests of hints: they bound the memory of a plan if possible and never make it fail."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_max_params_in_cpu_limited_by_host_budget() -> None:
 
 
 def test_deepspeed_hints_do_not_change_results(tmp_path: Path) -> None:
-    """DeepSpeed's words, and the placement and slots that they come to."""
+    """DeepSpeed options change placement and slots, but not the trained values."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     found = []
     for more, less in (({}, {}), ({"max_in_cpu": 3000}, {"stage3_max_live_parameters": 10})):

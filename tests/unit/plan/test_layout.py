@@ -1,4 +1,4 @@
-"""The flat layout of a unit: aligned, without overlap, and covered by its chunks."""
+"""Tests of the flat layout of a unit: alignment, disjoint segments, chunks and records."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def layouts(draw: st.DrawFn) -> tuple[Precision, list[ParameterFacts], UnitLayou
 
 
 def byte_ranges(layout: UnitLayout) -> list[tuple[int, int]]:
-    """Every segment's range of bytes in the unit's slot."""
+    """Return the byte range of every segment in the slot of the unit."""
     ranges = []
     for segment in layout.segments:
         if segment.trained:
@@ -96,7 +96,7 @@ def test_segments_aligned_disjoint_and_within_slot(
     ranges = sorted(r for r in byte_ranges(layout) if r[0] < r[1])
     for start, _ in byte_ranges(layout):
         assert start % SEGMENT_ALIGN_BYTES == 0
-    for segment in layout.trained_segments:  # no block of a moment belongs to two parameters
+    for segment in layout.trained_segments:  # no moment block spans two parameters
         assert segment.offset % MOMENT_BLOCK == 0
     for (_, end), (start, _) in zip(ranges[:-1], ranges[1:], strict=True):  # noqa: RUF007
         assert end <= start

@@ -1,4 +1,4 @@
-"""Machine facts, read from made-up /proc and /sys trees and once from the real one."""
+"""Tests of machine facts read from fake /proc and /sys trees and from the real machine."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_read_machine_without_cgroup_limits(tmp_path: Path) -> None:
     assert machine.cpu_quota is None
     assert machine.memlock_bytes == 8388608
     assert machine.thp_mode == "madvise"
-    # 80 % of (30 available + 1 that we hold already), which is less than 32.
+    # 80 % of (30 available + 1 resident in this process), which is less than 32.
     assert default_host_budget_bytes(machine) == int(0.8 * 31 * GIB)
 
 
@@ -68,7 +68,7 @@ def test_host_ram_variable_raises_total(tmp_path: Path, monkeypatch: pytest.Monk
     machine = read_machine(root=root)
     assert (machine.host_ram_bytes, machine.host_available_bytes) == (64 * GIB, 62 * GIB)
     assert module.memory_room(root) == (64 * GIB, 62 * GIB)
-    monkeypatch.setenv(module.HOST_RAM, "16GiB")  # there is more already
+    monkeypatch.setenv(module.HOST_RAM, "16GiB")  # less than the actual RAM: ignored
     assert read_machine(root=root).host_ram_bytes == 32 * GIB
     monkeypatch.setenv(module.HOST_RAM, "plenty")
     with pytest.raises(ConfigError, match="INFINITY_HOST_RAM is 'plenty'"):
@@ -170,7 +170,7 @@ def test_missing_mem_total_raises(tmp_path: Path) -> None:
 
 
 def test_disk_free_bytes_and_missing_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = os.statvfs(tmp_path)  # others write to the disk meanwhile
+    facts = os.statvfs(tmp_path)  # other processes may write to the disk
     with monkeypatch.context() as patch:
         patch.setattr(os, "statvfs", {tmp_path: facts}.__getitem__)
         found = read_machine([tmp_path]).disk_free_bytes
@@ -232,7 +232,7 @@ def test_read_machine_on_real_machine() -> None:
 
 
 def test_read_machine_does_not_import_torch() -> None:
-    # A bare package, since what `infinity/__init__.py` imports is not this module's doing.
+    # A bare package avoids the imports of `infinity/__init__.py`.
     root = Path(module.__file__).resolve().parent.parent
     script = f"""
 import sys, types

@@ -1,4 +1,4 @@
-"""Machine files: what they mean, what is refused and how it is said, and the way back."""
+"""Tests of machine files: parsing, error messages and round trips."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def written(folder: Path, facts: dict[str, Any] | str) -> Path:
 
 
 def changed(name: str, value: object) -> dict[str, Any]:
-    """FULL with one value, named with dots, replaced."""
+    """Return FULL with the value at the dotted `name` replaced, or removed if None."""
     facts: dict[str, Any] = json.loads(json.dumps(FULL))
     *sections, key = name.split(".")
     place = facts
@@ -195,7 +195,7 @@ def test_nominal_rates_are_not_written(tmp_path: Path) -> None:
 
 
 def test_here_reads_machine_from_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    space = os.statvfs(tmp_path)  # others write to the disk meanwhile
+    space = os.statvfs(tmp_path)  # other processes may write to the disk
     monkeypatch.setattr(os, "statvfs", {tmp_path: space}.__getitem__)
     rates, _ = completed({}, unified=True)
     measured = dataclasses.replace(rates, disk_read=1.23456e9)

@@ -1,4 +1,4 @@
-"""Placement left to the plan: as good as the best of all, under the same cost model."""
+"""Tests of automatic placement against exhaustive search with the same cost model."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ KIB = 1 << 10
 
 
 def all_placements(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitPlacement, ...]]:
-    """Every way to place the kinds in `free`; on a unified device RAM is one place."""
+    """Yield every placement of the kinds in `free`; unified devices have one tier of RAM."""
     if plan.unified:
         places = {"weight": (Tier.DISK, Tier.DEVICE)}
         other: tuple[Tier, ...] = (Tier.DISK, Tier.HOST)
@@ -38,7 +38,7 @@ def all_placements(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitPlacem
 
 
 def best_of_all(plan: Plan, free: Sequence[str], limits: Limits) -> float:
-    """Seconds of the best placement, tried one after the other: the slow obvious way."""
+    """Return the step seconds of the best placement by exhaustive search."""
     rates, found = nominal(plan.unified), float("inf")
     for placement in all_placements(plan, free):
         candidate = with_memory(replace(plan, placements=placement), limits)
@@ -48,7 +48,7 @@ def best_of_all(plan: Plan, free: Sequence[str], limits: Limits) -> float:
 
 
 def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified: bool) -> Plan:
-    """Everything on disk."""
+    """Return the plan with everything on disk."""
     given = {"nvme_path": "/nvme", "gradient_accumulation_steps": micro_batches, "chunk_size": 4096}
     plan = make_plan(
         units(sizes),
@@ -100,7 +100,7 @@ def test_best_placement_two_units_separate_device(
     [([5_000, 5_000, 20_000, 100_000], 3_069), ([20_000, 5_000, 100_000, 5_000, 5_000], 3_214)],
 )
 def test_best_placement_large_unit_replaces_three_small(sizes: list[int], host: int) -> None:
-    """One that goes frees nothing: what is first on disk needs buffers, so all must go at once."""
+    """Evicting a single unit frees nothing, as the first unit on disk needs buffers."""
     compare(sizes, ("state",), Limits(None, host * KIB, None), 1)
 
 
@@ -115,12 +115,12 @@ def compare(
     assert all(over[tier] <= before.get(tier, 0) for tier in over)
     best = best_of_all(plan, free, limits)
     if best < float("inf") and not before:
-        # A thousandth: what resources that do not bind count for in the search.
+        # The search weights resources that do not bind by a thousandth.
         assert step_cost(found, rates).seconds <= best * 1.001
 
 
 def test_equal_units_placed_from_front() -> None:
-    """Eighty blocks: the last ones are in slots at the turn anyway, so the first ones stay."""
+    """The last blocks are in slots between forward and backward, so the first ones stay."""
     sizes = [1_000_000] * 80
     limits = Limits(None, 220 << 20, None)
     plan = lowest(sizes, limits, 1, unified=True)

@@ -1,4 +1,4 @@
-"""The plan: explicit placement honoured or refused, budgets kept, and numbers in every refusal."""
+"""Tests of the planner: placement, budgets, slots, forecasts and error messages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ sizes_of_units = st.lists(st.integers(1, 60_000), min_size=1, max_size=7)
 
 
 def units(sizes: Sequence[int], precision: str = "bf16", frozen: int = 0) -> tuple[UnitLayout, ...]:
-    """Units of one trained parameter each, and `frozen` int8 values in the first."""
+    """Return units of one trained parameter each; the first also has `frozen` int8 values."""
     dtype, itemsize = ("bfloat16", 2) if precision == "bf16" else ("float32", 4)
     found = []
     for index, size in enumerate(sizes):
@@ -60,7 +60,7 @@ def refusal(*args: Any, **kwargs: Any) -> str:
 
 
 def assert_sums(plan: Plan) -> None:
-    """Every byte of every unit rests exactly once, and the memory table says so."""
+    """Assert that the memory table counts every byte of every unit exactly once."""
     per_state = plan.precision.master_state + 8  # two fp32 moments
     for tier in Tier:
         parts = plan.memory[tier.value]
@@ -207,7 +207,7 @@ def test_auto_uses_no_disk_if_host_suffices() -> None:
 
 
 def test_auto_fills_host_with_weights_first() -> None:
-    """A byte of a weight saves three of the disk's, one of gradients or state two."""
+    """A weight byte in RAM saves three bytes of disk traffic, one of gradients or state two."""
     sizes, on_disk = (
         [1_000_000] * 8,
         dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk"),
@@ -252,7 +252,7 @@ def test_disk_budget_error_reports_missing_bytes() -> None:
 
 
 def test_unified_device_budget_error_counts_device_bytes_only() -> None:
-    """Not all that rests in RAM: 12 + 2 bytes a parameter, of which none is elsewhere."""
+    """Only the 12 + 2 bytes per parameter count, not the other bytes in RAM."""
     wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
     text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=wish)
     assert "the device tier needs 5.47 MiB of a budget of 1.00 MiB: 4.47 MiB too much" in text
@@ -287,7 +287,7 @@ def test_gradient_is_fp32_only_if_accumulated_or_fp32() -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_bytes_per_step_match_documented_table(micro_batches: int) -> None:
-    """The table of docs/bytes.md, with everything but the gradient on disk."""
+    """Matches the table of docs/bytes.md with everything but gradients on disk."""
     count = 2048 * 16
     wish = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     plan = plan_of(
@@ -298,7 +298,7 @@ def test_bytes_per_step_match_documented_table(micro_batches: int) -> None:
     assert moved["disk_write"] == 12 * trained
     assert moved["to_device"] == moved["from_device"] == 0
     table = 12 + 2 + 4 * (micro_batches - 1)
-    # the units kept across each turn are not read again
+    # units still in slots between forward and backward are not read again
     kept = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.prefetch_units + 2) * count
     assert table * trained - kept <= moved["disk_read"] <= table * trained
 
@@ -338,7 +338,7 @@ rules = st.builds(
 def test_state_sizes_follow_rule_and_formats(
     sizes: list[int], rule: RuleFacts, precision: str, tier: str
 ) -> None:
-    """Memory, stages, records and forecast, added up chunk by chunk from the formats alone."""
+    """Memory, staging, records and forecast are summed chunk by chunk from the formats."""
     placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
     given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096}
     given["placement"] = placement
@@ -377,7 +377,7 @@ def test_state_sizes_follow_rule_and_formats(
 
 @pytest.mark.parametrize("wishes", [{}, {"optimizer_state": "host"}, {"weights": "host"}])
 def test_unified_without_disk_places_weights_on_device(wishes: dict[str, str]) -> None:
-    """Above 70 % of it as well, where nothing is left to choose: no slots, no second copies."""
+    """Also above 70 % of RAM; weights need no slots and no second copies."""
     rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
     limits = Limits(None, int(rest / 0.8), None)
     plan = plan_of([100_000] * 2, limits, placement=wishes, nvme_path=None, chunk_size=2048)
@@ -386,7 +386,7 @@ def test_unified_without_disk_places_weights_on_device(wishes: dict[str, str]) -
     assert plan.slot_classes == ()
     apart = plan_of([100_000] * 2, Limits(None, 1 << 30, None), unified=False, nvme_path=None,
                     placement={"weights": "host"})  # fmt: skip
-    assert apart.slot_classes  # a device of its own has slots
+    assert apart.slot_classes  # a separate device has slots
 
 
 def test_initial_write_memory_excludes_untouched_gradients() -> None:
@@ -409,14 +409,14 @@ def test_initial_write_memory_excludes_untouched_gradients() -> None:
     assert roomy.memory["host"]["initial_write"] == 0
 
 
-# Texts, results, what follows from other fields; and the fields with keys of their own.
+# Fields without effect on costs (texts, results, derived values), and fields with separate keys.
 NO_COST = {"memory", "budget", "predicted_bytes", "notes", "rates_origin",
            "resumed", "slot_classes"}  # fmt: skip
 OWN_KEY = {"units", "saved", "model_recomputes", "micro_batches"}
 
 
 def test_plan_cost_key_covers_every_field() -> None:
-    """A search would take the costs of another plan: name a new field in `_BASIS` or here."""
+    """A field missing in the key would reuse costs of another plan: add it to `_BASIS` or here."""
     plan = plan_of([1000] * 3)
     key = plan.searched
     assert {field.name for field in fields(Plan)} >= NO_COST | OWN_KEY

@@ -1,4 +1,4 @@
-"""Which updates are streamed through the device: what they cost, and when the plan chooses them."""
+"""Tests of updates streamed through the device: their costs and when the plan chooses them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ON_DEVICE = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
 NUMEL = 1 << 20
 SIZES = [NUMEL] * 8
 CHUNK = 1 << 16
-# A hundredth of a common machine's, as is the model: beside that calls of the device take no time.
+# A hundredth of common rates, like the model; the overhead of device calls is negligible.
 RATES = Rates(disk_read=1e10, disk_write=1e10, disk_mixed=1e10, update={"fp32": 1e7},
               to_device=28e7, from_device=24e7, device_update=1e9)  # fmt: skip
 
@@ -57,7 +57,7 @@ def places(plan: Plan) -> set[UpdatePlace]:
 
 @pytest.mark.parametrize(("micro_batches", "gradient"), [(1, 2), (2, 4)])
 def test_streamed_update_bytes_and_seconds(micro_batches: int, gradient: int) -> None:
-    """280 MB/s bring 12 bytes of state and the gradient, 240 MB/s take 12 back; beside compute."""
+    """Per element, 12 bytes and the gradient enter at 280 MB/s, 12 leave at 240 MB/s."""
     more = {"gradient_accumulation_steps": micro_batches}
     plan = plan_of(IN_RAM, "device", **more)
     updated, numel = forecast_phases(plan)[0].moved, sum(SIZES)
@@ -99,7 +99,7 @@ def test_cpu_and_streamed_units_updated_sequentially() -> None:
 def test_auto_chooses_fastest_update_place(
     cpu: float, link: float, place: UpdatePlace, share: float
 ) -> None:
-    """14 bytes in: 280 MB/s are 2e7 parameters a second, which the CPU's come on top of."""
+    """With 14 bytes in, 280 MB/s are 2e7 parameters per second, in addition to the CPU's."""
     rates = replace(RATES, update={"fp32": cpu}, to_device=link, from_device=link)
     plan = plan_of(IN_RAM, rates=rates)
     assert (places(plan), plan.cpu_share) == ({place}, share)
@@ -126,13 +126,13 @@ def test_cpu_share_is_spread_over_each_unit() -> None:
         plan.updates_line == "streamed through the device, 25% of these by the CPU at the same time"
     )
     updated = forecast_phases(plan)[0].moved
-    numel, by_cpu = sum(SIZES), sum(SIZES) // 4  # which sends 2 bytes of new weights
+    numel, by_cpu = sum(SIZES), sum(SIZES) // 4  # the CPU sends 2 bytes of new weight per element
     assert updated["to_device"] == 14 * (numel - by_cpu) + 2 * by_cpu
     assert updated["from_device"] == 12 * (numel - by_cpu)
 
 
 def test_cpu_batches_chunks_if_all_kinds_in_host() -> None:
-    """Each time costs Python's calls, which are as long as a fast processor's updates."""
+    """Batching saves Python calls, which take as long as the updates on a fast CPU."""
     for placement, lengths in (
         (IN_RAM, [5, 5, 5, 1]),
         ({**IN_RAM, "weights": "device"}, [1] * 16),
@@ -146,7 +146,7 @@ def test_cpu_batches_chunks_if_all_kinds_in_host() -> None:
 
 
 def test_call_overhead_binds_for_small_chunks() -> None:
-    """Ten for each passage: four kinds come and go, a gradient comes, a kernel runs."""
+    """Ten calls per passage: four kinds in and out, the gradient in, and a kernel."""
     fast = replace(RATES, to_device=11e9, from_device=10e9)
     plan = plan_of(IN_RAM, "device", rates=fast)
     passages = sum(SIZES) // CHUNK
@@ -158,7 +158,7 @@ def test_call_overhead_binds_for_small_chunks() -> None:
 
 
 def test_chunks_at_once_limited_by_device_budget() -> None:
-    """A tenth of the device; a chunk_size that was given is for these too."""
+    """Buffers take a tenth of the device; an explicit chunk_size applies to them too."""
     for room, expected in ((1690 << 20, 4), (1670 << 20, 2), (800 << 20, 1)):
         config = load_config({"placement": IN_RAM, "update": "device"})
         many = units([8 << 20] * 2, "bf16")
@@ -169,7 +169,7 @@ def test_chunks_at_once_limited_by_device_budget() -> None:
 
 
 def test_gradient_sums_placed_on_device_if_host_binds() -> None:
-    """Later micro-batches read 2 and 4 bytes and write 4; memory moves 26 for each update."""
+    """Later micro-batches read 2 and 4 bytes and write 4; an update moves 26 in memory."""
     sums = {"gradient_accumulation_steps": 4, "update": "cpu"}
     rates = replace(RATES, to_device=1e12, from_device=1e12)
     plan = plan_of(IN_RAM, rates=rates, **sums)
@@ -178,7 +178,7 @@ def test_gradient_sums_placed_on_device_if_host_binds() -> None:
     assert later == pytest.approx(sum(SIZES) * 10 / (26 * 1e7))
     assert step_cost(plan, rates).phases[3].binds == "sums"
     assert not any(phase.resources["sums"] for phase in step_cost(plan_of(IN_RAM), rates).phases)
-    room = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots, and three sums
+    room = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots and three units of fp32 gradients
     limits = Limits(int(room / AUTO_SHARE) + 2, None, None)
     few = plan_of({"optimizer_state": "host"}, limits=limits, rates=rates, **sums)
     assert [placement.gradient for placement in few.placements].count(Tier.DEVICE) == 3
@@ -198,7 +198,7 @@ def test_device_resident_units_updated_on_device() -> None:
 
 
 def test_streaming_buffers_count_against_device_budget() -> None:
-    """With no room for them the CPU updates; asked for, they are refused with the numbers."""
+    """If they do not fit, the CPU updates; an explicit request is rejected with numbers."""
     slots = 4 * NUMEL * 2
     need = 3 * CHUNK * 14
     assert places(plan_of(IN_RAM, limits=Limits(slots + need, None, None))) == {
@@ -231,7 +231,7 @@ def test_unavailable_device_update_falls_back_with_note(more: dict[str, Any], wh
 
 
 def test_auto_placement_streams_updates() -> None:
-    """A device too small for the model: the rest is in RAM, and passes through."""
+    """On a device too small for the model, updates of units in RAM are streamed."""
     limits = Limits(28 << 20, 1 << 30, None)
     plan = plan_of(limits=limits)
     assert UpdatePlace.STREAMED in places(plan)
@@ -241,7 +241,7 @@ def test_auto_placement_streams_updates() -> None:
 
 
 def test_streaming_stays_within_auto_share() -> None:
-    """Placement by the plan leaves a share of the device to them, and its buffers too."""
+    """Automatic placement and streaming buffers leave a share of the device to activations."""
     for megabytes in (24, 28, 40, 64):
         limits = Limits(megabytes << 20, 1 << 30, None)
         plan = plan_of(limits=limits)
@@ -250,7 +250,7 @@ def test_streaming_stays_within_auto_share() -> None:
 
 
 def test_unused_disk_does_not_change_plan() -> None:
-    """Buffers are left room for as for state in RAM, of which more chunks pass at once."""
+    """An unused `nvme_path` must not change placement, updates or chunks at once."""
     many, limits, found = units([64 << 20] * 40, "bf16"), Limits(8 << 30, 64 << 30, 1 << 40), []
     for given in ({}, {"nvme_path": "/nvme"}):
         config = load_config(given)

@@ -1,4 +1,4 @@
-"""The numbers of `infinity plan 70b`, by hand from the byte table, as docs/bytes.md does it."""
+"""Test of `infinity plan 70b` against the worked example in docs/bytes.md."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PAGE = Path(__file__).parents[3] / "docs" / "bytes.md"
 
 @pytest.fixture(scope="module")
 def report() -> dict[str, Any]:
-    """`infinity plan 70b --device 24GiB --host 64GiB --disk 2TiB --tokens 32768`."""
+    """Report of `infinity plan 70b --device 24GiB --host 64GiB --disk 2TiB --tokens 32768`."""
     sizes = {"device": 24 * GIB, "host": 64 * GIB, "disk": 2048 * GIB}
     return report_of(SearchOptions("70b", tokens=32768, **sizes), 600 * 10**12)
 
@@ -34,7 +34,7 @@ def test_plan_70b_matches_documented_numbers(report: dict[str, Any]) -> None:
     gradients = placement["gradients"]["disk"]["bytes"]
     inputs = 80 * 32768 * 8192 * 2
     (slots,) = report["plan"]["slots"]
-    outside = at_rest["weights"] - 80 * slots["bytes"]  # in RAM; the head runs at the turn
+    outside = at_rest["weights"] - 80 * slots["bytes"]  # in RAM; moved once per step
     blocks = (slots["count"] - 1) * slots["bytes"]
     kept = blocks + outside
     moved = {direction: found["bytes"] for direction, found in report["moved"].items()}

@@ -34,7 +34,7 @@ def refusal(source: Any, *overrides: str) -> str:
     return str(caught.value)
 
 
-def written(path: Path, text: str) -> Path:
+def write_file(path: Path, text: str) -> Path:
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -67,8 +67,8 @@ def test_dict_yaml_json_and_config_load_equally(tmp_path: Path) -> None:
     assert expected.budget.host == 24 * 2**30
     assert expected.optimizer.type == "Adam"
     assert expected.optimizer.weight_decay == 0.0
-    as_yaml = written(tmp_path / "a.yaml", yaml.safe_dump(FULL))
-    as_json = written(tmp_path / "a.json", json.dumps(FULL))
+    as_yaml = write_file(tmp_path / "a.yaml", yaml.safe_dump(FULL))
+    as_json = write_file(tmp_path / "a.json", json.dumps(FULL))
     for source in (as_yaml, str(as_json), expected):
         loaded = load_config(source)
         assert loaded == expected
@@ -187,7 +187,7 @@ optimizer: {lr: 1e-4, eps: 1E-9}
 budget: {host: 2e9}
 scheduler: {type: CosineAnnealingLR, params: {T_max: 10, eta_min: 1e-5}}
 """
-    config = load_config(written(tmp_path / "a.yml", text))
+    config = load_config(write_file(tmp_path / "a.yml", text))
     assert config.optimizer.lr == 1e-4
     assert config.optimizer.eps == 1e-9
     assert config.budget.host == 2 * 10**9
@@ -235,10 +235,10 @@ LAUGHS = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
     ],
 )
 def test_invalid_file_rejected(tmp_path: Path, name: str, text: str, part: str) -> None:
-    path = written(tmp_path / name, text)
-    answer = refusal(path)
-    assert part in answer
-    assert str(path) in answer
+    path = write_file(tmp_path / name, text)
+    message = refusal(path)
+    assert part in message
+    assert str(path) in message
 
 
 def test_nvme_path_with_link_to_same_directory_rejected(tmp_path: Path) -> None:
@@ -249,12 +249,12 @@ def test_nvme_path_with_link_to_same_directory_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("given", "message"),
     [("/mnt/\udcff", "should be UTF-8"), (f"/mnt/{'ä' * 128}/b", "a name of 256 bytes, more than")],
 )
-def test_unencodable_or_too_long_path_rejected(given: str, words: str) -> None:
-    assert words in refusal({"nvme_path": given})
-    assert words in refusal({"step_log": given})
+def test_unencodable_or_too_long_path_rejected(given: str, message: str) -> None:
+    assert message in refusal({"nvme_path": given})
+    assert message in refusal({"step_log": given})
 
 
 def test_unreadable_file_rejected(tmp_path: Path) -> None:
@@ -269,7 +269,9 @@ def test_unreadable_file_rejected(tmp_path: Path) -> None:
     (tmp_path / "zero.json").symlink_to("/dev/zero")
     for name in ("pipe.yaml", "zero.json"):
         assert "it is a pipe or a device, not a file" in refusal(tmp_path / name)
-    assert "larger than 1 MiB" in refusal(written(tmp_path / "large.yaml", "#" * (1 << 20) + "\n"))
+    assert "larger than 1 MiB" in refusal(
+        write_file(tmp_path / "large.yaml", "#" * (1 << 20) + "\n")
+    )
     assert "nvme_path: there is no such user" in refusal({"nvme_path": "~no-such-user/a"})
     assert "nested deeper than 100 levels" in refusal({}, "a." * 5000 + "a=1")
     assert "a value does not fit its !!tag" in refusal({}, "seed=!!int ''")
@@ -277,11 +279,11 @@ def test_unreadable_file_rejected(tmp_path: Path) -> None:
 
 def test_yaml_merge_keys_and_empty_file_accepted(tmp_path: Path) -> None:
     text = "placement: &h {weights: host}\nio: {queue_depth: 4}\n"
-    config = load_config(written(tmp_path / "a.yaml", text))
+    config = load_config(write_file(tmp_path / "a.yaml", text))
     assert config.placement.weights == "host"
-    assert load_config(written(tmp_path / "b.yaml", "# nothing\n")) == load_config({})
+    assert load_config(write_file(tmp_path / "b.yaml", "# nothing\n")) == load_config({})
     merged = "placement: &h {weights: host}\nbudget: {<<: {host: 1GiB}, host: 2GiB}\n"
-    assert load_config(written(tmp_path / "c.yaml", merged)).budget.host == 2**31
+    assert load_config(write_file(tmp_path / "c.yaml", merged)).budget.host == 2**31
 
 
 def test_overrides_take_precedence_and_keep_source() -> None:
@@ -351,13 +353,13 @@ def test_optimizer_keys_and_defaults_per_rule(kind: str, defaults: dict[str, Any
     config = load_config({"optimizer": {"type": kind}})
     assert config.optimizer.parameters() == {**defaults, "maximize": False}
     assert config.optimizer.moments == "fp32"
-    told = {key.removeprefix("optimizer.") for key in config.resolved() if "optimizer." in key}
-    assert told == {"type", "moments", "maximize", *defaults}
+    keys = {key.removeprefix("optimizer.") for key in config.resolved() if "optimizer." in key}
+    assert keys == {"type", "moments", "maximize", *defaults}
     assert load_config(config).resolved() == config.resolved()
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "words"),
+    ("optimizer", "message"),
     [
         ({"type": "SGD", "betas": [0.9, 0.99]}, "optimizer.betas: SGD does not take it; it"),
         ({"momentum": 0.9}, "optimizer.momentum: AdamW does not take it; it takes lr, betas, eps"),
@@ -370,8 +372,8 @@ def test_optimizer_keys_and_defaults_per_rule(kind: str, defaults: dict[str, Any
     ],
     ids=str,
 )  # fmt: skip
-def test_optimizer_keys_of_other_rules_rejected(optimizer: dict[str, Any], words: str) -> None:
-    assert words in refusal({"optimizer": optimizer})
+def test_optimizer_keys_of_other_rules_rejected(optimizer: dict[str, Any], message: str) -> None:
+    assert message in refusal({"optimizer": optimizer})
 
 
 def test_hints_accept_integral_floats() -> None:
@@ -413,10 +415,10 @@ def test_renamed_keys_accepted_with_warning() -> None:
         "hints": {"weights_in_ram": 1000},
         "activations": {"logits": "sliced"},
     }
-    told = ["placement.moments=host", "placement.whole=true", "activations.logits=whole"]
+    overrides = ["placement.moments=host", "placement.whole=true", "activations.logits=whole"]
     with pytest.warns(InfinityWarning) as caught:
-        config = load_config(earlier, told)
-    warned = [str(one.message).partition(" is an earlier name")[0] for one in caught]
+        config = load_config(earlier, overrides)
+    warned = [str(warning.message).partition(" is an earlier name")[0] for warning in caught]
     assert warned == [
         "activations.logits: \"sliced\"", "durable_every", "frozen.rest", "hints.weights_in_ram",
         "io.stuck_after_s", "journal", "placement.moments", "placement.whole: true",
@@ -434,8 +436,8 @@ def test_renamed_keys_accepted_with_warning() -> None:
         "activations": {"logits": "full"},
     }
     assert config == load_config(today)
-    both = refusal({"journal": "/a", "step_log": "/b"})
-    assert "journal and step_log are given" in both
+    conflict = refusal({"journal": "/a", "step_log": "/b"})
+    assert "journal and step_log are given" in conflict
     stored = {"engine.frozen.rest": "nf4", "engine.activations.logits": "sliced", "lr": 1}
     assert stored_with_current_names(stored, "engine.") == {
         "engine.frozen.format": "nf4", "engine.activations.logits": "chunked", "lr": 1,

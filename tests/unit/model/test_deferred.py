@@ -15,7 +15,7 @@ from infinity.model.deferred_init import DeferredInitMode
 SMALL = 64  # bytes; low enough to defer the tensors of the small test models
 
 
-class Rough(nn.Module):
+class ReinitialisedModel(nn.Module):
     """Model initialised as real models are: repeatedly, through `.data`, by rejection sampling."""
 
     def __init__(self) -> None:
@@ -43,10 +43,10 @@ class Rough(nn.Module):
 class Generators(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        own = torch.Generator().manual_seed(5)
-        self.a = nn.Parameter(torch.empty(40).normal_(generator=own))
+        generator = torch.Generator().manual_seed(5)
+        self.a = nn.Parameter(torch.empty(40).normal_(generator=generator))
         self.b = nn.Parameter(torch.randn(7, 9))
-        self.c = nn.Parameter(torch.rand(33, generator=own).to(torch.bfloat16))
+        self.c = nn.Parameter(torch.rand(33, generator=generator).to(torch.bfloat16))
         self.d = nn.Parameter(torch.empty(10, 20, dtype=torch.float64).exponential_())
 
 
@@ -89,7 +89,7 @@ def weight_normed() -> nn.Module:
     return nn.Sequential(first, second, third, fourth)
 
 
-class FromItself(nn.Module):
+class SelfAssigned(nn.Module):
     """Tensors overwritten entirely with values computed from themselves."""
 
     def __init__(self) -> None:
@@ -105,7 +105,8 @@ class FromItself(nn.Module):
 
 
 BUILDS: list[Callable[[], nn.Module]] = [
-    Rough, Generators, lstm, transformer, assigned, converted, weight_normed, FromItself,
+    ReinitialisedModel, Generators, lstm, transformer, assigned, converted, weight_normed,
+    SelfAssigned,
 ]  # fmt: skip
 
 
@@ -118,15 +119,15 @@ def values_of(model: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("build", BUILDS, ids=lambda b: b.__name__)
 def test_deferred_values_equal_eager_build(build: Callable[[], nn.Module], threshold: int) -> None:
     torch.manual_seed(11)
-    plain = build()
-    after_plain = torch.rand(3)
+    eager = build()
+    after_eager = torch.rand(3)
 
     torch.manual_seed(11)
     with DeferredInitMode(threshold) as deferral:
         model = build()
-    assert torch.equal(torch.rand(3), after_plain), "the generator must end where it would have"
+    assert torch.equal(torch.rand(3), after_eager), "the generator must end where it would have"
 
-    expected, found = values_of(plain), values_of(model)
+    expected, found = values_of(eager), values_of(model)
     assert list(expected) == list(found)
     names = list(expected)
     random.Random(3).shuffle(names)
@@ -160,7 +161,7 @@ def test_value_does_not_advance_generator() -> None:
 def test_shadows_dropped_beyond_keep_bytes_and_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.model.deferred_init.KEEP_BYTES", 10_000)
     torch.manual_seed(1)
-    plain = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
+    eager = nn.Sequential(*(nn.Linear(40, 40, bias=False) for _ in range(20)))
     torch.manual_seed(1)
     live = []
     with DeferredInitMode(SMALL) as deferral:
@@ -171,8 +172,8 @@ def test_shadows_dropped_beyond_keep_bytes_and_recomputed(monkeypatch: pytest.Mo
         nn.init.ones_(layers[0].weight[:1])  # its shadow was dropped and is computed again
     assert max(live) <= 10_000 + 40 * 40 * 4
     with torch.no_grad():
-        plain[0].weight[:1].fill_(1)
-    for layer, expected in zip(layers, plain, strict=True):
+        eager[0].weight[:1].fill_(1)
+    for layer, expected in zip(layers, eager, strict=True):
         assert torch.equal(deferral.value(layer.weight), expected.weight)
     deferral.forget_shadows()
     assert all(_shadow(s) is None for s in _storages(deferral))

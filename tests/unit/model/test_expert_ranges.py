@@ -29,25 +29,25 @@ from infinity.training import initial_write
 from infinity.types import FrozenFormat
 
 
-def cut(model: Any, experts: Any, **more: Any) -> Any:
-    config = load_config({"experts_per_unit": experts, "precision": "bf16", **more})
+def partition(model: Any, experts: Any, **overrides: Any) -> Any:
+    config = load_config({"experts_per_unit": experts, "precision": "bf16", **overrides})
     return partition_model(model, config, groups_of(model, config), None)
 
 
 def test_ranges_cover_each_expert_once_in_layer_order() -> None:
-    found = cut(Stacked(), 3)
+    found = partition(Stacked(), 3)
     names = [unit.name for unit in found.units]
     ranges = [f"blocks.{b}.experts[{r}]" for b in (0, 1) for r in ("0:3", "3:6", "6:7")]
     assert [name for name in names if "[" in name] == ranges
     assert names.index("blocks.0") < names.index(ranges[0]) < names.index("blocks.1")
     segments = [s for unit in found.layouts for s in unit.segments]
-    own = dict(Stacked().named_parameters())
-    assert sum(s.numel for s in segments) == sum(p.numel() for p in own.values())
-    assert all(s.full_shape == tuple(own[s.name].shape) for s in segments)
+    parameters = dict(Stacked().named_parameters())
+    assert sum(s.numel for s in segments) == sum(p.numel() for p in parameters.values())
+    assert all(s.full_shape == tuple(parameters[s.name].shape) for s in segments)
 
 
 def test_auto_splits_only_large_expert_stacks() -> None:
-    assert not any(unit.is_range for unit in cut(Stacked(), "auto").layouts)
+    assert not any(unit.is_range for unit in partition(Stacked(), "auto").layouts)
     large = Outline()
     for index in range(4):
         layer = large.at(f"layers.{index}")
@@ -58,13 +58,13 @@ def test_auto_splits_only_large_expert_stacks() -> None:
             "gate_up_proj": Shape((256, 4096, 7168)),
             "down_proj": Shape((256, 7168, 2048)),
         }
-    layouts = cut(large, "auto").layouts
+    layouts = partition(large, "auto").layouts
     ranges = [unit for unit in layouts if unit.is_range]
     assert len(ranges) == 4 * 43  # 6 experts of 84 MiB
     assert max(unit.slot_bytes for unit in ranges) <= 512 << 20
 
 
-class Odd(nn.Module):
+class UnalignedExperts(nn.Module):
     """Experts whose size is not a multiple of the blocks of the gradient norm's reduction tree."""
 
     infinity_stacks = ("up",)
@@ -75,30 +75,32 @@ class Odd(nn.Module):
 
 
 def test_unsplittable_experts_reported_with_reason() -> None:
-    model = nn.Sequential(Odd(), nn.Linear(4, 4))
-    assert cut(model, 1).notes == (
+    model = nn.Sequential(UnalignedExperts(), nn.Linear(4, 4))
+    assert partition(model, 1).notes == (
         "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
     )
-    whole = partition_model(Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None)
-    assert any(unit.is_range for unit in whole.layouts)  # frozen experts need no optimizer
+    partitioned = partition_model(
+        Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None
+    )
+    assert any(unit.is_range for unit in partitioned.layouts)  # frozen experts need no optimizer
     unnamed = nn.ModuleDict({"experts": nn.Module()})
     unnamed["experts"].register_parameter("w", nn.Parameter(torch.zeros(2, 4, 4)))
-    assert "does not name its stacks" in cut(nn.ModuleDict({"mlp": unnamed}), "auto").notes[0]
-    assert "no stacks of experts" in cut(nn.Linear(4, 4), 2).notes[0]
+    assert "does not name its stacks" in partition(nn.ModuleDict({"mlp": unnamed}), "auto").notes[0]
+    assert "no stacks of experts" in partition(nn.Linear(4, 4), 2).notes[0]
 
 
 def test_invalid_infinity_stacks_rejected() -> None:
     model = Stacks()
     model.infinity_stacks = ("up", "sideways")
     with pytest.raises(ConfigError, match="'sideways' is none of its parameters"):
-        cut(model, 1)
+        partition(model, 1)
     model.infinity_stacks = "up"
     with pytest.raises(ConfigError, match="the string 'up'"):
-        cut(model, 1)
+        partition(model, 1)
     model = Stacks()
     model.up = nn.Parameter(torch.zeros(3, 256, 16))
     with pytest.raises(ConfigError, match="3 in up, 7 in down"):
-        cut(model, 1)
+        partition(model, 1)
 
 
 @pytest.mark.parametrize("placement", ["disk", "host"])
@@ -106,30 +108,30 @@ def test_stack_values_computed_once_if_disk_available(
     placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Values are buffered on disk; without a disk they are recomputed, with equal results."""
-    made: Counter[tuple[int, ...]] = Counter()
+    computed: Counter[tuple[int, ...]] = Counter()
     value = InitialValues.value
 
     def count(self: InitialValues, tensor: torch.Tensor) -> torch.Tensor:
-        made[tuple(tensor.shape)] += 1
+        computed[tuple(tensor.shape)] += 1
         return value(self, tensor)
 
     monkeypatch.setattr(InitialValues, "value", count)
-    states, times = [], []
-    everything = dict.fromkeys(("weights", "optimizer_state", "gradients"), placement)
+    states, counts = [], []
+    placements = dict.fromkeys(("weights", "optimizer_state", "gradients"), placement)
     for experts, path in ((7, tmp_path), (2, tmp_path), (2, None)):
         if placement == "disk" and path is None:
             continue
         torch.manual_seed(0)
         with infinity.Init(threshold_bytes=0):
             model = Stacked()
-        config = {"nvme_path": path, "experts_per_unit": experts, "placement": everything}
+        config = {"nvme_path": path, "experts_per_unit": experts, "placement": placements}
         config |= {"optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}
-        made.clear()
+        computed.clear()
         with infinity.initialize(model, config, device="cpu")[0] as engine:
             states.append(dict(engine.state_dict(master=True)))
-        times.append(made[7, Stacks.INNER, 16])
+        counts.append(computed[7, Stacks.INNER, 16])
         assert not list(tmp_path.iterdir())
-    assert times == [2, 2, 8][: len(times)]  # two layers in four ranges
+    assert counts == [2, 2, 8][: len(counts)]  # two layers in four ranges
     for state in states[1:]:
         assert all(torch.equal(state[name], states[0][name]) for name in states[0])
 
@@ -161,16 +163,16 @@ def test_stack_values_recomputed_if_value_file_fails(
 
 
 def test_durable_run_resumes_same_ranges_and_loads_into_others(tmp_path: Path) -> None:
-    case, everything = (
+    case, placement = (
         CASES["stacked"],
         {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
     )
-    config = {"nvme_path": tmp_path, "precision": "bf16", "placement": everything, "seed": 1,
+    config = {"nvme_path": tmp_path, "precision": "bf16", "placement": placement, "seed": 1,
               "optimizer": {"type": "AdamW", "lr": 1e-2}, "gradient_clipping": 0.5}  # fmt: skip
     durable = {"durable": True, "resume": "auto"}
 
-    def train(first: int, end: int, load: Path | None = None, **more: Any) -> dict[str, Any]:
-        engine, *_ = infinity.initialize(case.build(), {**config, **more}, device="cpu")
+    def train(first: int, end: int, load: Path | None = None, **overrides: Any) -> dict[str, Any]:
+        engine, *_ = infinity.initialize(case.build(), {**config, **overrides}, device="cpu")
         if load is not None:
             engine.load_checkpoint(load)
         for batch in case.batches(end)[first:]:
@@ -199,11 +201,11 @@ def test_quantised_stack_rows_are_contiguous_bytes(form: FrozenFormat) -> None:
     stack = torch.zeros(form.nbytes(shape), dtype=torch.uint8)
     quantise(value, form, stack)
     for first, count in ((0, 2), (2, 3), (5, 1)):
-        part = (count, *shape[1:])
-        rows = torch.zeros(form.nbytes(part), dtype=torch.uint8)
+        range_shape = (count, *shape[1:])
+        rows = torch.zeros(form.nbytes(range_shape), dtype=torch.uint8)
         quantise(value[first : first + count], form, rows)
         segment = Segment(
-            "w", 9, part, "bfloat16", count * 128 * 128, rows.numel(), 0, False, -1, form,
+            "w", 9, range_shape, "bfloat16", count * 128 * 128, rows.numel(), 0, False, -1, form,
             stack=StackRows(1, first, shape[0]),
         )  # fmt: skip
         start = first_frozen_byte(segment)
@@ -253,7 +255,7 @@ class Variant(nn.Module):
         weight, expert = self.gate(flat).softmax(-1).max(-1)
         if self.kind == "past":
             scale = self.gate.weight.sum()
-            self.experts.compute = lambda *given: Stacks.compute(self.experts, *given) * scale
+            self.experts.compute = lambda *args: Stacks.compute(self.experts, *args) * scale
         if self.kind == "padded":
             sent = flat.any(-1)
             found = torch.zeros_like(flat)
@@ -307,8 +309,13 @@ def test_sliced_ranges_match_unsplit_experts_or_raise(kind: str) -> None:
     assert all(torch.equal(runs[0][1][name], value) for name, value in runs[1][1].items())
 
 
-def in_ranges(model: nn.Module, experts: Any = 2, **more: Any) -> Any:
-    config = {"precision": "fp32", "experts_per_unit": experts, "optimizer": {"lr": 1e-2}, **more}
+def in_ranges(model: nn.Module, experts: Any = 2, **overrides: Any) -> Any:
+    config = {
+        "precision": "fp32",
+        "experts_per_unit": experts,
+        "optimizer": {"lr": 1e-2},
+        **overrides,
+    }
     return infinity.initialize(model, config, device="cpu")[0]
 
 
@@ -321,7 +328,7 @@ def test_stack_hook_runs_only_if_registered_before_initialize(register: str) -> 
     """A layer whose stack has a hook before `initialize` is not split, so the hook runs."""
     calls: list[Any] = []
     model = Stacked()
-    getattr(model.blocks[1].experts.up, register)(lambda given: calls.append(given.shape))
+    getattr(model.blocks[1].experts.up, register)(lambda tensor: calls.append(tensor.shape))
     with in_ranges(model) as engine:
         assert {u.name[:8] for u in engine.plan.units if u.is_range} == {"blocks.0"}
         engine.backward(engine(BATCH))

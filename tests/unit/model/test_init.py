@@ -48,7 +48,7 @@ def under_init(build: Callable[[], nn.Module], threshold: int = SMALL) -> nn.Mod
         return build()
 
 
-class Rough(SmallModel):
+class ReinitialisedModel(SmallModel):
     """Model re-initialised through `.data` and by rejection sampling, with buffers of all sizes."""
 
     def __init__(self) -> None:
@@ -68,14 +68,14 @@ class Rough(SmallModel):
         return super().features(tokens) * (1 + self.table.sum())
 
 
-def rough() -> nn.Module:
+def reinitialised() -> nn.Module:
     torch.manual_seed(3)
-    return Rough()
+    return ReinitialisedModel()
 
 
-def run(path: Path, placement: dict[str, str], model: nn.Module, **more: Any) -> Any:
+def run(path: Path, placement: dict[str, str], model: nn.Module, **overrides: Any) -> Any:
     """Return the values after the initial write, the losses and the values after three steps."""
-    with small_engine(path, placement, model, **more) as engine:
+    with small_engine(path, placement, model, **overrides) as engine:
         before = masters(engine)
         return before, train(engine, 3), masters(engine)
 
@@ -85,10 +85,10 @@ def run(path: Path, placement: dict[str, str], model: nn.Module, **more: Any) ->
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_init_every_placement_matches_eager_build(tmp_path: Path, precision: str) -> None:
-    before, losses, after = run(tmp_path, ON_DEVICE, rough(), precision=precision)
+    before, losses, after = run(tmp_path, ON_DEVICE, reinitialised(), precision=precision)
     for weights, moments, gradients in product(TIERS, repeat=3):
         placement = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
-        model = under_init(rough)
+        model = under_init(reinitialised)
         assert all(p.is_meta for p in model.parameters())
         found = run(tmp_path, placement, model, precision=precision)
         assert same(found[0], before), placement
@@ -107,8 +107,8 @@ def test_init_every_model_case_matches_eager_build(name: str, device: str) -> No
         with Run(build(), config, device=make_device(device), groups=case.groups) as run:
             before = run.masters()
             losses = []
-            for one in case.batches(3):
-                loss = one.call(run.engine)
+            for case_batch in case.batches(3):
+                loss = case_batch.call(run.engine)
                 run.engine.backward(loss)
                 run.engine.step()
                 losses.append(loss.item())
@@ -120,7 +120,7 @@ def test_init_every_model_case_matches_eager_build(name: str, device: str) -> No
 
 
 def test_tied_tensors_and_parameter_identity_preserved(tmp_path: Path) -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     with small_engine(tmp_path, MIXED, model) as engine:
         assert model.head.weight is model.embedding.weight
@@ -134,25 +134,25 @@ def test_tied_tensors_and_parameter_identity_preserved(tmp_path: Path) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize("by", ["Init", "meta"])
-def test_lstm_with_weak_weight_references_is_initialised(by: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["Init", "meta"])
+def test_lstm_with_weak_weight_references_is_initialised(method: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LSTM(256, 256, batch_first=True))
 
     torch.manual_seed(3)
-    with infinity.Init() if by == "Init" else torch.device("meta"):
+    with infinity.Init() if method == "Init" else torch.device("meta"):
         model = build()
     torch.manual_seed(3)
-    plain = build()
+    eager = build()
     engine, *_ = infinity.initialize(model, settings(tmp_path, ON_DISK))
     with engine:
-        if by == "Init":
-            assert same(dict(engine.state_dict()), dict(plain.state_dict()))
+        if method == "Init":
+            assert same(dict(engine.state_dict()), dict(eager.state_dict()))
         assert engine(torch.ones(1, 2, 256))[0].isfinite().all()
 
 
 def test_init_hooks_removed_after_restore(tmp_path: Path) -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     assert any(m._forward_pre_hooks for m in model.modules())
     with small_engine(tmp_path, ON_DISK, model) as engine:
         engine.close(restore=True)
@@ -175,9 +175,9 @@ def test_init_config_seed_determines_values() -> None:
 
 def test_mixed_init_meta_and_real_modules_match_eager_build(tmp_path: Path) -> None:
     """One model combines modules of two Inits, of the meta device and real ones."""
-    plain = small_model(4)
+    eager = small_model(4)
     model = small_model(4)
-    for index, block in enumerate(plain.blocks):
+    for index, block in enumerate(eager.blocks):
         torch.manual_seed(20 + index)
         block.up.reset_parameters()
     for index in (0, 1):
@@ -188,7 +188,7 @@ def test_mixed_init_meta_and_real_modules_match_eager_build(tmp_path: Path) -> N
     model.blocks[2].up.reset_parameters()
     with torch.device("meta"):
         model.norm = nn.LayerNorm(16)
-    assert same(run(tmp_path, ON_DISK, model)[2], run(tmp_path, ON_DEVICE, plain)[2])
+    assert same(run(tmp_path, ON_DISK, model)[2], run(tmp_path, ON_DEVICE, eager)[2])
 
 
 def test_deepcopy_inside_init_keeps_deferred_values() -> None:
@@ -196,11 +196,11 @@ def test_deepcopy_inside_init_keeps_deferred_values() -> None:
         torch.manual_seed(2)
         return copy.deepcopy(nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20)))
 
-    plain, model = build(), under_init(build)
+    eager, model = build(), under_init(build)
     origins = InitialValues(model)
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert mine.is_meta
-        assert torch.equal(origins.value(mine), theirs)
+    for parameter, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert parameter.is_meta
+        assert torch.equal(origins.value(parameter), expected)
 
 
 def test_init_forward_in_constructor_runs() -> None:
@@ -216,7 +216,7 @@ def test_init_forward_in_constructor_runs() -> None:
 
 
 def test_uninitialised_model_rejects_forward_copy_and_pickle() -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     with pytest.raises(ResidencyError, match=r"has no values yet[\s\S]*initialize"):
         model(batch(0))
     with pytest.raises(ResidencyError, match=r"cannot be copied"):
@@ -243,7 +243,7 @@ def _replace(model: nn.Module) -> None:
 def test_changes_after_init_block_rejected(
     tmp_path: Path, change: Callable[[nn.Module], None]
 ) -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     change(model)
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=r"changed after infinity\.Init: .*'blocks\.1\.up\."):
@@ -279,17 +279,17 @@ def test_init_error_in_block_restores_state_and_allows_reuse() -> None:
 
 
 def test_init_does_not_affect_other_threads() -> None:
-    made: list[nn.Module] = []
+    built: list[nn.Module] = []
     with infinity.Init(threshold_bytes=SMALL):
-        thread = threading.Thread(target=lambda: made.append(nn.Linear(40, 40)))
+        thread = threading.Thread(target=lambda: built.append(nn.Linear(40, 40)))
         thread.start()
         thread.join()
-    assert not made[0].weight.is_meta
-    made[0](torch.zeros(1, 40))
+    assert not built[0].weight.is_meta
+    built[0](torch.zeros(1, 40))
 
 
 def test_dropped_model_frees_deferral() -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     mark = next(h for m in model.modules() for h in m._forward_pre_hooks.values())
     deferral = weakref.ref(mark.deferral)
     del mark, model
@@ -305,9 +305,9 @@ class StopError(Exception):
 
 
 def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
-    expected = run(tmp_path, ON_DEVICE, rough())
-    model = under_init(rough, threshold=1)
-    threads, held = set(threading.enumerate()), PROCESS.total("host")
+    expected = run(tmp_path, ON_DEVICE, reinitialised())
+    model = under_init(reinitialised, threshold=1)
+    threads, reserved = set(threading.enumerate()), PROCESS.total("host")
     count = 0
 
     def stop(done: int, total: int, what: str) -> None:
@@ -319,7 +319,7 @@ def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
     with pytest.raises(StopError):
         infinity.initialize(model, settings(tmp_path), progress=stop)
     assert_nothing_left(tmp_path, threads)
-    assert PROCESS.total("host") == held
+    assert PROCESS.total("host") == reserved
     assert all(p.is_meta for p in model.parameters())
     with pytest.raises(ResidencyError, match="has no values yet"):
         model(batch(0))
@@ -330,19 +330,19 @@ def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["hook", "weak reference", "view"])
 def test_meta_parameters_with_references_rejected(tmp_path: Path, what: str) -> None:
-    model = under_init(rough)
+    model = under_init(reinitialised)
     parameter = model.blocks[0].up.weight
     threads = set(threading.enumerate())
-    keep: Any = None  # the reference under test
+    holder: Any = None  # the reference under test
     if what == "hook":
         parameter.register_hook(lambda gradient: gradient)
     elif what == "weak reference":
-        keep = weakref.ref(parameter)
+        holder = weakref.ref(parameter)
     else:
-        keep = parameter.t()
+        holder = parameter.t()
     with pytest.raises(ConfigError, match=r"'blocks\.0\.up\.weight' is on the meta device and"):
         infinity.initialize(model, settings(tmp_path))
-    del keep
+    del holder
     assert_nothing_left(tmp_path, threads)
     assert sum(p.is_meta for p in model.parameters()) > 3
 
@@ -352,7 +352,7 @@ def test_parameter_subclass_and_attributes_preserved(tmp_path: Path) -> None:
         pass
 
     def build() -> nn.Module:
-        model = rough()
+        model = reinitialised()
         model.blocks[0].up.weight = Special(model.blocks[0].up.weight.data)
         model.blocks[0].up.weight.tag = "mine"
         return model
@@ -512,7 +512,7 @@ def test_meta_model_with_init_weights_of_hugging_face() -> None:
         assert torch.equal(again.value(tensor), values[name]), name
 
 
-class Nameless(nn.Module):
+class PartlyInitialised(nn.Module):
     """Model with tensors not or only partly initialised, and some set to likely sentinel values."""
 
     def __init__(self) -> None:
@@ -540,7 +540,7 @@ class Inner(nn.Module):
 
 
 def test_tensors_without_initialiser_all_listed(tmp_path: Path) -> None:
-    model = on_meta(Nameless)
+    model = on_meta(PartlyInitialised)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError) as caught:
         infinity.initialize(model, settings(tmp_path))
@@ -573,8 +573,8 @@ def test_failing_initialiser_error_names_module() -> None:
 
 
 def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    yield "init", lambda: under_init(rough)
-    yield "meta", lambda: on_meta(Rough)
+    yield "init", lambda: under_init(reinitialised)
+    yield "meta", lambda: on_meta(ReinitialisedModel)
     yield "real", lambda: small_model(9)
 
 
@@ -583,27 +583,27 @@ def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 def test_remembered_values_read_once_at_initial_write(
     tmp_path: Path, build: Callable[[], nn.Module], precision: str
 ) -> None:
-    source = rough()
+    source = reinitialised()
     given = {n: t.detach() for n, t in source.state_dict().items() if n != "alias.table"}
     given["mask"] = source.mask
     model = build()
     known = {n for n, _ in model.named_parameters(remove_duplicate=False)}
     known |= {n for n, _ in model.named_buffers()}
     given = {n: t for n, t in given.items() if n in known and n != "embedding.weight"}
-    asked: list[str] = []
+    read_names: list[str] = []
 
     def reader(name: str) -> Callable[[], Tensor]:
         def read() -> Tensor:
-            asked.append(name)
+            read_names.append(name)
             return given[name].double() if given[name].is_floating_point() else given[name]
 
         return read
 
     remember_values(model, {name: reader(name) for name in given})
-    assert asked == []
+    assert read_names == []
     with small_engine(tmp_path, MIXED, model, precision=precision) as engine:
         found = masters(engine)
-        assert sorted(asked) == sorted(given), "each is read once"
+        assert sorted(read_names) == sorted(given), "each is read once"
         assert all(torch.equal(found[n], given[n]) for n in given if n in found)
         assert found["offset"].dtype is torch.float32
         train(engine, 1)
@@ -611,8 +611,8 @@ def test_remembered_values_read_once_at_initial_write(
 
 
 def test_remembered_values_override_only_named_tensors(tmp_path: Path) -> None:
-    expected = run(tmp_path, ON_DEVICE, rough())[0]
-    model = under_init(rough)
+    expected = run(tmp_path, ON_DEVICE, reinitialised())[0]
+    model = under_init(reinitialised)
     remember_values(model, {"norm.bias": lambda: torch.full((16,), 9.0)})
     remember_values(model, {"norm.bias": lambda: torch.full((16,), 2.0, dtype=torch.float16)})
     remember_values(model.blocks[1], {"up.weight": lambda: torch.ones(32, 16)})
@@ -623,7 +623,7 @@ def test_remembered_values_override_only_named_tensors(tmp_path: Path) -> None:
 
 
 def test_remembered_values_replace_missing_initialisers(tmp_path: Path) -> None:
-    model = on_meta(Nameless)
+    model = on_meta(PartlyInitialised)
     values = {n: torch.ones_like(t, device="cpu") for n, t in model.named_parameters()}
     values |= {n: torch.ones_like(t, device="cpu") for n, t in model.named_buffers()}
     del values["linear.bias"]
@@ -635,7 +635,7 @@ def test_remembered_values_replace_missing_initialisers(tmp_path: Path) -> None:
 
 
 def test_remembered_values_with_wrong_name_or_shape_rejected(tmp_path: Path) -> None:
-    model = under_init(rough, threshold=1)
+    model = under_init(reinitialised, threshold=1)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"no 'bloks\.1', 'x'"):
         remember_values(model, {"bloks.1": lambda: torch.ones(1), "x": lambda: torch.ones(1)})
@@ -657,7 +657,7 @@ def test_torch_optimizer_accepts_deferred_parameters(tmp_path: Path) -> None:
         lambda model: torch.optim.Adamax,
     ):
         results = []
-        for model in (rough(), under_init(rough)):
+        for model in (reinitialised(), under_init(reinitialised)):
             given = settings(tmp_path)
             del given["optimizer"]
             engine, *_ = infinity.initialize(model, given, optimizer=make(model))

@@ -24,24 +24,24 @@ class Source:
         self.reads += 1
         return self.values.clone()
 
-    def promise(self) -> LazyTensor:
+    def lazy_tensor(self) -> LazyTensor:
         return LazyTensor(tuple(self.values.shape), self.values.dtype, self.read)
 
 
 def test_tensor_without_memory_reports_shape_dtype_and_device() -> None:
-    made = tensor_without_memory(LazyTensor, (1 << 20, 1 << 20), torch.bfloat16)
-    assert type(made) is LazyTensor
-    assert (made.shape, made.dtype) == ((1 << 20, 1 << 20), torch.bfloat16)
-    assert made.device == torch.device("cpu")
-    assert not made.is_meta
+    tensor = tensor_without_memory(LazyTensor, (1 << 20, 1 << 20), torch.bfloat16)
+    assert type(tensor) is LazyTensor
+    assert (tensor.shape, tensor.dtype) == ((1 << 20, 1 << 20), torch.bfloat16)
+    assert tensor.device == torch.device("cpu")
+    assert not tensor.is_meta
 
 
 def test_operations_are_deferred_without_reads() -> None:
     sources = [Source(4, 6) for _ in range(3)]
-    stacked = torch.stack([s.promise() for s in sources]).transpose(1, 2).contiguous()
-    both = torch.cat([stacked, stacked], dim=1)
-    parts = both.chunk(3, dim=0)
-    weight = nn.Parameter(parts[1][0, 2:5])
+    stacked = torch.stack([s.lazy_tensor() for s in sources]).transpose(1, 2).contiguous()
+    doubled = torch.cat([stacked, stacked], dim=1)
+    chunks = doubled.chunk(3, dim=0)
+    weight = nn.Parameter(chunks[1][0, 2:5])
     assert isinstance(weight, LazyTensor)
     assert isinstance(weight, nn.Parameter)
     assert [s.reads for s in sources] == [0, 0, 0]
@@ -53,33 +53,33 @@ def test_operations_are_deferred_without_reads() -> None:
 
 def test_float_cast_keeps_values_and_int_cast_converts() -> None:
     source = Source(8)
-    half = source.promise().to(torch.bfloat16)
+    half = source.lazy_tensor().to(torch.bfloat16)
     assert half.dtype is torch.bfloat16
     assert torch.equal(half.value(), source.values)
-    whole = (source.promise() * 10).to(torch.int32)
-    assert torch.equal(whole.value(), (source.values * 10).to(torch.int32))
+    integers = (source.lazy_tensor() * 10).to(torch.int32)
+    assert torch.equal(integers.value(), (source.values * 10).to(torch.int32))
 
 
 def test_value_queries_read_the_source() -> None:
     source, other = Source(5), Source(5)
-    assert torch.equal(source.promise(), other.promise())
-    assert not torch.equal(source.promise(), other.promise() + 1)
-    assert source.promise().sum().item() == source.values.sum().item()
-    into = torch.zeros(7)
-    into[:5] = source.promise()
-    assert torch.equal(into[:5], source.values)
+    assert torch.equal(source.lazy_tensor(), other.lazy_tensor())
+    assert not torch.equal(source.lazy_tensor(), other.lazy_tensor() + 1)
+    assert source.lazy_tensor().sum().item() == source.values.sum().item()
+    target = torch.zeros(7)
+    target[:5] = source.lazy_tensor()
+    assert torch.equal(target[:5], source.values)
 
 
 def test_in_place_edits_apply_to_temporaries_only() -> None:
     source = Source(3)
-    temporary = source.promise() * 2
+    temporary = source.lazy_tensor() * 2
     assert temporary.add_(1) is temporary
     assert torch.equal(temporary.value(), source.values * 2 + 1)
-    weight = nn.Parameter(source.promise())
+    weight = nn.Parameter(source.lazy_tensor())
     with pytest.raises(ConfigError, match="in place"):
         weight.data.zero_()
     with pytest.raises(ConfigError, match="in place"):
-        source.promise().mul_(2)
+        source.lazy_tensor().mul_(2)
     weight.data = weight.data * 3
     assert torch.equal(weight.value(), source.values * 3)
 
@@ -88,7 +88,7 @@ def test_engine_reads_each_lazy_parameter_once() -> None:
     sources = {"weight": Source(4, 4), "bias": Source(4)}
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for name, source in sources.items():
-        setattr(model[0], name, nn.Parameter(source.promise()))
+        setattr(model[0], name, nn.Parameter(source.lazy_tensor()))
     model[1].weight = model[0].weight
     weight = model[0].weight
     groups = [{"params": [weight], "lr": 0.1}, {"params": [model[0].bias, model[1].bias]}]

@@ -19,7 +19,7 @@ from infinity.losses import chunked_cross_entropy
 VOCABULARY, WIDTH, TOKENS = 97, 24, 41
 
 
-def plain(
+def full_logits_loss(
     hidden: Tensor,
     weight: Tensor,
     labels: Tensor,
@@ -44,29 +44,31 @@ def values(dtype: torch.dtype, *, bias: bool = False) -> tuple[list[Tensor], Ten
     return [t.to(dtype).requires_grad_() for t in tensors], labels
 
 
-def bent(logits: Tensor) -> Tensor:
+def sinh_transform(logits: Tensor) -> Tensor:
     return torch.sinh(logits / 4)
 
 
-def both(
+def result_pairs(
     dtype: torch.dtype, size: int, *, bias: bool = False, **options: Any
 ) -> list[tuple[Tensor, Tensor]]:
     """Return (chunked, torch fp64 reference) pairs of the loss and of every gradient."""
     tensors, labels = values(dtype, bias=bias)
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    more = {"bias": tensors[2]} if bias else {}
+    bias_argument = {"bias": tensors[2]} if bias else {}
     if "transform" in options:
-        options["transform"] = bent
-    ours = chunked_cross_entropy(tensors[0], tensors[1], labels, chunk_size=size, **more, **options)
+        options["transform"] = sinh_transform
+    actual = chunked_cross_entropy(
+        tensors[0], tensors[1], labels, chunk_size=size, **bias_argument, **options
+    )
     logits = options.pop("transform", lambda x: x)(F.linear(*exact))
     cap, z_loss = options.pop("softcap", None), options.pop("z_loss", 0.0)
     logits = logits if cap is None else cap * torch.tanh(logits / cap)
     squares = logits[labels != -100].logsumexp(1).square()
-    theirs = F.cross_entropy(logits, labels, **options) + z_loss * squares.mean()
-    (ours * 3).backward()
-    (theirs * 3).backward()
+    expected = F.cross_entropy(logits, labels, **options) + z_loss * squares.mean()
+    (actual * 3).backward()
+    (expected * 3).backward()
     pairs = [(t.grad, e.grad) for t, e in zip(tensors, exact, strict=True)]
-    return [(ours, theirs), *((a, b) for a, b in pairs if a is not None and b is not None)]
+    return [(actual, expected), *((a, b) for a, b in pairs if a is not None and b is not None)]
 
 
 OPTIONS: list[dict[str, Any]] = [
@@ -84,37 +86,37 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("size", [1, 7, 41, 1000])
 def test_fp32_matches_torch(size: int, options: dict[str, Any]) -> None:
-    pairs = both_checked(torch.float32, size, options)
-    for ours, theirs in pairs:
-        allowed = 2e-6 * float(theirs.detach().abs().max())
-        assert float((ours.detach().double() - theirs.detach()).abs().max()) <= allowed
+    pairs = result_pairs_with_ignore_index(torch.float32, size, options)
+    for actual, expected in pairs:
+        allowed = 2e-6 * float(expected.detach().abs().max())
+        assert float((actual.detach().double() - expected.detach()).abs().max()) <= allowed
 
 
-def both_checked(
+def result_pairs_with_ignore_index(
     dtype: torch.dtype, size: int, options: dict[str, Any]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Like `both`, but supports `ignore_index`: labels with that index count elsewhere."""
+    """Like `result_pairs`, also for another `ignore_index`, where -100 marks no labels."""
     if "ignore_index" not in options:
-        return both(dtype, size, **options)
+        return result_pairs(dtype, size, **options)
     tensors, labels = values(dtype, bias=True)
     labels[labels < 0] = 5
     exact = [t.detach().double().requires_grad_() for t in tensors]
-    rest = {k: v for k, v in options.items() if k not in ("bias", "softcap")}
-    ours = chunked_cross_entropy(
+    loss_options = {k: v for k, v in options.items() if k not in ("bias", "softcap")}
+    actual = chunked_cross_entropy(
         tensors[0], tensors[1], labels, bias=tensors[2], chunk_size=size,
-        softcap=options["softcap"], **rest,
+        softcap=options["softcap"], **loss_options,
     )  # fmt: skip
     cap = options["softcap"]
     logits = cap * torch.tanh(F.linear(exact[0], exact[1], exact[2]) / cap)
-    theirs = F.cross_entropy(logits, labels, **rest)
-    ours.backward()
-    theirs.backward()
-    found = [(ours, theirs)]
-    for tensor, other in zip(tensors, exact, strict=True):
+    expected = F.cross_entropy(logits, labels, **loss_options)
+    actual.backward()
+    expected.backward()
+    pairs = [(actual, expected)]
+    for tensor, exact_tensor in zip(tensors, exact, strict=True):
         assert tensor.grad is not None
-        assert other.grad is not None
-        found.append((tensor.grad, other.grad))
-    return found
+        assert exact_tensor.grad is not None
+        pairs.append((tensor.grad, exact_tensor.grad))
+    return pairs
 
 
 @pytest.mark.parametrize(("dtype", "allowed"), [(torch.bfloat16, 0.012), (torch.float16, 0.002)])
@@ -124,17 +126,17 @@ def test_half_precision_error_comparable_to_full_logits(
 ) -> None:
     """Errors against fp64 are at most twice those of plain torch in the same dtype."""
     tensors, labels = values(dtype)
-    torchs = [t.detach().clone().requires_grad_() for t in tensors]
-    plain(torchs[0], torchs[1], labels).mul(3).backward()
-    pairs = both(dtype, size)
+    torch_tensors = [t.detach().clone().requires_grad_() for t in tensors]
+    full_logits_loss(torch_tensors[0], torch_tensors[1], labels).mul(3).backward()
+    pairs = result_pairs(dtype, size)
     assert abs(float(pairs[0][0]) - float(pairs[0][1])) < allowed
-    for (ours, exact), other in zip(pairs[1:], torchs, strict=True):
-        assert ours.dtype is dtype
+    for (actual, exact), torch_tensor in zip(pairs[1:], torch_tensors, strict=True):
+        assert actual.dtype is dtype
         scale = float(exact.abs().max())
-        error = float((ours.double() - exact).abs().max()) / scale
-        assert other.grad is not None
+        error = float((actual.double() - exact).abs().max()) / scale
+        assert torch_tensor.grad is not None
         assert error < allowed
-        assert error < 2 * float((other.grad.double() - exact).abs().max()) / scale + 1e-4
+        assert error < 2 * float((torch_tensor.grad.double() - exact).abs().max()) / scale + 1e-4
 
 
 def test_fp16_small_gradients_do_not_underflow() -> None:
@@ -146,11 +148,11 @@ def test_fp16_small_gradients_do_not_underflow() -> None:
     loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=512)
     (loss * 65536).backward()
     exact = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    (plain(exact[0], exact[1], labels) * 65536).backward()
-    for ours, theirs in zip((hidden, weight), exact, strict=True):
-        assert ours.grad is not None
-        assert theirs.grad is not None
-        error = (ours.grad.double() - theirs.grad).norm() / theirs.grad.norm()
+    (full_logits_loss(exact[0], exact[1], labels) * 65536).backward()
+    for actual, expected in zip((hidden, weight), exact, strict=True):
+        assert actual.grad is not None
+        assert expected.grad is not None
+        error = (actual.grad.double() - expected.grad).norm() / expected.grad.norm()
         assert float(error) < 5e-3
 
 
@@ -159,7 +161,7 @@ def test_only_requested_gradients_computed() -> None:
     hidden, weight = tensors
     loss = chunked_cross_entropy(hidden.detach(), weight, labels, chunk_size=8)
     (gradient,) = torch.autograd.grad(loss, weight)
-    (expected,) = torch.autograd.grad(plain(hidden.detach(), weight, labels), weight)
+    (expected,) = torch.autograd.grad(full_logits_loss(hidden.detach(), weight, labels), weight)
     assert torch.allclose(gradient, expected, atol=1e-6)
     loss = chunked_cross_entropy(hidden, weight.detach(), labels, chunk_size=8)
     loss.backward()
@@ -180,10 +182,10 @@ def test_batched_input_shape_and_autocast_dtype() -> None:
     loss.backward()
     assert hidden.grad is not None
     assert hidden.grad.shape == hidden.shape
-    assert torch.allclose(loss, plain(hidden, weight, labels))
+    assert torch.allclose(loss, full_logits_loss(hidden, weight, labels))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         cast = chunked_cross_entropy(hidden, weight, labels, chunk_size=4)
-        expected = plain(hidden, weight, labels)
+        expected = full_logits_loss(hidden, weight, labels)
     assert cast.dtype is torch.float32
     assert torch.allclose(cast, expected, rtol=1e-2)
 
@@ -198,16 +200,16 @@ def test_peak_memory_bounded_by_one_chunk_of_logits() -> None:
     for name in ("plain", "chunked"):
         with LiveBytes() as live:
             if name == "plain":
-                loss = plain(hidden, weight, labels)
+                loss = full_logits_loss(hidden, weight, labels)
             else:
                 loss = chunked_cross_entropy(hidden, weight, labels, chunk_size=size)
             loss.backward()
         peaks[name] = live.peak
         hidden.grad = weight.grad = None
-    logits, kept = tokens * vocabulary * 4, (tokens + vocabulary) * width * 4
+    logits, inputs = tokens * vocabulary * 4, (tokens + vocabulary) * width * 4
     chunk = size * vocabulary * 4
     assert peaks["plain"] > 2 * logits
-    assert peaks["chunked"] < 4 * chunk + 4 * kept
+    assert peaks["chunked"] < 4 * chunk + 4 * inputs
     assert peaks["chunked"] < peaks["plain"] / 5
 
 
@@ -245,7 +247,7 @@ def test_engine_with_offloaded_head_weight(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"weight": torch.zeros(5, 7)}, "does not fit weight"),
         ({"labels": torch.zeros(3, dtype=torch.long)}, "does not fit labels"),
@@ -256,11 +258,11 @@ def test_engine_with_offloaded_head_weight(tmp_path: Path, kind: str) -> None:
         ({"weight": torch.zeros(5, 6).bfloat16()}, "cast"),
     ],
 )
-def test_invalid_arguments_rejected(change: dict[str, Any], said: str) -> None:
-    given: dict[str, Any] = {
+def test_invalid_arguments_rejected(change: dict[str, Any], message: str) -> None:
+    arguments: dict[str, Any] = {
         "hidden": torch.zeros(4, 6),
         "weight": torch.zeros(5, 6),
         "labels": torch.zeros(4, dtype=torch.long),
     }
-    with pytest.raises(TrainingError, match=said):
-        chunked_cross_entropy(**{**given, **change})
+    with pytest.raises(TrainingError, match=message):
+        chunked_cross_entropy(**{**arguments, **change})

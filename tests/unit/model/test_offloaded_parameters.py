@@ -43,10 +43,10 @@ PLACES: dict[str, tuple[dict[str, str], bool]] = {
 Parameters = dict[str, nn.Parameter]
 
 
-def engine_at(path: Path, place: str, model: nn.Module | None = None, **more: Any) -> Any:
+def engine_at(path: Path, place: str, model: nn.Module | None = None, **overrides: Any) -> Any:
     placement, accelerator = PLACES[place]
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
-    return small_engine(path, placement, model, arguments=arguments, **more)
+    return small_engine(path, placement, model, arguments=arguments, **overrides)
 
 
 def values_of(engine: Engine) -> dict[str, Tensor]:
@@ -203,8 +203,10 @@ def test_moving_averages_match_plain_torch(tmp_path: Path, place: str) -> None:
             with torch.no_grad():
                 for mean, parameter in zip(shadow, engine.module.parameters(), strict=True):
                     mean.sub_(0.1 * (mean - parameter))
-        for one, other in zip(expected.module.parameters(), found.module.parameters(), strict=True):
-            assert torch.equal(one, other)
+        for expected_value, found_value in zip(
+            expected.module.parameters(), found.module.parameters(), strict=True
+        ):
+            assert torch.equal(expected_value, found_value)
 
         def copy_to(parameters: Iterable[nn.Parameter]) -> None:
             for mean, parameter in zip(shadow, parameters, strict=True):
@@ -230,34 +232,34 @@ def test_held_read_raises_after_parameter_changed(tmp_path: Path, place: str) ->
         def read() -> tuple[Tensor, Tensor, Tensor]:
             return frozen.detach(), trained.data, trained.detach().view(-1)[:3]
 
-        kept = read()
+        reads = read()
         engine.backward(engine(batch(0)))
-        assert all(value.isfinite().all() for value in kept)
+        assert all(value.isfinite().all() for value in reads)
         engine.step()
-        for value in kept[1:]:
+        for value in reads[1:]:
             with pytest.raises(ResidencyError, match=r"changed since[\s\S]*clone"):
                 value.sum()
-        assert kept[0].isfinite().all()
-        kept = read()
+        assert reads[0].isfinite().all()
+        reads = read()
         with engine.materialized(model.norm), torch.no_grad():
             model.norm.weight.add_(1)
         with pytest.raises(ResidencyError, match="changed since"):
-            kept[0].sum()
+            reads[0].sum()
 
 
 def test_frozen_weights_usable_in_loss(tmp_path: Path) -> None:
     model = small_model()
     model.norm.requires_grad_(requires_grad=False)
     weights = list(model.norm.parameters())
-    kept = [w.detach().clone() for w in weights]
+    expected = [w.detach().clone() for w in weights]
     with small_engine(tmp_path, ON_DISK, model):
         x = torch.ones(weights[0].shape, requires_grad=True)
         (x * weights[0] + weights[1]).sum().backward()
-        assert torch.equal(x.grad, kept[0])  # type: ignore[arg-type]
+        assert torch.equal(x.grad, expected[0])  # type: ignore[arg-type]
         assert all(map(is_offloaded, weights))
 
 
-class KeepsWeight(torch.autograd.Function):
+class StoresWeightInContext(torch.autograd.Function):
     """Function that stores a weight in `ctx` without `save_for_backward`."""
 
     @staticmethod
@@ -270,7 +272,7 @@ class KeepsWeight(torch.autograd.Function):
         return gradient @ ctx.weight.t(), None
 
 
-class Holds(nn.Module):
+class HeldReferences(nn.Module):
     """Model that uses weights of all units by references other than module attributes."""
 
     def __init__(self) -> None:
@@ -288,26 +290,26 @@ class Holds(nn.Module):
             scale = sum(w.abs().mean() for w in self.held[0])
         x = self.first(torch.ones(2, 16))
         y = checkpoint(lambda x: x @ first.t(), x, use_reentrant=False)  # captured by the closure
-        return total * scale + y.mean() + KeepsWeight.apply(x, in_graph).mean()
+        return total * scale + y.mean() + StoresWeightInContext.apply(x, in_graph).mean()
 
 
-def holds() -> Holds:
+def held_references() -> HeldReferences:
     torch.manual_seed(0)
-    return Holds()
+    return HeldReferences()
 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_weights_held_by_reference_are_fetched(tmp_path: Path, place: str) -> None:
-    plain = holds()
+    plain = held_references()
     expected = plain(batch(0))
     expected.backward()
-    with engine_at(tmp_path, place, holds()) as engine:
+    with engine_at(tmp_path, place, held_references()) as engine:
         loss = engine(batch(0))
         assert torch.equal(loss.cpu(), expected)
         engine.backward(loss)
         for name, parameter in plain.named_parameters():
-            mine = dict(engine.module.named_parameters())[name]
-            assert torch.allclose(engine.gradient(mine).cpu(), parameter.grad, atol=1e-6), name
+            offloaded = dict(engine.module.named_parameters())[name]
+            assert torch.allclose(engine.gradient(offloaded).cpu(), parameter.grad, atol=1e-6), name
 
 
 def test_reads_on_two_ranks_return_full_values(tmp_path: Path) -> None:
@@ -351,21 +353,21 @@ def test_step_of_torch_optimizer_rejected(tmp_path: Path) -> None:
     """A step of a torch optimizer would edit offloaded parameters."""
     with small_engine(tmp_path, ON_DISK) as engine:
         assert isinstance(engine.optimizer, OffloadedOptimizer)
-        other = torch.optim.SGD(engine.module.parameters(), lr=0.1)
+        torch_optimizer = torch.optim.SGD(engine.module.parameters(), lr=0.1)
         for parameter in engine.module.parameters():
             parameter.grad = torch.ones(parameter.shape)
         with pytest.raises(ResidencyError, match=r"engine\.materialized"):
-            other.step()
+            torch_optimizer.step()
 
 
-LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+GRADIENT_READS: dict[str, Callable[[nn.Module], Any]] = {
     "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
     "p.grad": lambda model: [p.grad for p in model.parameters()],
 }
 
 
 @pytest.mark.parametrize("backward", ["engine.backward", "loss.backward"])
-@pytest.mark.parametrize("look", LOOKS)
+@pytest.mark.parametrize("look", GRADIENT_READS)
 def test_grad_access_between_backward_and_step_warns_once(
     look: str, backward: str, tmp_path: Path
 ) -> None:
@@ -374,14 +376,14 @@ def test_grad_access_between_backward_and_step_warns_once(
         for step in range(3):
             with warnings.catch_warnings(record=True) as found:
                 warnings.simplefilter("always")
-                LOOKS[look](engine.module)
+                GRADIENT_READS[look](engine.module)
                 loss = engine(batch(1)).square().mean()
                 engine.backward(loss) if backward == "engine.backward" else loss.backward()
                 before = len(found)
-                LOOKS[look](engine.module)
+                GRADIENT_READS[look](engine.module)
                 seen = len(found)
                 engine.step()
-                LOOKS[look](engine.module)
+                GRADIENT_READS[look](engine.module)
             assert (before, seen, len(found)) == (0, step == 0, step == 0)
             for warning in found:
                 assert warning.category is InfinityWarning

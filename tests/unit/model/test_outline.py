@@ -30,27 +30,27 @@ TOTALS: dict[str, tuple[float, float, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def written(path: Path, config: Any) -> str:
+def write_config(path: Path, config: Any) -> str:
     (path / "config.json").write_text(json.dumps(config))
     return str(path)
 
 
 @pytest.mark.parametrize("name", SIZES)
 def test_named_size_matches_transformers_model(name: str, tmp_path: Path) -> None:
-    ours, theirs = named_target(name), find_target(written(tmp_path, SIZES[name]))
-    numel = sum(p.numel() for p in ours.module.parameters())
+    named, reference = named_target(name), find_target(write_config(tmp_path, SIZES[name]))
+    numel = sum(p.numel() for p in named.module.parameters())
     assert numel == NUMEL.get(name, numel)
-    assert all(p.is_meta for p in theirs.module.parameters())
+    assert all(p.is_meta for p in reference.module.parameters())
     for walk in ("named_parameters", "named_children"):
-        names = [name for name, _ in getattr(theirs.module, walk)()]
-        assert [name for name, _ in getattr(ours.module, walk)()] == names
+        names = [name for name, _ in getattr(reference.module, walk)()]
+        assert [name for name, _ in getattr(named.module, walk)()] == names
     settings = load_config({})
     cuts = [partition_model(t.module, settings, groups_of(t.module, settings), None)
-            for t in (ours, theirs)]  # fmt: skip
+            for t in (named, reference)]  # fmt: skip
     assert cuts[0].layouts == cuts[1].layouts
     assert cuts[0].dtype_names == cuts[1].dtype_names
     for fact in ("heads", "lookups", "shares", "family"):
-        assert getattr(ours, fact) == getattr(theirs, fact), fact
+        assert getattr(named, fact) == getattr(reference, fact), fact
 
 
 def test_published_models_match_parameter_counts_of_cards() -> None:
@@ -60,8 +60,8 @@ def test_published_models_match_parameter_counts_of_cards() -> None:
         target = published_target(name)
         sizes = [p.numel() for p in target.module.parameters()]
         assert sum(sizes) / 1e9 == pytest.approx(total, rel=2e-3), name
-        for part in without:
-            for index in getattr(target, part):
+        for table in without:
+            for index in getattr(target, table):
                 sizes[index] = 0
         used = sum(size * target.shares.get(i, 1.0) for i, size in enumerate(sizes))
         assert used / 1e9 == pytest.approx(active, rel=2e-2), name
@@ -73,30 +73,30 @@ WHISPER = {"model_type": "whisper", "d_model": 16, "encoder_layers": 2, "decoder
 
 def test_config_without_class_builds_full_model(tmp_path: Path) -> None:
     """The default is not the decoder as a causal language model; a requested class is used."""
-    target = written(tmp_path, WHISPER)
+    target = write_config(tmp_path, WHISPER)
     assert type(find_target(target).module).__name__ == "WhisperForConditionalGeneration"
     kind = "AutoModelForAudioClassification"
     assert type(find_target(target, kind).module).__name__ == "WhisperForAudioClassification"
-    for kind, words in {
+    for kind, message in {
         "AutoModelForTea": "transformers has no model 'AutoModelForTea'",
         "WhisperConfig": "transformers has no model 'WhisperConfig'",
         "PreTrainedModel": "PreTrainedModel is a model without parameters",
     }.items():
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             find_target(target, kind)
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("{", "not JSON"), ("[]", "no model_type"), ('{"a": 1}', "no model_type")]
+    ("text", "message"), [("{", "not JSON"), ("[]", "no model_type"), ('{"a": 1}', "no model_type")]
 )
-def test_invalid_model_config_rejected(tmp_path: Path, text: str, says: str) -> None:
+def test_invalid_model_config_rejected(tmp_path: Path, text: str, message: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         read_model_config(tmp_path / "config.json")
 
 
 @pytest.mark.parametrize(
-    ("config", "words"),
+    ("config", "message"),
     [
         ({"model_type": "bloom", "n_head": 0}, "ZeroDivisionError"),
         ({"model_type": "opt", "hidden_size": "abc"}, "'hidden_size' expected int, got str"),
@@ -110,11 +110,11 @@ def test_invalid_model_config_rejected(tmp_path: Path, text: str, says: str) -> 
     ids=str,
 )
 def test_transformers_failure_reported_as_config_error(
-    config: dict[str, Any], words: str, tmp_path: Path
+    config: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        find_target(written(tmp_path, config))
-    assert words in str(caught.value)
+        find_target(write_config(tmp_path, config))
+    assert message in str(caught.value)
 
 
 def test_hub_id_read_from_cache_or_rejected(
@@ -126,7 +126,7 @@ def test_hub_id_read_from_cache_or_rejected(
     refs = tmp_path / "models--who--what" / "refs"
     refs.mkdir()
     (refs / "main").write_text("0" * 40)
-    written(snapshot, WHISPER)
+    write_config(snapshot, WHISPER)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     target = find_target("who/what")
@@ -147,18 +147,18 @@ def test_explained_passes_other_errors_through(error: BaseException) -> None:
 def test_named_size_plan_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
     """Importing them would take longer than planning."""
     (tmp_path / "ours.json").write_text(json.dumps({"precision": "bf16", "prefetch_units": 1}))
-    ours = f"{tmp_path}/ours.json"
+    config_path = f"{tmp_path}/ours.json"
     code = (
         "import sys\n"
         "from infinity.cli.main import app\n"
         "sizes = ['--device', '24GiB', '--host', '64GiB', '--disk', '2TiB']\n"
         "for words in (['7b', '--tokens', '2048'], ['70b', '--tokens', '2048', '--json'],\n"
-        f"              ['{ours}', '--model', '1.3b', '--tokens', '2048']):\n"
+        f"              ['{config_path}', '--model', '1.3b', '--tokens', '2048']):\n"
         "    app(['plan', *words, *sizes], standalone_mode=False)\n"
         "    assert not {'torch', 'transformers'} & set(sys.modules), words\n"
     )
-    found = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=False
     )
-    assert found.returncode == 0, found.stderr
-    assert found.stdout.count("bottleneck") >= 2
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("bottleneck") >= 2

@@ -155,9 +155,9 @@ def test_small_leftovers_share_units_of_bounded_size() -> None:
         model[f"small{index:02}"] = nn.Linear(4, 5 + index)  # pairwise different and small
     cuts = Partitioner(model).cut()
     assert_each_parameter_once(model, cuts)
-    rest = [c for c in cuts if c.name.startswith(OUTSIDE)]
-    assert len(rest) >= 2
-    assert all(share(model, c) <= 1 / REST_SHARE for c in rest)
+    leftovers = [c for c in cuts if c.name.startswith(OUTSIDE)]
+    assert len(leftovers) >= 2
+    assert all(share(model, c) <= 1 / REST_SHARE for c in leftovers)
 
 
 def test_unequal_convolutions_split_into_several_units() -> None:
@@ -229,7 +229,7 @@ def test_slightly_different_blocks_of_list_are_units(blocks: list[nn.Module]) ->
 def test_only_equal_submodules_are_experts() -> None:
     """A list with a single submodule or unequal ones stays in the unit of its block."""
 
-    class Part(nn.Module):
+    class Mlp(nn.Module):
         def __init__(self, width: int) -> None:
             super().__init__()
             self.up, self.gate, self.down = (nn.Linear(8, n) for n in (8, 8, width))
@@ -237,7 +237,7 @@ def test_only_equal_submodules_are_experts() -> None:
     class Block(nn.Module):
         def __init__(self, *widths: int) -> None:
             super().__init__()
-            self.parts = nn.ModuleList(Part(width) for width in widths)
+            self.parts = nn.ModuleList(Mlp(width) for width in widths)
             self.out = nn.Linear(8, 8)
 
     for widths, experts in (((16, 16), 2), ((16, 32), 0), ((16,), 0)):

@@ -103,17 +103,17 @@ def test_native_formats_match_transformers() -> None:
     scales = torch.arange(3 * 170 * 3).remainder(255).to(torch.uint8).view(3, 170, 3)
     held = from_parts(FrozenFormat.MXFP4, (3, 96, 170), [blocks, scales])
     codes = torch.randn(256, 384, generator=draw).to(torch.float8_e4m3fn)
-    by = torch.rand(2, 3, generator=draw)
-    held8 = from_parts(FrozenFormat.FP8, (256, 384), [codes, by])
+    fp8_scales = torch.rand(2, 3, generator=draw)
+    held8 = from_parts(FrozenFormat.FP8, (256, 384), [codes, fp8_scales])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         assert torch.equal(_value(held, FrozenFormat.MXFP4, expected), expected)
-        expected = fp8.Fp8Dequantize(None)._dequantize_one(codes, by, dtype)
+        expected = fp8.Fp8Dequantize(None)._dequantize_one(codes, fp8_scales, dtype)
         assert torch.equal(_value(held8, FrozenFormat.FP8, expected), expected)
 
 
 @contextmanager
-def other_defaults() -> Iterator[None]:
+def bf16_meta_defaults() -> Iterator[None]:
     """Set the torch defaults for building a model in bf16 on the meta device."""
     _constants_on.cache_clear()
     torch.set_default_dtype(torch.bfloat16)
@@ -131,7 +131,7 @@ def test_torch_defaults_do_not_affect_values() -> None:
         held, back = packed(value, form), round_trip(value, form)
         parts = [part.clone() for part in held.split(list(form.parts(value.shape)))]
         found = torch.zeros_like(held)
-        with other_defaults():
+        with bf16_meta_defaults():
             quantise(value, form, found)
             assert torch.equal(found, held)
             assert torch.equal(_value(found, form, value), back)
@@ -140,15 +140,15 @@ def test_torch_defaults_do_not_affect_values() -> None:
 
 def test_chunk_size_does_not_affect_values(monkeypatch: pytest.MonkeyPatch) -> None:
     value = matrix((130, 256))
-    whole = {form: packed(value, form) for form in FORMS}
-    expected = {form: _value(whole[form], form, value) for form in FORMS}
+    encoded = {form: packed(value, form) for form in FORMS}
+    expected = {form: _value(encoded[form], form, value) for form in FORMS}
     stack = torch.randn(2, 64, 1300).bfloat16()
     held = packed(stack, FrozenFormat.MXFP4)
     stack_values = _value(held, FrozenFormat.MXFP4, stack)
     monkeypatch.setattr("infinity.model.quantised.QUANTISED_PIECE", 64 * 256)
     assert torch.equal(packed(stack, FrozenFormat.MXFP4), held)
     for form in FORMS:
-        assert torch.equal(packed(value, form), whole[form])
+        assert torch.equal(packed(value, form), encoded[form])
         assert torch.equal(round_trip(value, form), expected[form])
     assert torch.equal(_value(held, FrozenFormat.MXFP4, stack), stack_values)
 
@@ -201,9 +201,11 @@ def adapted() -> nn.Module:
     return nn.Sequential(*(Adapted() for _ in range(6)))
 
 
-def run(path: Path, placement: dict[str, str] = ON_DISK, **more: Any) -> infinity.Engine:
-    told = {"precision": "bf16", "frozen": {"format": "nf4"}, **more}
-    config = settings(path, placement, **told)
+def make_engine(
+    path: Path, placement: dict[str, str] = ON_DISK, **overrides: Any
+) -> infinity.Engine:
+    options = {"precision": "bf16", "frozen": {"format": "nf4"}, **overrides}
+    config = settings(path, placement, **options)
     engine, *_ = infinity.initialize(adapted(), config)
     return engine
 
@@ -228,7 +230,7 @@ def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
     """A step reads the quantised bytes of six blocks in forward and of four in backward."""
     sizes, reads = {}, {}
     for form in ("as_is", "nf4", "int8"):
-        with run(tmp_path, frozen={"rest": form}, prefetch_units=0) as engine:
+        with make_engine(tmp_path, frozen={"rest": form}, prefetch_units=0) as engine:
             for number in range(4):
                 step(engine, number)
             engine.settle()
@@ -251,7 +253,7 @@ def test_frozen_values_requantised_only_when_changed(
     tmp_path: Path,
 ) -> None:
     first = adapted().get_parameter("0.base.weight").detach().bfloat16()
-    with run(tmp_path) as engine:
+    with make_engine(tmp_path) as engine:
         before, edition = state(engine), components(engine).store.frozen_edition
         assert torch.equal(before["0.base.weight"], rounded(first, "nf4"))
         with engine.materialized(engine.module):
@@ -273,7 +275,7 @@ def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
     """Frozen files are shared by tags, readable without an engine, and tied to their format."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
-    with run(nvme) as engine:
+    with make_engine(nvme) as engine:
         step(engine)
         for tag in ("a", "b"):
             engine.save_checkpoint(tmp_path / "checkpoints", tag=tag)
@@ -287,25 +289,25 @@ def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
         found = {tensor.name: tensor.read() for tensor in reader.outgoing(torch.float32)}
     assert same(found, {name: value.float() for name, value in expected.items()})
     for placement in (ON_DEVICE, ON_DISK):
-        with run(nvme, placement) as engine:
+        with make_engine(nvme, placement) as engine:
             engine.load_checkpoint(tmp_path / "checkpoints", "b")
             assert same(state(engine), expected)
             assert step(engine, 1) == after
     for other in ("int8", "as_is"):
-        with run(nvme, frozen={"rest": other}) as engine:
+        with make_engine(nvme, frozen={"rest": other}) as engine:
             with pytest.raises(CheckpointError, match=r"base\.weight"):
                 engine.load_checkpoint(tmp_path / "checkpoints", "b")
             engine.load_checkpoint(tmp_path / "checkpoints", "b", load_optimizer_states=False)
             value = engine.state_dict()["0.base.weight"]
-            kept = expected["0.base.weight"]
-            assert torch.equal(value, kept if other == "as_is" else rounded(kept, "int8"))
+            original = expected["0.base.weight"]
+            assert torch.equal(value, original if other == "as_is" else rounded(original, "int8"))
 
 
 @pytest.mark.parametrize("form", FORMS[1:])  # NF4 re-encodes its values exactly
 def test_weights_only_load_does_not_round_again(form: FrozenFormat, tmp_path: Path) -> None:
     """Values are rounded once, also in fp32 and when loaded over another base."""
-    more: dict[str, Any] = {"precision": "fp32", "frozen": {"format": form}}
-    with run(tmp_path, **more) as engine:
+    options: dict[str, Any] = {"precision": "fp32", "frozen": {"format": form}}
+    with make_engine(tmp_path, **options) as engine:
         engine.save_checkpoint(tmp_path / "checkpoints", tag="a")
         expected = state(engine)
         others = {n: torch.randn_like(value) for n, value in state(engine).items()}
@@ -316,19 +318,19 @@ def test_weights_only_load_does_not_round_again(form: FrozenFormat, tmp_path: Pa
 
 def test_durable_run_resumes_and_rejects_other_format(tmp_path: Path) -> None:
     durable: dict[str, Any] = {"durable": True, "resume": "auto"}
-    with run(tmp_path, **durable) as engine:
+    with make_engine(tmp_path, **durable) as engine:
         step(engine)
         expected = state(engine)
-    with run(tmp_path, **durable) as engine:
+    with make_engine(tmp_path, **durable) as engine:
         assert engine.global_steps == 1
         assert same(state(engine), expected)
         step(engine, 1)
     with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run"):
-        run(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
+        make_engine(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
     with pytest.raises(
         ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run, as_is in this one"
     ):
-        run(tmp_path, durable=True, resume="auto", frozen={"rest": "nf4", "keep": ["0"]})
+        make_engine(tmp_path, durable=True, resume="auto", frozen={"rest": "nf4", "keep": ["0"]})
 
 
 @pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
@@ -342,9 +344,9 @@ def test_bitsandbytes_files_load_without_requantising(form: FrozenFormat, tmp_pa
         held[name] = packed(value, form)
         tensors |= as_bitsandbytes(name, held[name], form, value.shape)
     save_file(tensors, tmp_path / "model.safetensors")
-    with run(tmp_path) as engine:
+    with make_engine(tmp_path) as engine:
         infinity.load_weights(engine, tmp_path)
-        with WeightFiles(tmp_path) as files, other_defaults():
+        with WeightFiles(tmp_path) as files, bf16_meta_defaults():
             assert files.read("0.base.weight").dtype is torch.float32
         step(engine)
         found = engine.state_dict()
@@ -401,13 +403,13 @@ def test_unsupported_shapes_and_formats_rejected(tmp_path: Path) -> None:
 def test_quantised_training_matches_unquantised_rounded_values(form: str, tmp_path: Path) -> None:
     """Losses are bitwise those of an engine with the rounded values stored unquantised."""
     losses = []
-    for rest in (form, "as_is"):
+    for stored_form in (form, "as_is"):
         model = adapted()
-        if rest == "as_is":
+        if stored_form == "as_is":
             for layer in model.children():
                 weight: Any = layer.get_parameter("base.weight")
                 weight.data = round_trip(weight.data.bfloat16(), FrozenFormat(form))
-        config = settings(tmp_path, precision="bf16", frozen={"rest": rest})
+        config = settings(tmp_path, precision="bf16", frozen={"rest": stored_form})
         engine, *_ = infinity.initialize(model, config)
         with engine:
             losses.append([step(engine, number) for number in range(3)])

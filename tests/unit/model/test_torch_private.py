@@ -43,7 +43,7 @@ def test_storage_use_count_includes_views_and_aliases() -> None:
     assert storage_use_count(base) == 1
 
 
-class Without(torch.Tensor):
+class NoStorage(torch.Tensor):
     """Tensor subclass without storage."""
 
     @classmethod
@@ -56,13 +56,13 @@ class Without(torch.Tensor):
 
 
 def test_tensor_without_memory_has_strides_and_no_address() -> None:
-    made = tensor_without_memory(Without, (2, 3), torch.bfloat16, "cpu", (1, 2))
-    assert (made.shape, made.stride(), made.dtype) == ((2, 3), (1, 2), torch.bfloat16)
-    assert not made.is_contiguous()
-    assert storage_address(made) == 0
+    tensor = tensor_without_memory(NoStorage, (2, 3), torch.bfloat16, "cpu", (1, 2))
+    assert (tensor.shape, tensor.stride(), tensor.dtype) == ((2, 3), (1, 2), torch.bfloat16)
+    assert not tensor.is_contiguous()
+    assert storage_address(tensor) == 0
     real = torch.zeros(4)
     assert storage_address(real[1:]) == real.data_ptr()
-    assert type(made + 1) is torch.Tensor  # results are not wrapped in the subclass
+    assert type(tensor + 1) is torch.Tensor  # results are not wrapped in the subclass
 
 
 def test_rnn_weak_references_dropped_for_swap_and_renewed() -> None:
@@ -76,12 +76,14 @@ def test_rnn_weak_references_dropped_for_swap_and_renewed() -> None:
     renew()
     x, twin = torch.ones(2, 3, 4), copy.deepcopy(rnn)
     assert rnn.weight_hh_l0 is weight
-    given = {name: p.detach() + 1 for name, p in names.items()}
+    replaced = {name: p.detach() + 1 for name, p in names.items()}
     call = torch.func.functional_call
     with same_flat_weights(rnn):
-        found = call(rnn, given, (x,))[0]
-    assert torch.equal(found, call(twin, given, (x,))[0])
-    assert all(one is p for one, p in zip(rnn._flat_weights, names.values(), strict=True))
+        found = call(rnn, replaced, (x,))[0]
+    assert torch.equal(found, call(twin, replaced, (x,))[0])
+    assert all(
+        flat_weight is p for flat_weight, p in zip(rnn._flat_weights, names.values(), strict=True)
+    )
 
 
 def test_storage_use_count_ignores_python_references() -> None:
@@ -96,9 +98,9 @@ def test_storage_use_count_is_per_storage() -> None:
     memory = bytearray(64)
     first = torch.frombuffer(memory, dtype=torch.uint8)
     second = torch.frombuffer(memory, dtype=torch.uint8)
-    part = first[:8]
+    view = first[:8]
     assert (storage_use_count(first), storage_use_count(second)) == (2, 1)
-    del part
+    del view
 
 
 def test_storage_use_count_includes_views_saved_by_autograd() -> None:
@@ -221,13 +223,13 @@ def test_number_written_to_part_of_meta_tensor_detected() -> None:
             found.append(is_number_on_meta(call, kwargs or {}))
             return call(*args, **(kwargs or {}))
 
-    there, here = torch.empty(4, device="meta"), torch.empty(4)
+    on_meta, on_cpu = torch.empty(4, device="meta"), torch.empty(4)
     with Seen():
-        there[torch.tensor([1])] = 2.0  # for [1], torch 2.15 calls `fill_` without a tensor
+        on_meta[torch.tensor([1])] = 2.0  # for [1], torch 2.15 calls `fill_` without a tensor
     assert any(found)
     found.clear()
     with Seen():
-        here[1] = 2.0
+        on_cpu[1] = 2.0
         torch.empty(3, device="meta")
     assert not any(found)
 
@@ -237,7 +239,7 @@ def test_runs_backward_and_after_backward_callbacks() -> None:
     seen: list[bool] = []
     tasks: list[int] = []
 
-    def arrived(_: torch.Tensor) -> None:
+    def hook(_: torch.Tensor) -> None:
         tasks.append(backward_task())
         frame = sys._getframe()
         while frame is not None and not runs_backward(frame.f_code):
@@ -245,7 +247,7 @@ def test_runs_backward_and_after_backward_callbacks() -> None:
         seen.append(frame is not None and inside_backward())
         after_backward(lambda: seen.append(weight.grad is not None))
 
-    weight.register_hook(arrived)
+    weight.register_hook(hook)
     for start in (lambda loss: loss.backward(), lambda loss: torch.autograd.backward([loss])):
         weight.grad = None
         start((weight * 2).sum())

@@ -20,7 +20,7 @@ from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
 from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
 
 
-def some_tensors() -> dict[str, torch.Tensor]:
+def sample_tensors() -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
     tensors = {str(dtype): (torch.randn(7, 5) * 10).to(dtype) for dtype in DTYPE_NAMES}
     return {**tensors, "scalar": torch.tensor(3.5), "empty": torch.empty(0, 4),
@@ -47,7 +47,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 def test_written_shards_load_in_safetensors_and_weight_files(
     tmp_path: Path, max_shard: int
 ) -> None:
-    tensors = some_tensors()
+    tensors = sample_tensors()
     files = write_shards(tmp_path, outgoing(tensors), max_shard)
     shards = [f for f in files if f.suffix == ".safetensors"]
     loaded: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ def test_write_reads_each_tensor_once_in_order(tmp_path: Path) -> None:
 
 
 def test_save_replaces_previous_save(tmp_path: Path) -> None:
-    tensors = some_tensors()
+    tensors = sample_tensors()
     write_shards(tmp_path, outgoing(tensors), 1)
     (tmp_path / "other.safetensors").write_bytes(b"not ours")
     write_shards(tmp_path, outgoing({"a": torch.ones(2)}), 1 << 20)
@@ -110,7 +110,7 @@ def test_failed_save_keeps_previous_save(tmp_path: Path) -> None:
     def fail() -> torch.Tensor:
         raise KeyboardInterrupt
 
-    entries = [*outgoing(some_tensors()), Outgoing("z", (1,), torch.float32, fail)]
+    entries = [*outgoing(sample_tensors()), Outgoing("z", (1,), torch.float32, fail)]
     with pytest.raises(KeyboardInterrupt):
         write_shards(tmp_path, entries, 100)
     assert [p.name for p in tmp_path.iterdir()] == [SINGLE_NAME]

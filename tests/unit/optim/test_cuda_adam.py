@@ -57,23 +57,25 @@ def check_combination(
     for number in range(rounds):
         wild = number % 2 == 0
         params_by_index = itertools.cycle(HYPERS[rule])
-        rooms = []
+        buffers = []
         for index, (n, h) in enumerate(zip(SIZES, params_by_index, strict=False)):
             aligned = (index + number + number // 2) % 2 == 0
-            more: dict[str, Any] = {"aligned": aligned, "wild": wild, "first": 128 * n}
-            rooms.append(source.make(n, weight, gradient, h, format, **more))
-        ours, theirs, slow = ([room.copy() for room in rooms] for _ in range(3))
-        cuda.update_all([room.piece for room in ours])
-        cpu.update_all([room.piece for room in theirs])
-        for n, before, one, two, three in zip(SIZES, rooms, ours, theirs, slow, strict=True):
-            reference_update(*three.piece)
-            assert n < 100 or not wild or not one.same_bytes(before), n
-            assert one.same_bytes(two), (n, number)
-            assert one.same_bytes(three), (n, number)
+            options: dict[str, Any] = {"aligned": aligned, "wild": wild, "first": 128 * n}
+            buffers.append(source.make(n, weight, gradient, h, format, **options))
+        on_cuda, on_cpu, on_reference = ([buffer.copy() for buffer in buffers] for _ in range(3))
+        cuda.update_all([buffer.piece for buffer in on_cuda])
+        cpu.update_all([buffer.piece for buffer in on_cpu])
+        for n, before, from_cuda, from_cpu, from_reference in zip(
+            SIZES, buffers, on_cuda, on_cpu, on_reference, strict=True
+        ):
+            reference_update(*from_reference.piece)
+            assert n < 100 or not wild or not from_cuda.same_bytes(before), n
+            assert from_cuda.same_bytes(from_cpu), (n, number)
+            assert from_cuda.same_bytes(from_reference), (n, number)
 
 
 def name_of(combination: Combination) -> str:
-    return "-".join(str(getattr(part, "value", part)).split(".")[-1] for part in combination)
+    return "-".join(str(getattr(field, "value", field)).split(".")[-1] for field in combination)
 
 
 @pytest.mark.parametrize("combination", combinations(every=False), ids=name_of)
@@ -94,18 +96,18 @@ def test_one_launch_updates_many_parameters_and_groups(cuda, cpu, launcher) -> N
     source = Rooms(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
-        rooms = [
+        buffers = [
             source.make(17 * k % 131 + 1, BF16, BF16, params_by_index[k % 4], MomentFormat.FP32)
             for k in range(count)
         ]
-        for room in rooms:
-            room.grad_scale, room.step = 0.5, 3
-        copies = [room.copy() for room in rooms]
+        for buffer in buffers:
+            buffer.grad_scale, buffer.step = 0.5, 3
+        copies = [buffer.copy() for buffer in buffers]
         launcher.launched.clear()
-        cuda.update_all([room.piece for room in rooms])
-        cpu.update_all([room.piece for room in copies])
+        cuda.update_all([buffer.piece for buffer in buffers])
+        cpu.update_all([buffer.piece for buffer in copies])
         assert [launch.kernel for launch in launcher.launched] == [kernel]
-        assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+        assert all(a.same_bytes(b) for a, b in zip(buffers, copies, strict=True))
 
 
 @pytest.mark.parametrize(("count", "num_groups"), [(700, 1), (150, 150), (20, 15)])
@@ -113,57 +115,57 @@ def test_full_launch_table_starts_another_launch(
     cuda, cpu, launcher, count: int, num_groups: int
 ) -> None:
     source = Rooms(seed=2)
-    rooms = [source.make(130, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(count)]
-    for k, room in enumerate(rooms):
-        room.grad_scale, room.step = 1.0, k % num_groups + 1
-    copies = [room.copy() for room in rooms]
+    buffers = [source.make(130, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(count)]
+    for k, buffer in enumerate(buffers):
+        buffer.grad_scale, buffer.step = 1.0, k % num_groups + 1
+    copies = [buffer.copy() for buffer in buffers]
     launcher.launched.clear()
-    cuda.update_all([room.piece for room in rooms])
-    cpu.update_all([room.piece for room in copies])
+    cuda.update_all([buffer.piece for buffer in buffers])
+    cpu.update_all([buffer.piece for buffer in copies])
     assert len(launcher.launched) == max(-(-count // 340), -(-num_groups // 70))
-    assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+    assert all(a.same_bytes(b) for a, b in zip(buffers, copies, strict=True))
 
 
 def test_scalars_distinguished_by_bits(cuda, cpu) -> None:
-    rooms = [Rooms(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
-    for room, scale in zip(rooms, (0.0, -0.0), strict=True):
-        room.grad_scale, room.step = scale, 1
-    copies = [room.copy() for room in rooms]
-    cuda.update_all([room.piece for room in rooms])
+    buffers = [Rooms(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    for buffer, scale in zip(buffers, (0.0, -0.0), strict=True):
+        buffer.grad_scale, buffer.step = scale, 1
+    copies = [buffer.copy() for buffer in buffers]
+    cuda.update_all([buffer.piece for buffer in buffers])
     cpu.update_all([copies[0].piece])
     reference_update(*copies[1].piece)
-    assert all(a.same_bytes(b) for a, b in zip(rooms, copies, strict=True))
+    assert all(a.same_bytes(b) for a, b in zip(buffers, copies, strict=True))
 
 
 @pytest.mark.parametrize("format", list(MomentFormat))
 def test_chunked_update_bitwise_equal_to_full_update(cuda, format: MomentFormat) -> None:
     n, first = 3 * TILE + 300, 2**32 - 2 * 128
-    whole = Rooms(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
-    cut = whole.copy()
-    cuda.update_all([whole.piece])
-    piece = cut.piece
+    full = Rooms(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
+    chunked = full.copy()
+    cuda.update_all([full.piece])
+    piece = chunked.piece
     for start in range(0, n, 640):
         end = min(start + 640, n)
-        part = piece._replace(
+        chunk = piece._replace(
             weight=piece.weight[start:end],
             master_state=None if piece.master_state is None else piece.master_state[start:end],
             gradient=piece.gradient[start:end],
             moments=[moment.part(start, end) for moment in piece.moments],
             first=first + start,
         )
-        cuda.update_all([part])
-    assert cut.same_bytes(whole)
+        cuda.update_all([chunk])
+    assert chunked.same_bytes(full)
 
 
 def test_stochastic_rounding_beyond_four_billion_elements(cuda, cpu) -> None:
     for first in (2**32 - 6, 2**32, 2**40 + 1):
-        room = Rooms(seed=5).make(
+        buffer = Rooms(seed=5).make(
             300, FP32, FP32, ADAM, MomentFormat.BF16_STOCHASTIC, first=first, wild=False
         )
-        other = room.copy()
-        cuda.update_all([room.piece])
-        cpu.update_all([other.piece])
-        assert room.same_bytes(other), first
+        cpu_buffer = buffer.copy()
+        cuda.update_all([buffer.piece])
+        cpu.update_all([cpu_buffer.piece])
+        assert buffer.same_bytes(cpu_buffer), first
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -215,7 +217,7 @@ def test_empty_update_launches_nothing(cuda, launcher) -> None:
     assert cuda.square_sum(torch.empty(0)) == 0.0
 
 
-def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
+def invalid_pieces() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
     """Return replacements in a valid 8-bit split piece of 300 elements, with the errors."""
     long, wide = torch.zeros(301, dtype=BF16), torch.zeros(600, dtype=BF16)
     moment = Moment.zeros(300, MomentFormat.INT8)
@@ -243,28 +245,28 @@ def refused() -> dict[str, tuple[dict[str, object], type[InfinityError], str]]:
     }
 
 
-@pytest.mark.parametrize("case", refused())
+@pytest.mark.parametrize("case", invalid_pieces())
 def test_invalid_input_rejected_before_any_write(cuda, case: str) -> None:
-    replaced, error, text = refused()[case]
-    rooms = [Rooms(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
-    before = [room.copy() for room in rooms]
+    replaced, error, text = invalid_pieces()[case]
+    buffers = [Rooms(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
+    before = [buffer.copy() for buffer in buffers]
     with pytest.raises(error, match=text):
-        cuda.update_all([rooms[0].piece, rooms[1].piece._replace(**replaced)])
-    assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
+        cuda.update_all([buffers[0].piece, buffers[1].piece._replace(**replaced)])
+    assert all(a.same_bytes(b) for a, b in zip(buffers, before, strict=True))
 
 
 def test_step_zero_rejected_before_first_launch(cuda) -> None:
-    rooms = [Rooms(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)]
-    before = [room.copy() for room in rooms]
-    rooms[1].step = 0
+    buffers = [Rooms(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)]
+    before = [buffer.copy() for buffer in buffers]
+    buffers[1].step = 0
     with pytest.raises(ConfigError, match="step is 0"):
-        cuda.update_all([room.piece for room in rooms])
-    assert all(a.same_bytes(b) for a, b in zip(rooms, before, strict=True))
+        cuda.update_all([buffer.piece for buffer in buffers])
+    assert all(a.same_bytes(b) for a, b in zip(buffers, before, strict=True))
 
 
 def test_overlapping_pieces_rejected(cuda) -> None:
-    rooms = [Rooms(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
-    first, second = (room.piece for room in rooms)
+    buffers = [Rooms(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    first, second = (buffer.piece for buffer in buffers)
     for clash in ({"gradient": first.weight}, {"weight": first.weight}):
         with pytest.raises(ConfigError, match="overlap"):
             cuda.update_all([first, second._replace(**clash)])
@@ -272,6 +274,6 @@ def test_overlapping_pieces_rejected(cuda) -> None:
 
 
 def test_fp16_weights_equal_rounded_masters(cuda) -> None:
-    room = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
-    cuda.update_all([room.piece])
-    assert torch.equal(room["weight"], room["master_state"].to(FP16))
+    buffer = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
+    cuda.update_all([buffer.piece])
+    assert torch.equal(buffer["weight"], buffer["master_state"].to(FP16))

@@ -180,21 +180,23 @@ def test_source_is_self_contained() -> None:
     text = cuda_compile.source()
     assert "#include" not in text
     assert "#pragma once" not in text
-    for word in ("update_small", "struct Adagrad", "fold_partials", "struct Segment"):
-        assert text.count(word) >= 1
+    for name in ("update_small", "struct Adagrad", "fold_partials", "struct Segment"):
+        assert text.count(name) >= 1
     assert text.count("struct Segment {") == 1
 
 
 def test_cmake_installs_every_source_file() -> None:
-    parts = {cuda_compile.SOURCE}
+    sources = {cuda_compile.SOURCE}
     while True:
-        found = {i for p in parts for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())}
-        if found <= parts:
+        included = {
+            i for p in sources for i in re.findall(r'#include "(.*)"', (CSRC / p).read_text())
+        }
+        if included <= sources:
             break
-        parts |= found
+        sources |= included
     listed = (CSRC / "CMakeLists.txt").read_text()
     (installed,) = re.findall(r"install\(FILES ([^)]*?)\s+DESTINATION infinity/optim\)", listed)
-    assert set(installed.split()) == parts
+    assert set(installed.split()) == sources
 
 
 def test_cache_entries_distinct_and_persistent(cache: Path) -> None:

@@ -58,7 +58,7 @@ def linear_share(n: int, warmup: int) -> float:
 SHARES = {"log": log_share, "linear": linear_share}
 
 
-def warm(n: int, low: float, high: float, warmup: int, kind: str) -> float:
+def warmup_value(n: int, low: float, high: float, warmup: int, kind: str) -> float:
     share = SHARES[kind](n, warmup) if n - 1 < max(warmup, 2) else 1.0
     return low + share * (high - low)
 
@@ -69,11 +69,11 @@ def test_warmup_lr(kind: str, warmup: int) -> None:
     params = {"warmup_num_steps": warmup, "warmup_type": kind}
     found = rates_of("WarmupLR", 30, warmup_min_lr=1e-5, warmup_max_lr=[1e-3, 2e-3], **params)
     for n, rates in enumerate(found):
-        expected = [warm(n, 1e-5, high, warmup, kind) for high in (1e-3, 2e-3)]
+        expected = [warmup_value(n, 1e-5, high, warmup, kind) for high in (1e-3, 2e-3)]
         assert rates == pytest.approx(expected, rel=1e-12), n
-    own = rates_of("WarmupLR", 30, **params)
-    assert own[-1] == list(BASE)
-    assert own[0] == own[1] == [0.0, 0.0]
+    group_rates = rates_of("WarmupLR", 30, **params)
+    assert group_rates[-1] == list(BASE)
+    assert group_rates[0] == group_rates[1] == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("kind", SHARES)
@@ -85,7 +85,7 @@ def test_warmup_decay_lr(kind: str, warmup: int, total: int) -> None:
     )  # fmt: skip
     peak = max(warmup, 2)
     for n, rates in enumerate(found):
-        expected = warm(n, 1e-4, 1e-2, warmup, kind)
+        expected = warmup_value(n, 1e-4, 1e-2, warmup, kind)
         if n - 1 >= peak:  # linear from the peak to the end
             left = max(total - (n - 1), 0) / max(total - peak, 1)
             expected = 1e-4 + left * (1e-2 - 1e-4)
@@ -102,7 +102,7 @@ def test_warmup_cosine_lr(kind: str, warmup: int, total: int) -> None:
     )  # fmt: skip
     assert found[0] == [0.0, 0.0]  # as in DeepSpeed, the first step ignores warmup_min_ratio
     for n, rates in list(enumerate(found))[1:]:
-        ratio = warm(n, 0.1, 1.0, warmup, kind)
+        ratio = warmup_value(n, 0.1, 1.0, warmup, kind)
         if n - 1 >= warmup:
             done = min((n - warmup) / max(total - warmup, 1), 1.0)
             ratio = 0.2 + 0.8 * math.cos(math.pi / 2 * done) ** 2
@@ -164,7 +164,7 @@ def test_one_cycle_staircase() -> None:
 # --- comparison with DeepSpeed ---------------------------------------------------------------
 
 
-def drawn(name: str, r: random.Random) -> dict[str, Any]:
+def random_params(name: str, r: random.Random) -> dict[str, Any]:
     """Return random parameters, some left out to use their defaults."""
     if name == "LRRangeTest":
         choices: dict[str, Callable[[], Any]] = {
@@ -205,23 +205,31 @@ def drawn(name: str, r: random.Random) -> dict[str, Any]:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", BY_NAME)
 def test_schedule_bitwise_equal_to_deepspeed(name: str) -> None:
-    theirs = pytest.importorskip("deepspeed.runtime.lr_schedules")
+    deepspeed = pytest.importorskip("deepspeed.runtime.lr_schedules")
     r = random.Random(name)
     for _ in range(60):
-        params = drawn(name, r)
-        ours, other = optimizer(), optimizer()
-        here, there = BY_NAME[name](ours, **params), getattr(theirs, name)(other, **params)
+        params = random_params(name, r)
+        optimizer_a, optimizer_b = optimizer(), optimizer()
+        actual, expected = (
+            BY_NAME[name](optimizer_a, **params),
+            getattr(deepspeed, name)(optimizer_b, **params),
+        )
         for step in range(60):
-            for mine, group in zip(ours.param_groups, other.param_groups, strict=True):
-                assert (mine["lr"], mine["betas"]) == (group["lr"], group["betas"]), (params, step)
-            ours.step()
-            here.step()
-            there.step()
+            for actual_group, expected_group in zip(
+                optimizer_a.param_groups, optimizer_b.param_groups, strict=True
+            ):
+                assert (actual_group["lr"], actual_group["betas"]) == (
+                    expected_group["lr"],
+                    expected_group["betas"],
+                ), (params, step)
+            optimizer_a.step()
+            actual.step()
+            expected.step()
 
 
 # --- behaviour of torch schedules ------------------------------------------------------------
 
-SOME: dict[str, dict[str, Any]] = {
+PARAMS: dict[str, dict[str, Any]] = {
     "WarmupLR": {"warmup_num_steps": 6},
     "WarmupDecayLR": {"warmup_num_steps": 6, "total_num_steps": 20},
     "WarmupCosineLR": {"warmup_num_steps": 6, "total_num_steps": 20},
@@ -232,34 +240,34 @@ SOME: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_schedule_resumes_from_state_dict(name: str) -> None:
-    whole = rates_of(name, 20, **SOME[name])
+    all_rates = rates_of(name, 20, **PARAMS[name])
     target = optimizer()
-    first = BY_NAME[name](target, **SOME[name])
+    first = BY_NAME[name](target, **PARAMS[name])
     for _ in range(7):
         target.step()
         first.step()
     state = json.loads(json.dumps(first.state_dict()))  # the state is JSON data
     resumed = optimizer()
-    second = BY_NAME[name](resumed, **SOME[name])
+    second = BY_NAME[name](resumed, **PARAMS[name])
     second.load_state_dict(state)
-    assert second.get_last_lr() == whole[7]
+    assert second.get_last_lr() == all_rates[7]
     for n in range(8, 20):
         resumed.step()
         second.step()
-        assert [group["lr"] for group in resumed.param_groups] == whole[n]
+        assert [group["lr"] for group in resumed.param_groups] == all_rates[n]
 
 
 @pytest.mark.parametrize("name", BY_NAME)
 def test_schedule_starts_from_last_batch_iteration(name: str) -> None:
-    whole = rates_of(name, 20, **SOME[name])
+    all_rates = rates_of(name, 20, **PARAMS[name])
     target = optimizer()
-    later = BY_NAME[name](target, **SOME[name], last_batch_iteration=7)
+    later = BY_NAME[name](target, **PARAMS[name], last_batch_iteration=7)
     found = []
     for _ in range(8, 20):
         found.append([group["lr"] for group in target.param_groups])
         target.step()
         later.step()
-    assert found == whole[8:]
+    assert found == all_rates[8:]
 
 
 def test_one_cycle_without_betas_keeps_momentum() -> None:
@@ -281,9 +289,9 @@ def test_warmup_longer_than_total_steps_warns() -> None:
 def test_single_rate_for_groups_of_different_rates_warns() -> None:
     """Muon has different rates for matrices and other parameters."""
     target = optimizer()
-    own = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
+    rates = ", ".join(f"{group['lr']:g}" for group in target.param_groups)
     with pytest.warns(
-        InfinityWarning, match=f"is the rate of all 2 parameter groups.*{own}: pass a list"
+        InfinityWarning, match=f"is the rate of all 2 parameter groups.*{rates}: pass a list"
     ):
         BY_NAME["WarmupLR"](target, warmup_max_lr=1e-3)
     with warnings.catch_warnings():
@@ -293,7 +301,7 @@ def test_single_rate_for_groups_of_different_rates_warns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "params", "words"),
+    ("name", "params", "message"),
     [
         ("WarmupLR", {"warmup_type": "cubic"}, "warmup_type is 'cubic'"),
         ("WarmupLR", {"warmup_num_steps": 0}, "warmup_num_steps is 0"),
@@ -308,15 +316,15 @@ def test_single_rate_for_groups_of_different_rates_warns() -> None:
     ],
 )  # fmt: skip
 def test_invalid_schedule_parameters_rejected(
-    name: str, params: dict[str, Any], words: str
+    name: str, params: dict[str, Any], message: str
 ) -> None:
     target = optimizer()
     with pytest.raises(ConfigError, match=r"is|has") as caught:
         BY_NAME[name](target, **params)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     with pytest.raises(ConfigError, match=r"^scheduler\.params\.") as caught:
         make_schedule(name, params, target)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
     assert [group["lr"] for group in target.param_groups] == list(BASE)
 
 

@@ -48,8 +48,8 @@ def test_names_and_defaults_match_torch(name: str) -> None:
         optimizer.step()
         made = {key for key, value in optimizer.state[parameter].items() if value is not None}
         assert made == {*rule.state_names[: rule_params.num_moments], *["step"] * rule.counts}
-    theirs = kind([parameter]).defaults
-    assert {key: theirs[key] for key in rule.defaults()} == rule.defaults()
+    torch_defaults = kind([parameter]).defaults
+    assert {key: torch_defaults[key] for key in rule.defaults()} == rule.defaults()
     chosen = choose_class(load_config({}), kind, {"lr": 0.5}, []).config.optimizer
     assert (chosen.type, chosen.parameters()["lr"]) == (name, 0.5)
 
@@ -89,9 +89,9 @@ def test_rule_steps_match_reference_for_every_format(name: str, kind: MomentForm
         assert all(same_bits(*pair) for pair in zip(*tensors, strict=True))
 
 
-def _step(*args: object, **more: object) -> None:
+def _step(*args: object, **options: object) -> None:
     with CpuKernels(1) as kernels:
-        update_one(kernels, *args, **more)
+        update_one(kernels, *args, **options)
 
 
 def test_twin_of_switches_weight_decay() -> None:

@@ -47,93 +47,103 @@ def gradients(number: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
     return [torch.randn(s, generator=generator).to(dtype) for s in SHAPES]
 
 
-def steps(optimizer: Any, mine: list[nn.Parameter], first: int = 0, count: int = STEPS) -> None:
+def steps(optimizer: Any, params: list[nn.Parameter], first: int = 0, count: int = STEPS) -> None:
     for number in range(first, first + count):
-        for parameter, gradient in zip(mine, gradients(number, mine[0].dtype), strict=True):
+        for parameter, gradient in zip(params, gradients(number, params[0].dtype), strict=True):
             parameter.grad = gradient
         optimizer.step()
 
 
-def groups(mine: list[nn.Parameter]) -> list[dict[str, Any]]:
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
     return [
-        {"params": mine[:3], "lr": 3e-2, "betas": (0.8, 0.99)},
-        {"params": mine[3:], "weight_decay": 0.2},
+        {"params": params[:3], "lr": 3e-2, "betas": (0.8, 0.99)},
+        {"params": params[3:], "weight_decay": 0.2},
     ]
 
 
-def assert_close(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        torch.testing.assert_close(one.detach(), other.detach(), rtol=2e-6, atol=2e-6)
+def assert_close(actual: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
+    for actual_param, expected_param in zip(actual, expected, strict=True):
+        torch.testing.assert_close(
+            actual_param.detach(), expected_param.detach(), rtol=2e-6, atol=2e-6
+        )
 
 
-def assert_same(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert same_bits(one.detach(), other.detach())
+def assert_same(actual: list[nn.Parameter], expected: list[nn.Parameter]) -> None:
+    for actual_param, expected_param in zip(actual, expected, strict=True):
+        assert same_bits(actual_param.detach(), expected_param.detach())
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 @pytest.mark.parametrize("adamw", [True, False])
 @pytest.mark.parametrize("maximize", [True, False])
 def test_step_matches_torch(kind: Any, adamw: bool, maximize: bool) -> None:
-    mine, theirs = parameters(), parameters()
+    params, torch_params = parameters(), parameters()
     options = {"lr": 1e-2, "eps": 1e-6, "weight_decay": 0.1, "maximize": maximize}
     peer = torch.optim.AdamW if adamw else torch.optim.Adam
-    ours = kind(groups(mine), adamw_mode=adamw, **options)
-    other = peer(groups(theirs), foreach=False, **options)
-    steps(ours, mine)
-    steps(other, theirs)
-    assert_close(mine, theirs)
-    for one, two in zip(mine, theirs, strict=True):
-        if one.numel():
-            assert ours.state[one].keys() == other.state[two].keys()
-            assert ours.state[one]["step"] == other.state[two]["step"] == STEPS
+    optimizer = kind(groups(params), adamw_mode=adamw, **options)
+    torch_optimizer = peer(groups(torch_params), foreach=False, **options)
+    steps(optimizer, params)
+    steps(torch_optimizer, torch_params)
+    assert_close(params, torch_params)
+    for param, torch_param in zip(params, torch_params, strict=True):
+        if param.numel():
+            assert optimizer.state[param].keys() == torch_optimizer.state[torch_param].keys()
+            assert (
+                optimizer.state[param]["step"]
+                == torch_optimizer.state[torch_param]["step"]
+                == STEPS
+            )
             for name in ("exp_avg", "exp_avg_sq"):
-                torch.testing.assert_close(ours.state[one][name], other.state[two][name])
+                torch.testing.assert_close(
+                    optimizer.state[param][name], torch_optimizer.state[torch_param][name]
+                )
 
 
 def test_defaults_match_torch() -> None:
-    ours, theirs = infinity.CPUAdam(parameters()), torch.optim.AdamW(parameters())
+    optimizer, torch_optimizer = infinity.CPUAdam(parameters()), torch.optim.AdamW(parameters())
     for name in ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize"):
-        assert ours.defaults[name] == theirs.defaults[name]
+        assert optimizer.defaults[name] == torch_optimizer.defaults[name]
 
 
 def test_step_without_bias_correction() -> None:
-    (p,) = mine = [nn.Parameter(torch.full((5,), 2.0))]
-    ours = infinity.CPUAdam(mine, lr=0.1, weight_decay=0.0, bias_correction=False)
+    (p,) = params = [nn.Parameter(torch.full((5,), 2.0))]
+    optimizer = infinity.CPUAdam(params, lr=0.1, weight_decay=0.0, bias_correction=False)
     p.grad = torch.full((5,), 3.0)
-    ours.step()
+    optimizer.step()
     m, v = 0.1 * 3, 0.001 * 9
     torch.testing.assert_close(p.detach(), torch.full((5,), 2 - 0.1 * m / (v**0.5 + 1e-8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_every_dtype_bitwise_equal_to_reference(dtype: torch.dtype) -> None:
-    mine = parameters(dtype)
-    ours = infinity.CPUAdam(mine, lr=1e-2, num_threads=2)
-    steps(ours, mine)
+    params = parameters(dtype)
+    optimizer = infinity.CPUAdam(params, lr=1e-2, num_threads=2)
+    steps(optimizer, params)
     for index, start in enumerate(parameters(dtype)):
         weight = start.detach().clone().reshape(-1)
-        rest: Tensor | None = None
+        master_state: Tensor | None = None
         if dtype is torch.bfloat16:
-            rest = torch.zeros_like(weight, dtype=torch.int16)
+            master_state = torch.zeros_like(weight, dtype=torch.int16)
         elif dtype is torch.float16:
-            rest = weight.float()
-        kept = [Moment(torch.zeros(weight.numel())) for _ in range(2)]
+            master_state = weight.float()
+        moments = [Moment(torch.zeros(weight.numel())) for _ in range(2)]
         for step in range(1, STEPS + 1):
             gradient = gradients(step - 1, dtype)[index].reshape(-1)
-            reference_update(weight, rest, kept, gradient, AdamW(lr=1e-2), step)
-        assert same_bits(mine[index].detach().reshape(-1), weight)
+            reference_update(weight, master_state, moments, gradient, AdamW(lr=1e-2), step)
+        assert same_bits(params[index].detach().reshape(-1), weight)
         if weight.numel():
-            assert same_bits(ours.state[mine[index]]["exp_avg"].reshape(-1), kept[0].values)
+            assert same_bits(
+                optimizer.state[params[index]]["exp_avg"].reshape(-1), moments[0].values
+            )
 
 
 @pytest.mark.parametrize("moments", ["bf16", "8bit"])
 def test_lossy_moments_rejected_outside_engine(moments: str) -> None:
     p = nn.Parameter(torch.ones(3))
-    ours = infinity.CPUAdam([p], moments=moments)
+    optimizer = infinity.CPUAdam([p], moments=moments)
     p.grad = torch.ones(3)
     with pytest.raises(ConfigError, match=f"moments='{moments}' is for the engine"):
-        ours.step()
+        optimizer.step()
     assert torch.equal(p.detach(), torch.ones(3))
 
 
@@ -142,13 +152,13 @@ def test_master_accumulates_updates_below_last_bit(dtype: torch.dtype) -> None:
     """Updates far below the last bit accumulate with a master and are lost without."""
     moved = {}
     for master in (True, False):
-        (p,) = mine = [nn.Parameter(torch.ones(8, dtype=dtype))]
-        ours = infinity.CPUAdam(mine, lr=1e-4, weight_decay=0.0, master=master)
+        (p,) = params = [nn.Parameter(torch.ones(8, dtype=dtype))]
+        optimizer = infinity.CPUAdam(params, lr=1e-4, weight_decay=0.0, master=master)
         for _ in range(200):
             p.grad = torch.ones(8, dtype=dtype)
-            ours.step()
+            optimizer.step()
         moved[master] = 1 - float(p.detach()[0])
-        assert any(name in ours.state[p] for name in ("residual", "master")) == master
+        assert any(name in optimizer.state[p] for name in ("residual", "master")) == master
     assert moved[True] == pytest.approx(200 * 1e-4, rel=0.2)
     assert moved[False] == 0
 
@@ -156,47 +166,57 @@ def test_master_accumulates_updates_below_last_bit(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("gradient_dtype", [torch.bfloat16, torch.float16])
 def test_gradients_of_narrower_dtype_accepted(gradient_dtype: torch.dtype) -> None:
     """torch allows another dtype of `.grad` only if `grad_dtype` is set explicitly."""
-    mine, theirs = parameters(), parameters()
-    ours, other = infinity.CPUAdam(mine, lr=1e-2), infinity.CPUAdam(theirs, lr=1e-2)
+    params, expected_params = parameters(), parameters()
+    optimizer, expected_optimizer = (
+        infinity.CPUAdam(params, lr=1e-2),
+        infinity.CPUAdam(expected_params, lr=1e-2),
+    )
     for number in range(3):
-        for one, two, g in zip(mine, theirs, gradients(number, gradient_dtype), strict=True):
-            one.grad_dtype = None
-            one.grad, two.grad = g, g.float()
-        ours.step()
-        other.step()
-    assert_same(mine, theirs)
+        for param, expected_param, g in zip(
+            params, expected_params, gradients(number, gradient_dtype), strict=True
+        ):
+            param.grad_dtype = None
+            param.grad, expected_param.grad = g, g.float()
+        optimizer.step()
+        expected_optimizer.step()
+    assert_same(params, expected_params)
 
 
 def test_grad_scale_applied() -> None:
-    mine, theirs = parameters(), parameters()
-    ours, other = infinity.CPUAdam(mine), infinity.CPUAdam(theirs)
-    for one, two, g in zip(mine, theirs, gradients(0), strict=True):
-        one.grad, two.grad = g * 4, g.clone()
-    ours.step(grad_scale=0.25)
-    other.step()
-    assert_same(mine, theirs)
+    params, expected_params = parameters(), parameters()
+    optimizer, expected_optimizer = infinity.CPUAdam(params), infinity.CPUAdam(expected_params)
+    for param, expected_param, g in zip(params, expected_params, gradients(0), strict=True):
+        param.grad, expected_param.grad = g * 4, g.clone()
+    optimizer.step(grad_scale=0.25)
+    expected_optimizer.step()
+    assert_same(params, expected_params)
 
 
 # --- state dicts, copies ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("forth", [True, False], ids=["from_torch", "to_torch"])
-def test_state_dict_exchanged_with_torch(forth: bool) -> None:
-    mine, theirs = parameters(), parameters()
-    ours, other = infinity.CPUAdam(groups(mine)), torch.optim.AdamW(groups(theirs))
-    if forth:
-        steps(other, theirs)
-        ours.load_state_dict(other.state_dict())
+@pytest.mark.parametrize("from_torch", [True, False], ids=["from_torch", "to_torch"])
+def test_state_dict_exchanged_with_torch(from_torch: bool) -> None:
+    params, torch_params = parameters(), parameters()
+    optimizer, torch_optimizer = (
+        infinity.CPUAdam(groups(params)),
+        torch.optim.AdamW(groups(torch_params)),
+    )
+    if from_torch:
+        steps(torch_optimizer, torch_params)
+        optimizer.load_state_dict(torch_optimizer.state_dict())
     else:
-        steps(ours, mine)
-        other.load_state_dict(copy.deepcopy(ours.state_dict()))  # torch would share the tensors
+        steps(optimizer, params)
+        torch_optimizer.load_state_dict(
+            copy.deepcopy(optimizer.state_dict())
+        )  # torch would share the tensors
     with torch.no_grad():
-        for one, two in zip(mine, theirs, strict=True):
-            (one if forth else two).copy_(two if forth else one)
-    steps(ours, mine, first=STEPS)
-    steps(other, theirs, first=STEPS)
-    assert_close(mine, theirs)
-    assert [g["lr"] for g in ours.param_groups] == [3e-2, 1e-3]
+        for param, torch_param in zip(params, torch_params, strict=True):
+            (param if from_torch else torch_param).copy_(torch_param if from_torch else param)
+    steps(optimizer, params, first=STEPS)
+    steps(torch_optimizer, torch_params, first=STEPS)
+    assert_close(params, torch_params)
+    assert [g["lr"] for g in optimizer.param_groups] == [3e-2, 1e-3]
 
 
 def test_step_count_independent_of_torch_defaults() -> None:
@@ -224,20 +244,20 @@ def test_lazily_negated_gradient_resolved() -> None:
 
 
 def test_incompatible_state_dict_rejected_and_state_unchanged() -> None:
-    mine = parameters()
-    ours = infinity.CPUAdam(mine)
-    steps(ours, mine)
-    before = copy.deepcopy(ours.state_dict())
-    amsgrad = torch.optim.AdamW(theirs := parameters(), amsgrad=True)
-    steps(amsgrad, theirs)
-    sgd = torch.optim.SGD(third := parameters(), momentum=0.9)
-    steps(sgd, third)
-    for given, words in ((amsgrad, "amsgrad"), (sgd, "lacks step")):
-        with pytest.raises(ConfigError, match=words):
-            ours.load_state_dict(given.state_dict())
+    params = parameters()
+    optimizer = infinity.CPUAdam(params)
+    steps(optimizer, params)
+    before = copy.deepcopy(optimizer.state_dict())
+    amsgrad = torch.optim.AdamW(amsgrad_params := parameters(), amsgrad=True)
+    steps(amsgrad, amsgrad_params)
+    sgd = torch.optim.SGD(sgd_params := parameters(), momentum=0.9)
+    steps(sgd, sgd_params)
+    for source, message in ((amsgrad, "amsgrad"), (sgd, "lacks step")):
+        with pytest.raises(ConfigError, match=message):
+            optimizer.load_state_dict(source.state_dict())
     with pytest.raises(ValueError, match="doesn't match the size"):
-        ours.load_state_dict(infinity.CPUAdam(parameters()[:2]).state_dict())
-    after = ours.state_dict()
+        optimizer.load_state_dict(infinity.CPUAdam(parameters()[:2]).state_dict())
+    after = optimizer.state_dict()
     assert all(
         same_bits(after["state"][i][n], v) for i, s in before["state"].items() for n, v in s.items()
     )
@@ -268,52 +288,57 @@ def test_scheduler_closure_and_zero_grad_match_torch() -> None:
 
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ours, theirs = run(infinity.CPUAdam), run(torch.optim.AdamW)
-    assert ours[0] == pytest.approx(theirs[0], rel=1e-5)
-    for one, other in zip(ours[1], theirs[1], strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        actual, expected = run(infinity.CPUAdam), run(torch.optim.AdamW)
+    assert actual[0] == pytest.approx(expected[0], rel=1e-5)
+    for actual_param, expected_param in zip(actual[1], expected[1], strict=True):
+        torch.testing.assert_close(actual_param, expected_param, rtol=1e-5, atol=1e-6)
 
 
 def test_tensor_learning_rate_accepted() -> None:
-    mine, theirs = parameters(), parameters()
+    params, expected_params = parameters(), parameters()
     rate = torch.tensor(0.25)
-    ours, other = infinity.CPUAdam(mine, lr=rate), infinity.CPUAdam(theirs, lr=0.25)
-    steps(ours, mine, count=2)
-    steps(other, theirs, count=2)
+    optimizer, expected_optimizer = (
+        infinity.CPUAdam(params, lr=rate),
+        infinity.CPUAdam(expected_params, lr=0.25),
+    )
+    steps(optimizer, params, count=2)
+    steps(expected_optimizer, expected_params, count=2)
     rate.fill_(0.125)
-    other.param_groups[0]["lr"] = 0.125
-    steps(ours, mine)
-    steps(other, theirs)
-    assert_same(mine, theirs)
+    expected_optimizer.param_groups[0]["lr"] = 0.125
+    steps(optimizer, params)
+    steps(expected_optimizer, expected_params)
+    assert_same(params, expected_params)
 
 
 def test_step_hooks_run() -> None:
-    (p,) = mine = [nn.Parameter(torch.ones(4))]
-    ours = infinity.CPUAdam(mine, lr=0.5, weight_decay=0.0)
+    (p,) = params = [nn.Parameter(torch.ones(4))]
+    optimizer = infinity.CPUAdam(params, lr=0.5, weight_decay=0.0)
     seen: list[Any] = []
-    ours.register_step_pre_hook(lambda _, __, kwargs: seen.append((kwargs, float(p.detach()[0]))))
-    ours.register_step_post_hook(lambda *_: seen.append(float(p.detach()[0])))
+    optimizer.register_step_pre_hook(
+        lambda _, __, kwargs: seen.append((kwargs, float(p.detach()[0])))
+    )
+    optimizer.register_step_post_hook(lambda *_: seen.append(float(p.detach()[0])))
     p.grad = torch.ones(4)
-    ours.step(grad_scale=2.0)
+    optimizer.step(grad_scale=2.0)
     assert seen == [({"grad_scale": 2.0}, 1.0), pytest.approx(0.5)]
 
 
 def test_forked_child_starts_new_threads() -> None:
-    mine = [nn.Parameter(torch.ones(300_000))]
-    ours = infinity.CPUAdam(mine, num_threads=2)
-    mine[0].grad = torch.ones(300_000)
-    ours.step()
+    params = [nn.Parameter(torch.ones(300_000))]
+    optimizer = infinity.CPUAdam(params, num_threads=2)
+    params[0].grad = torch.ones(300_000)
+    optimizer.step()
     child = os.fork()
     if child == 0:
         signal.alarm(600)
         try:
-            ours.step()
-            os._exit(0 if ours.state[mine[0]]["step"] == 2 else 1)
+            optimizer.step()
+            os._exit(0 if optimizer.state[params[0]]["step"] == 2 else 1)
         finally:
             os._exit(2)
     assert os.waitpid(child, 0)[1] == 0
-    ours.step()
-    assert ours.state[mine[0]]["step"] == 2
+    optimizer.step()
+    assert optimizer.state[params[0]]["step"] == 2
 
 
 @pytest.mark.parametrize("master", [True, False])
@@ -335,76 +360,76 @@ def test_model_dtype_change_continues_training(
     """`.half()` and similar calls replace the data of the same parameters."""
     before, after = way
     model = nn.Linear(5, 3).to(before)
-    ours = infinity.CPUAdam(model.parameters(), lr=1e-2, master=master)
+    used = infinity.CPUAdam(model.parameters(), lr=1e-2, master=master)
 
     def step(optimizer: infinity.CPUAdam, model: nn.Module) -> None:
         for p in model.parameters():
             p.grad = torch.full_like(p, 0.5)
         optimizer.step()
 
-    step(ours, model)
+    step(used, model)
     model.to(after)
     twin = copy.deepcopy(model)
     fresh = infinity.CPUAdam(twin.parameters(), lr=1e-2, master=master)
-    moments = copy.deepcopy(ours.state_dict())
+    moments = copy.deepcopy(used.state_dict())
     for state in moments["state"].values():
         for name in ("residual", "master"):
             state.pop(name, None)
     fresh.load_state_dict(moments)
     for _ in range(3):
-        step(ours, model)
+        step(used, model)
         step(fresh, twin)
     assert_same(list(model.parameters()), list(twin.parameters()))
-    rest = {torch.bfloat16: {"residual"}, torch.float16: {"master"}}.get(after, set())
+    master_names = {torch.bfloat16: {"residual"}, torch.float16: {"master"}}.get(after, set())
     for p in model.parameters():
-        kept = {"step", "exp_avg", "exp_avg_sq"} | (rest if master else set())
-        assert ours.state[p].keys() == kept
+        expected_keys = {"step", "exp_avg", "exp_avg_sq"} | (master_names if master else set())
+        assert used.state[p].keys() == expected_keys
 
 
 def test_parameters_without_gradient_unchanged() -> None:
-    mine = parameters()
-    ours = infinity.CPUAdam(mine)
-    mine[0].grad = torch.ones(SHAPES[0])
-    before = [p.detach().clone() for p in mine]
-    ours.step()
-    assert not same_bits(mine[0].detach(), before[0])
-    for parameter, old in zip(mine[1:], before[1:], strict=True):
+    params = parameters()
+    optimizer = infinity.CPUAdam(params)
+    params[0].grad = torch.ones(SHAPES[0])
+    before = [p.detach().clone() for p in params]
+    optimizer.step()
+    assert not same_bits(params[0].detach(), before[0])
+    for parameter, old in zip(params[1:], before[1:], strict=True):
         assert same_bits(parameter.detach(), old)
-        assert parameter not in ours.state
+        assert parameter not in optimizer.state
 
 
 def test_step_increments_autograd_version() -> None:
     p = nn.Parameter(torch.ones(4))
-    ours = infinity.CPUAdam([p])
+    optimizer = infinity.CPUAdam([p])
     loss = (p * p).sum()
     p.grad = torch.ones(4)
-    ours.step()
+    optimizer.step()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
 
 def test_non_contiguous_gradients_accepted() -> None:
-    mine, theirs = [nn.Parameter(torch.ones(6, 4))], [nn.Parameter(torch.ones(6, 4))]
-    mine[0].grad = torch.randn(4, 6).t()
-    theirs[0].grad = mine[0].grad.contiguous()
-    infinity.CPUAdam(mine).step()
-    infinity.CPUAdam(theirs).step()
-    assert_same(mine, theirs)
+    params, expected_params = [nn.Parameter(torch.ones(6, 4))], [nn.Parameter(torch.ones(6, 4))]
+    params[0].grad = torch.randn(4, 6).t()
+    expected_params[0].grad = params[0].grad.contiguous()
+    infinity.CPUAdam(params).step()
+    infinity.CPUAdam(expected_params).step()
+    assert_same(params, expected_params)
 
 
 def test_threads_stopped_when_optimizer_freed() -> None:
     before = tasks()
 
     def used() -> infinity.CPUAdam:
-        mine = [nn.Parameter(torch.ones(300_000))]
-        ours = infinity.CPUAdam(mine, num_threads=3)
-        mine[0].grad = torch.ones(300_000)
-        ours.step()
-        return ours
+        params = [nn.Parameter(torch.ones(300_000))]
+        optimizer = infinity.CPUAdam(params, num_threads=3)
+        params[0].grad = torch.ones(300_000)
+        optimizer.step()
+        return optimizer
 
-    ours = used()
+    optimizer = used()
     assert tasks() - before
-    del ours
+    del optimizer
     gc.collect()
     _await_threads(before)
 
@@ -414,19 +439,19 @@ def _await_threads(before: set[str]) -> None:
 
 
 def test_default_thread_count_within_affinity() -> None:
-    ours = infinity.CPUAdam([p := nn.Parameter(torch.ones(3))])
+    optimizer = infinity.CPUAdam([p := nn.Parameter(torch.ones(3))])
     p.grad = torch.ones(3)
-    ours.step()
-    (kernels,) = ours._kernels.values()
+    optimizer.step()
+    (kernels,) = optimizer._kernels.values()
     assert 1 <= kernels.num_threads <= len(os.sched_getaffinity(0))
 
 
 def test_results_independent_of_thread_count() -> None:
     runs = []
     for threads in (1, 2, 5):
-        mine = parameters()
-        steps(infinity.CPUAdam(mine, num_threads=threads), mine)
-        runs.append(mine)
+        params = parameters()
+        steps(infinity.CPUAdam(params, num_threads=threads), params)
+        runs.append(params)
     assert_same(runs[0], runs[1])
     assert_same(runs[0], runs[2])
 
@@ -435,7 +460,7 @@ def test_results_independent_of_thread_count() -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "message"),
     [
         ({"lr": -1.0}, "lr is -1"),
         ({"lr": float("nan")}, "lr is nan"),
@@ -455,37 +480,37 @@ def test_results_independent_of_thread_count() -> None:
     ],
     ids=str,
 )
-def test_invalid_options_rejected_at_construction(options: dict[str, Any], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_invalid_options_rejected_at_construction(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         infinity.CPUAdam(parameters(), **options)
 
 
 @pytest.mark.parametrize("kind", CLASSES)
 def test_invalid_parameters_rejected_at_construction(kind: Any) -> None:
-    for bad, words in (
+    for bad, message in (
         (nn.Parameter(torch.ones(4, 6).t()), "strides"),
         (nn.Parameter(torch.ones(4, dtype=torch.float64)), "float64"),
         (nn.Parameter(torch.ones(4, device="meta")), "meta"),
     ):
-        with pytest.raises(InfinityError, match=words):
+        with pytest.raises(InfinityError, match=message):
             kind([bad])
-        ours = kind([nn.Parameter(torch.ones(3))])
-        with pytest.raises(InfinityError, match=words):
-            ours.add_param_group({"params": [bad]})
-        assert len(ours.param_groups) == 1
+        optimizer = kind([nn.Parameter(torch.ones(3))])
+        with pytest.raises(InfinityError, match=message):
+            optimizer.add_param_group({"params": [bad]})
+        assert len(optimizer.param_groups) == 1
 
 
 def test_invalid_gradients_rejected_before_any_write() -> None:
     good, bad = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 2))
-    ours = infinity.CPUAdam([good, bad])
+    optimizer = infinity.CPUAdam([good, bad])
     good.grad = torch.ones(4)
     bad.grad = torch.ones(4, 2).to_sparse()
     with pytest.raises(ConfigError, match="sparse"):
-        ours.step()
+        optimizer.step()
     bad.grad = torch.ones(4, 2)
-    ours.param_groups[0]["lr"] = -1
+    optimizer.param_groups[0]["lr"] = -1
     with pytest.raises(ConfigError, match="lr is -1"):
-        ours.step()
+        optimizer.step()
     shared = torch.ones(10)
     twins = [nn.Parameter(shared[:6]), nn.Parameter(shared[4:])]
     for twin in twins:
@@ -499,14 +524,17 @@ def test_invalid_gradients_rejected_before_any_write() -> None:
 @pytest.mark.parametrize("scale", [float("nan"), float("inf"), -float("inf"), 1e39, None, "a"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_invalid_grad_scale_rejected(scale: Any, dtype: torch.dtype) -> None:
-    mine = parameters(dtype)
-    ours = infinity.CPUAdam(mine)
-    steps(ours, mine)
-    weights, states = [p.detach().clone() for p in mine], copy.deepcopy(ours.state_dict()["state"])
+    params = parameters(dtype)
+    optimizer = infinity.CPUAdam(params)
+    steps(optimizer, params)
+    weights, states = (
+        [p.detach().clone() for p in params],
+        copy.deepcopy(optimizer.state_dict()["state"]),
+    )
     with pytest.raises(ConfigError, match="grad_scale is"):
-        ours.step(lambda: pytest.fail("the closure ran"), grad_scale=scale)
-    assert all(same_bits(p.detach(), w) for p, w in zip(mine, weights, strict=True))
-    after = ours.state_dict()["state"]
+        optimizer.step(lambda: pytest.fail("the closure ran"), grad_scale=scale)
+    assert all(same_bits(p.detach(), w) for p, w in zip(params, weights, strict=True))
+    after = optimizer.state_dict()["state"]
     assert all(same_bits(after[i][n], v) for i, state in states.items() for n, v in state.items())
 
 

@@ -18,10 +18,10 @@ from infinity.errors import ConfigError, ResidencyError
 
 SHAPES = ((7, 30), (), (0, 4), (200,))
 HALVES = (torch.bfloat16, torch.float16)
-REST = {torch.bfloat16: "residual", torch.float16: "master"}
+MASTER_KEYS = {torch.bfloat16: "residual", torch.float16: "master"}
 
 
-def made(dtype: torch.dtype, seed: int = 0, **options: Any) -> tuple[nn.ParameterList, Any]:
+def make(dtype: torch.dtype, seed: int = 0, **options: Any) -> tuple[nn.ParameterList, Any]:
     generator = torch.Generator().manual_seed(seed)
     model = nn.ParameterList(
         nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES
@@ -44,24 +44,24 @@ def edit(model: nn.ParameterList) -> None:
             p.view(-1)[::2] += 1
 
 
-def saved(model: nn.ParameterList, optimizer: Any) -> tuple[Any, Any]:
+def copied_state(model: nn.ParameterList, optimizer: Any) -> tuple[Any, Any]:
     return copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
 
 
 def model_first(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    weights, state = saved(model, optimizer)
+    weights, state = copied_state(model, optimizer)
     file = io.BytesIO()
     torch.save((weights, state), file)
     weights, state = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
-    other, twin = made(dtype, seed=1)
+    other, twin = make(dtype, seed=1)
     other.load_state_dict(weights)
     twin.load_state_dict(state)
     return other, twin
 
 
 def optimizer_first(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
-    weights, state = saved(model, optimizer)
-    other, twin = made(dtype, seed=1)
+    weights, state = copied_state(model, optimizer)
+    other, twin = make(dtype, seed=1)
     twin.load_state_dict(state)
     other.load_state_dict(weights)
     return other, twin
@@ -77,17 +77,17 @@ def pickled(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
 
 def twice(model: Any, optimizer: Any, dtype: torch.dtype) -> tuple[Any, Any]:
     """Save a loaded but unused state again before its model is loaded."""
-    weights, state = saved(model, optimizer)
-    _, between = made(dtype, seed=1)
+    weights, state = copied_state(model, optimizer)
+    _, between = make(dtype, seed=1)
     between.load_state_dict(state)
-    other, twin = made(dtype, seed=2)
+    other, twin = make(dtype, seed=2)
     twin.load_state_dict(between.state_dict())
     other.load_state_dict(weights)
     return other, twin
 
 
 WAYS = (model_first, optimizer_first, deepcopied, pickled, twice)
-Suggestion = Callable[[Any, Any, torch.dtype], tuple[Any, Any]]
+Restore = Callable[[Any, Any, torch.dtype], tuple[Any, Any]]
 
 
 def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
@@ -99,8 +99,8 @@ def assert_same(one: nn.ParameterList, other: nn.ParameterList) -> None:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
-def test_resumed_training_is_bitwise_equal(dtype: torch.dtype, way: Suggestion) -> None:
-    model, optimizer = made(dtype)
+def test_resumed_training_is_bitwise_equal(dtype: torch.dtype, way: Restore) -> None:
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)
     train(model, optimizer, seed=2)
@@ -114,8 +114,8 @@ def test_resumed_training_is_bitwise_equal(dtype: torch.dtype, way: Suggestion) 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("dtype", HALVES)
-def test_edit_after_restore_overrides_master(dtype: torch.dtype, way: Suggestion) -> None:
-    model, optimizer = made(dtype)
+def test_edit_after_restore_overrides_master(dtype: torch.dtype, way: Restore) -> None:
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
     other, twin = way(model, optimizer, dtype)
     edit(other)
@@ -124,7 +124,7 @@ def test_edit_after_restore_overrides_master(dtype: torch.dtype, way: Suggestion
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_edit_between_steps_overrides_master(dtype: torch.dtype) -> None:
-    model, optimizer = made(dtype)
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
     before = copy.deepcopy((model, optimizer))
     edit(model)
@@ -142,18 +142,18 @@ def assert_edited(
     for p, value in zip(model, values, strict=True):
         assert same_bits(p.detach(), value)
         if p.numel():
-            rest = optimizer.state[p][REST[p.dtype]].view(-1)
-            old = before.state[olds[id(p)]][REST[p.dtype]].view(-1)
-            assert torch.equal(rest[1::2], old[1::2])
+            master = optimizer.state[p][MASTER_KEYS[p.dtype]].view(-1)
+            old = before.state[olds[id(p)]][MASTER_KEYS[p.dtype]].view(-1)
+            assert torch.equal(master[1::2], old[1::2])
             if p.dtype is torch.float16:
-                assert torch.equal(rest[::2], p.detach().view(-1)[::2].float())
+                assert torch.equal(master[::2], p.detach().view(-1)[::2].float())
 
 
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("value", [0.0, -0.0, float("inf"), -float("inf")])
 def test_pruned_parameters_do_not_become_nan(dtype: torch.dtype, value: float) -> None:
     """Only a residual of 0 is valid for these values."""
-    model, optimizer = made(dtype)
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
     with torch.no_grad():
         model[3].fill_(value)
@@ -165,7 +165,7 @@ def test_pruned_parameters_do_not_become_nan(dtype: torch.dtype, value: float) -
 
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rejected_step_keeps_master(dtype: torch.dtype) -> None:
-    model, optimizer = made(dtype)
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
     other, twin = model_first(model, optimizer, dtype)
     other[3].grad = torch.ones(SHAPES[3], dtype=dtype).to_sparse()
@@ -180,14 +180,14 @@ def test_rejected_step_keeps_master(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", HALVES)
 def test_state_dict_aliases_live_tensors(dtype: torch.dtype) -> None:
     """Like in torch, a state dict shares the live tensors, so a later save has later values."""
-    model, optimizer = made(dtype)
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
-    kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    checkpoint = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     train(model, optimizer, seed=2)
-    kept = copy.deepcopy(kept)
-    other, twin = made(dtype, seed=1)
-    other.load_state_dict(kept["model"])
-    twin.load_state_dict(kept["optimizer"])
+    checkpoint = copy.deepcopy(checkpoint)
+    other, twin = make(dtype, seed=1)
+    other.load_state_dict(checkpoint["model"])
+    twin.load_state_dict(checkpoint["optimizer"])
     train(model, optimizer, seed=3)
     train(other, twin, seed=3)
     assert_same(model, other)
@@ -213,9 +213,9 @@ def test_fp16_master_survives_extreme_values() -> None:
 # --- errors ----------------------------------------------------------------------------------
 
 
-def assert_refused(optimizer: Any, state: Any, words: str) -> None:
+def assert_rejected(optimizer: Any, state: Any, message: str) -> None:
     before = copy.deepcopy((optimizer.state_dict(), optimizer.param_groups[0]["lr"]))
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(ConfigError, match=message):
         optimizer.load_state_dict(state)
     after = optimizer.state_dict()
     for number, state in before[0]["state"].items():
@@ -224,16 +224,16 @@ def assert_refused(optimizer: Any, state: Any, words: str) -> None:
     assert optimizer.param_groups[0]["lr"] == before[1]
 
 
-def spoiled(dtype: torch.dtype, change: Callable[[Any], Any]) -> tuple[Any, Any]:
-    model, optimizer = made(dtype)
+def invalid_state(dtype: torch.dtype, change: Callable[[Any], Any]) -> tuple[Any, Any]:
+    model, optimizer = make(dtype)
     train(model, optimizer, seed=1)
-    _, state = saved(model, optimizer)
+    _, state = copied_state(model, optimizer)
     state["param_groups"][0]["lr"] = 0.5
     change(state)
     return optimizer, state
 
 
-def put(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
+def set_entry(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
     """Change one entry of the state of the last parameter; earlier ones stay valid."""
 
     def change(state: Any) -> None:
@@ -244,24 +244,24 @@ def put(name: str, value: Callable[[Tensor], Any]) -> Callable[[Any], None]:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "change", "words"),
+    ("dtype", "change", "message"),
     [
-        (torch.bfloat16, put("residual", lambda t: t.float()), "residual has dtype"),
-        (torch.bfloat16, put("residual", lambda t: t.view(20, 10)), "residual has shape"),
-        (torch.float16, put("master", lambda t: t.half()), "master has dtype"),
-        (torch.float16, put("master", lambda t: t[:1]), "master has shape"),
-        (torch.float32, put("exp_avg", lambda t: t.view(20, 10)), "exp_avg has shape"),
-        (torch.float32, put("max_exp_avg_sq", lambda t: 1), "amsgrad"),
+        (torch.bfloat16, set_entry("residual", lambda t: t.float()), "residual has dtype"),
+        (torch.bfloat16, set_entry("residual", lambda t: t.view(20, 10)), "residual has shape"),
+        (torch.float16, set_entry("master", lambda t: t.half()), "master has dtype"),
+        (torch.float16, set_entry("master", lambda t: t[:1]), "master has shape"),
+        (torch.float32, set_entry("exp_avg", lambda t: t.view(20, 10)), "exp_avg has shape"),
+        (torch.float32, set_entry("max_exp_avg_sq", lambda t: 1), "amsgrad"),
     ],
 )
 def test_invalid_parameter_state_rejected(
-    dtype: torch.dtype, change: Callable[[Any], Any], words: str
+    dtype: torch.dtype, change: Callable[[Any], Any], message: str
 ) -> None:
-    assert_refused(*spoiled(dtype, change), words)
+    assert_rejected(*invalid_state(dtype, change), message)
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "words"),
+    ("name", "value", "message"),
     [
         ("amsgrad", True, "amsgrad"),
         ("adamw_mode", False, "adamw_mode=False"),
@@ -272,20 +272,20 @@ def test_invalid_parameter_state_rejected(
         ("weight_decay", "a", "weight_decay='a'"),
     ],
 )
-def test_invalid_param_groups_rejected(name: str, value: Any, words: str) -> None:
+def test_invalid_param_groups_rejected(name: str, value: Any, message: str) -> None:
     def change(state: Any) -> None:
         state["param_groups"][0][name] = value
 
-    assert_refused(*spoiled(torch.float32, change), words)
+    assert_rejected(*invalid_state(torch.float32, change), message)
 
 
 @pytest.mark.parametrize("adamw", [True, False])
 def test_torch_state_dict_of_other_rule_rejected(adamw: bool) -> None:
-    model, optimizer = made(torch.float32, adamw_mode=adamw)
+    model, optimizer = make(torch.float32, adamw_mode=adamw)
     train(model, optimizer, seed=1)
     peers = torch.optim.AdamW, torch.optim.Adam
     same, other = peers if adamw else peers[::-1]
-    assert_refused(optimizer, other(model.parameters()).state_dict(), f"adamw_mode={not adamw}")
+    assert_rejected(optimizer, other(model.parameters()).state_dict(), f"adamw_mode={not adamw}")
     optimizer.load_state_dict(same(model.parameters(), lr=0.5).state_dict())
     (group,) = optimizer.param_groups
     assert (group["lr"], group["adamw_mode"]) == (0.5, adamw)
@@ -293,9 +293,9 @@ def test_torch_state_dict_of_other_rule_rejected(adamw: bool) -> None:
 
 def test_options_missing_in_torch_state_dict_kept() -> None:
     (p,) = [nn.Parameter(torch.ones(3))]
-    ours = infinity.CPUAdam([{"params": [p], "bias_correction": False, "adamw_mode": False}])
-    ours.load_state_dict(torch.optim.Adam([p], lr=0.5).state_dict())
-    (group,) = ours.param_groups
+    optimizer = infinity.CPUAdam([{"params": [p], "bias_correction": False, "adamw_mode": False}])
+    optimizer.load_state_dict(torch.optim.Adam([p], lr=0.5).state_dict())
+    (group,) = optimizer.param_groups
     assert (group["lr"], group["bias_correction"], group["adamw_mode"]) == (0.5, False, False)
 
 
@@ -303,32 +303,32 @@ def test_options_missing_in_torch_state_dict_kept() -> None:
 
 
 def test_load_state_dict_hooks_run() -> None:
-    model, optimizer = made(torch.bfloat16)
+    model, optimizer = make(torch.bfloat16)
     train(model, optimizer, seed=1)
-    _, twin = made(torch.bfloat16, seed=1)
+    _, twin = make(torch.bfloat16, seed=1)
     seen: list[Any] = []
 
-    def rewrite(_: Any, given: Any) -> Any:
+    def rewrite(_: Any, state_dict: Any) -> Any:
         """Return a modified state dict, which is the one to load."""
-        state = {n: {**s, "step": torch.tensor(40.0)} for n, s in given["state"].items()}
-        return {**given, "state": state, "mine": seen.append("pre")}
+        state = {n: {**s, "step": torch.tensor(40.0)} for n, s in state_dict["state"].items()}
+        return {**state_dict, "state": state, "mine": seen.append("pre")}
 
-    def look(loaded: Any) -> None:
+    def record(loaded: Any) -> None:
         seen.append({float(state["step"]) for state in loaded.state.values()})
 
     twin.register_load_state_dict_pre_hook(rewrite)
-    twin.register_load_state_dict_post_hook(look)
+    twin.register_load_state_dict_post_hook(record)
     for _ in range(2):
         twin.load_state_dict(optimizer.state_dict())
     assert seen == ["pre", {40.0}] * 2
 
 
 def test_non_parameter_state_preserved() -> None:
-    model, optimizer = made(torch.float32)
+    model, optimizer = make(torch.float32)
     train(model, optimizer, seed=1)
     state = optimizer.state_dict()
     state["state"]["note"] = "by a user"
-    _, twin = made(torch.float32)
+    _, twin = make(torch.float32)
     twin.load_state_dict(state)
     assert twin.state["note"] == "by a user"
 
@@ -395,8 +395,8 @@ def test_edits_between_steps_match_torch(edit: Callable[..., None]) -> None:
             if step in (2, 3):
                 edit(optimizer, parameter)
             optimizer.step()
-        ours, theirs = (p.detach() for _, p in pairs)
-        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)
+        actual, expected = (p.detach() for _, p in pairs)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
     first, second = ({k: float(v.sum()) for k, v in o.state[p].items()} for o, p in pairs)
     assert first == pytest.approx(second, rel=1e-4)
 

@@ -55,7 +55,7 @@ ASK = "import sys; print('torch._dynamo' in sys.modules)\n"
 
 def test_torch_dynamo_not_imported() -> None:
     """One process runs all programs and checks the modules after each."""
-    program = "".join(part + ASK for part in (INIT, ENGINE, SINGLE_PROCESS, RANDOM_ON_META))
+    program = "".join(source + ASK for source in (INIT, ENGINE, SINGLE_PROCESS, RANDOM_ON_META))
     done = subprocess.run(
         [sys.executable, "-c", program], check=True, capture_output=True, text=True
     )
@@ -69,12 +69,12 @@ def test_optimizer_methods_are_torch_methods(name: str, compiler: bool, monkeypa
         monkeypatch.setitem(sys.modules, "torch._dynamo", sys)
     else:
         monkeypatch.delitem(sys.modules, "torch._dynamo", raising=False)
-    theirs = getattr(torch.optim.Optimizer, name)
-    ours = optimizer_method(name)
-    assert ours is (theirs if compiler else inspect.unwrap(theirs))
-    assert ours.__name__ == name
-    assert ours.__module__ == "torch.optim.optimizer"
-    assert next(iter(inspect.signature(ours).parameters)) == "self"
+    torch_method = getattr(torch.optim.Optimizer, name)
+    method = optimizer_method(name)
+    assert method is (torch_method if compiler else inspect.unwrap(torch_method))
+    assert method.__name__ == name
+    assert method.__module__ == "torch.optim.optimizer"
+    assert next(iter(inspect.signature(method).parameters)) == "self"
 
 
 def test_zero_grad_matches_torch() -> None:

@@ -38,8 +38,8 @@ PAGED = -(-INPUT // 4096) * 4096
 
 def plan_of(activations: dict[str, Any], *, unified: bool = False, **limits: Any) -> Any:
     config = load_config({"nvme_path": "/tmp", "activations": activations})
-    room = Limits(device=None, host=None, disk=None)
-    return make_plan(UNITS, config, replace(room, **limits), unified=unified)
+    unlimited = Limits(device=None, host=None, disk=None)
+    return make_plan(UNITS, config, replace(unlimited, **limits), unified=unified)
 
 
 def test_block_widths_only_of_repeated_blocks() -> None:
@@ -49,60 +49,62 @@ def test_block_widths_only_of_repeated_blocks() -> None:
 
 
 def test_activation_pools_sized_from_tokens() -> None:
-    told = {"checkpoint": "units", "tokens": TOKENS}
-    assert plan_of(told).saved.sizes == (INPUT,) * BLOCKS
-    host = plan_of({**told, "offload": "host", "min_bytes": 1})
+    activations = {"checkpoint": "units", "tokens": TOKENS}
+    assert plan_of(activations).saved.sizes == (INPUT,) * BLOCKS
+    host = plan_of({**activations, "offload": "host", "min_bytes": 1})
     assert host.memory["host"]["activations"] == BLOCKS * PAGED
     assert host.memory["disk"]["activations"] == 0
-    assert host.predicted_bytes["from_device"] > plan_of(told).predicted_bytes["from_device"]
+    assert host.predicted_bytes["from_device"] > plan_of(activations).predicted_bytes["from_device"]
     assert "their inputs wait in" in host.describe()
-    disk = plan_of({**told, "offload": "disk", "min_bytes": 1})
+    disk = plan_of({**activations, "offload": "disk", "min_bytes": 1})
     assert disk.memory["host"]["activations"] == 3 * PAGED
     assert disk.memory["disk"]["activations"] == BLOCKS * PAGED
-    more = disk.predicted_bytes["disk_write"] - host.predicted_bytes["disk_write"]
-    assert more == BLOCKS * PAGED
-    cut = plan_of({**told, "slices": 4})
+    written = disk.predicted_bytes["disk_write"] - host.predicted_bytes["disk_write"]
+    assert written == BLOCKS * PAGED
+    cut = plan_of({**activations, "slices": 4})
     assert cut.saved.sizes == (INPUT // 4,) * 4 * BLOCKS
-    small = plan_of({**told, "offload": "disk"})  # inputs of less than 1 MiB are not offloaded
-    assert small.predicted_bytes == plan_of(told).predicted_bytes
+    small = plan_of(
+        {**activations, "offload": "disk"}
+    )  # inputs of less than 1 MiB are not offloaded
+    assert small.predicted_bytes == plan_of(activations).predicted_bytes
 
 
 def test_reserved_activations_count_against_budget() -> None:
-    told = {"checkpoint": "units", "offload": "host", "host": "1GiB"}
-    plan = plan_of(told)
+    activations = {"checkpoint": "units", "offload": "host", "host": "1GiB"}
+    plan = plan_of(activations)
     needed = sum(plan.memory["host"].values())
     with pytest.raises(DoesNotFitError, match=r"activations 1\.00 GiB"):
-        plan_of(told, host=needed - 4096)
-    assert plan_of(told, host=needed).saved.host_bytes == 1 << 30
+        plan_of(activations, host=needed - 4096)
+    assert plan_of(activations, host=needed).saved.host_bytes == 1 << 30
 
 
 def test_unified_host_offload_moves_nothing() -> None:
-    told = {"checkpoint": "units", "offload": "host", "tokens": TOKENS, "min_bytes": 1}
-    plan = plan_of(told, unified=True)
+    activations = {"checkpoint": "units", "offload": "host", "tokens": TOKENS, "min_bytes": 1}
+    plan = plan_of(activations, unified=True)
     assert plan.saved.offload is None
     assert any("moves nothing" in note for note in plan.notes)
-    disk = plan_of({**told, "offload": "disk"}, unified=True)
+    disk = plan_of({**activations, "offload": "disk"}, unified=True)
     assert disk.saved.offload is Tier.DISK
     assert not disk.predicted_bytes["from_device"]
 
 
 def case_of(activations: dict[str, Any], device: int | None = 1 << 30, **config: Any) -> PlanInput:
-    told = load_config({"nvme_path": "/tmp", "activations": activations, **config})
+    loaded = load_config({"nvme_path": "/tmp", "activations": activations, **config})
     machine = PlanMachine("m", 8 << 30, device, 64 << 30, 8, nominal(device is None))
-    return PlanInput(UNITS, told, machine, StepWork(TOKENS), RuleFacts())
+    return PlanInput(UNITS, loaded, machine, StepWork(TOKENS), RuleFacts())
 
 
-UNITS_AGAIN = {"checkpoint": "units"}
+RECOMPUTE_UNITS = {"checkpoint": "units"}
 
 
 def test_price_counts_recomputation_and_offloaded_inputs() -> None:
-    plain, units = price(case_of({})), price(case_of(UNITS_AGAIN))
+    plain, units = price(case_of({})), price(case_of(RECOMPUTE_UNITS))
     assert units.case.work.recompute
     assert units.activations.boundaries >= BLOCKS * INPUT
     assert units.activations.saved < plain.activations.saved / 2
     assert units.cost.seconds >= plain.cost.seconds
     # the case knows the tokens, so the configuration may leave them out
-    away = price(case_of({**UNITS_AGAIN, "offload": "host", "min_bytes": 1}))
+    away = price(case_of({**RECOMPUTE_UNITS, "offload": "host", "min_bytes": 1}))
     expected = (BLOCKS - 3) * INPUT  # three may be in flight
     assert away_bytes(away.plan.saved) == expected
     assert units.activations.boundaries - away.activations.boundaries == expected
@@ -111,12 +113,14 @@ def test_price_counts_recomputation_and_offloaded_inputs() -> None:
 
 
 def test_forecast_counts_inputs_of_every_micro_batch() -> None:
-    told = {**UNITS_AGAIN, "offload": "disk", "min_bytes": 1}
+    activations = {**RECOMPUTE_UNITS, "offload": "disk", "min_bytes": 1}
     for count in (1, 3):
         config = {"gradient_accumulation_steps": count}
-        with_it = case_of(told, **config).plan().predicted_bytes
-        without = case_of(UNITS_AGAIN, **config).plan().predicted_bytes
-        difference = {direction: with_it[direction] - without[direction] for direction in with_it}
+        offloaded = case_of(activations, **config).plan().predicted_bytes
+        without = case_of(RECOMPUTE_UNITS, **config).plan().predicted_bytes
+        difference = {
+            direction: offloaded[direction] - without[direction] for direction in offloaded
+        }
         assert difference == {
             "disk_read": count * BLOCKS * PAGED,
             "disk_write": count * BLOCKS * PAGED,

@@ -43,19 +43,19 @@ def estimate(model: nn.Module, tokens: int, precision: str, recompute: bool = Fa
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
     """Return the bytes of distinct storages saved by autograd, excluding parameters."""
-    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            kept[storage.data_ptr()] = tensor  # alive, so that no address is reused
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = tensor  # alive, so that no address is reused
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         loss = forward()
     assert loss.requires_grad
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return sum(tensor.untyped_storage().nbytes() for tensor in saved.values())
 
 
 WIDER = GPTConfig(vocab_size=512, context=128, num_layers=2, num_heads=4, width=256)
@@ -137,9 +137,9 @@ def test_recompute_keeps_only_block_inputs() -> None:
     plain = estimate(model, tokens.numel(), "fp32")
     # The head also keeps an input.
     assert found.boundaries == sum(boundaries) + boundaries[0]
-    one = GatedBlock(256, 704)
+    single_block = GatedBlock(256, 704)
     x = torch.randn(2, 128, 256, requires_grad=True)
-    assert found.again == pytest.approx(saved_bytes(one, lambda: one(x)), rel=0.1)
+    assert found.again == pytest.approx(saved_bytes(single_block, lambda: single_block(x)), rel=0.1)
     assert found.again < plain.saved / 3
     assert found.logits == plain.logits == tokens.numel() * 300 * LOGIT_BYTES
     assert found.gradients == plain.gradients

@@ -49,10 +49,10 @@ def units(count: int, precision: str = "bf16", side: int = SIDE) -> tuple[UnitLa
 
 
 def machine(
-    host: int, device: int | None = 1 * GIB, disk: int = 64 * GIB, **more: Any
+    host: int, device: int | None = 1 * GIB, disk: int = 64 * GIB, **options: Any
 ) -> PlanMachine:
     unified = device is None
-    return PlanMachine("m", host, device, disk, 8, nominal(unified), **more)
+    return PlanMachine("m", host, device, disk, 8, nominal(unified), **options)
 
 
 def case_of(
@@ -75,26 +75,26 @@ def case_of(
     )
 
 
-def typed(way: Suggestion) -> str:
+def cli_options(way: Suggestion) -> str:
     """Return the command-line options that `infinity plan` prints for a suggestion."""
     return for_plan(of_run=False)(way.changes) or ""
 
 
-def refused(case: PlanInput) -> None:
+def assert_does_not_fit(case: PlanInput) -> None:
     with pytest.raises(DoesNotFitError):
         price(case).require_room()
 
 
 def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestion]:
     """Return the suggestions after checking that each fits when priced again."""
-    refused(case)
+    assert_does_not_fit(case)
     ways = ways_to_fit(case, finer)
     for way in ways:
         again = price(way.priced.case)
         again.require_room()
         assert again.cost.seconds == way.priced.cost.seconds
         assert way.what
-        assert typed(way)
+        assert cli_options(way)
         assert {change.name for change in way.changes} <= NAMES
         for tier in ("host", "disk", "device"):
             now, then = (getattr(c.machine, f"{tier}_bytes") or 0 for c in (case, way.priced.case))
@@ -104,7 +104,7 @@ def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestio
 
 def test_host_too_small_suggests_moments_or_hardware() -> None:
     ways = ways_of(case_of(100 * MIB, disk=0, device=16 * MIB, tokens=1))
-    assert [typed(way).split()[0] for way in ways] == ["--moments", "--disk", "--host"]
+    assert [cli_options(way).split()[0] for way in ways] == ["--moments", "--disk", "--host"]
     assert [way.lossy for way in ways] == [True, False, False]
     assert all(("lossy" in way.what) == way.lossy for way in ways)
     assert ways[1].priced.case.config.nvme_path, "a disk has a path"
@@ -118,12 +118,12 @@ def test_suggested_tier_size_is_close_to_minimum(tier: str) -> None:
         case = case_of(80 * MIB, disk=25 * MIB, device=8 * MIB, count=32, tokens=1)
     else:
         case = case_of(4 * GIB, device=3 * MIB, tokens=64, recompute="all")
-    found = [w for w in ways_of(case) if typed(w).startswith(f"--{tier}")]
+    found = [w for w in ways_of(case) if cli_options(w).startswith(f"--{tier}")]
     assert len(found) == 1
     size = getattr(found[0].priced.case.machine, f"{tier}_bytes")
     assert size > getattr(case.machine, f"{tier}_bytes")
-    assert size_text(size) in typed(found[0])
-    refused(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
+    assert size_text(size) in cli_options(found[0])
+    assert_does_not_fit(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
 
 
 def test_activations_fit_by_schedule_before_hardware() -> None:
@@ -139,14 +139,14 @@ def test_activations_fit_by_schedule_before_hardware() -> None:
     assert after.work.tokens * after.micro_batches == 1 << 16
     assert after.micro_batches <= MOST_MICRO_BATCHES
     assert after.machine == case.machine
-    assert typed(hardware).startswith("--device")
+    assert cli_options(hardware).startswith("--device")
     odd = ways_of(case_of(4 * GIB, device=256 * MIB, tokens=65_537, count=4))
     assert "the same batch" in odd[0].what, "rounded up"
 
 
 def test_smaller_device_budget_suggested_for_activations() -> None:
     case = case_of(4 * GIB, device=40 * MIB, tokens=1024, recompute="all")
-    found = [way for way in ways_of(case) if typed(way).startswith("budget.device")]
+    found = [way for way in ways_of(case) if cli_options(way).startswith("budget.device")]
     assert len(found) == 1
     assert "more for activations" in found[0].what
     budget = found[0].priced.case.config.budget.device
@@ -158,21 +158,21 @@ def test_smaller_device_budget_suggested_for_activations() -> None:
 def test_budget_increase_suggested_before_hardware() -> None:
     case = case_of(8 * GIB, device=None, count=32, budget={"host": "8MiB"}, tokens=16)
     ways = ways_of(case)
-    assert typed(ways[0]).startswith("budget.host")
-    assert not any(typed(way).startswith("--host") for way in ways)
-    both = case_of(
+    assert cli_options(ways[0]).startswith("budget.host")
+    assert not any(cli_options(way).startswith("--host") for way in ways)
+    two_budgets = case_of(
         8 * GIB, device=GIB, budget={"host": "8MiB", "device": "1MiB"}, count=8, tokens=16
     )
-    [free, *_] = ways_of(both)
-    assert "budget.host=null" in typed(free)
-    assert "budget.device=null" in typed(free)
+    [free, *_] = ways_of(two_budgets)
+    assert "budget.host=null" in cli_options(free)
+    assert "budget.device=null" in cli_options(free)
 
 
 def test_auto_placement_suggested_instead_of_explicit() -> None:
     case = case_of(
         128 * MIB, device=16 * MIB, placement={"optimizer_state": "device"}, count=16, tokens=1
     )
-    assert "placement.optimizer_state=auto" in typed(ways_of(case)[0])
+    assert "placement.optimizer_state=auto" in cli_options(ways_of(case)[0])
 
 
 def test_finer_units_suggested_if_available() -> None:
@@ -180,8 +180,8 @@ def test_finer_units_suggested_if_available() -> None:
     case = replace(case, units=units(2, side=2 * SIDE))
     finer = units(8)
     ways = ways_of(case, finer)
-    assert any("--finer-units" in typed(way) for way in ways)
-    assert not any("--finer-units" in typed(way) for way in ways_of(case))
+    assert any("--finer-units" in cli_options(way) for way in ways)
+    assert not any("--finer-units" in cli_options(way) for way in ways_of(case))
 
 
 def test_combined_hardware_suggested_if_no_single_change_fits() -> None:
@@ -189,22 +189,22 @@ def test_combined_hardware_suggested_if_no_single_change_fits() -> None:
     ways = ways_of(case)
     assert len(ways) == 1
     for flag in ("--disk", "--host", "--device"):
-        assert flag in typed(ways[0])
+        assert flag in cli_options(ways[0])
 
 
 def test_no_suggestion_if_nothing_fits() -> None:
     case = case_of(GIB, device=64 * MIB, tokens=1 << 40)
-    refused(case)
+    assert_does_not_fit(case)
     assert ways_to_fit(case) == []
 
 
 # --- suggestions for speed -----------------------------------------------------------------------
 
 
-def slow_case(**more: Any) -> PlanInput:
+def slow_case(**overrides: Any) -> PlanInput:
     """Return a mostly disk-resident case: 64 MiB of weights, 384 MiB of other kinds."""
-    given = {"host": 96 * MIB, "device": 20 * MIB, "count": 64, "tokens": 4}
-    return case_of(**(given | more))
+    options = {"host": 96 * MIB, "device": 20 * MIB, "count": 64, "tokens": 4}
+    return case_of(**(options | overrides))
 
 
 @cache
@@ -214,7 +214,7 @@ def slow_ways() -> tuple[PlanEstimate, tuple[Suggestion, ...]]:
     return priced, tuple(faster(priced))
 
 
-def gain(way: Suggestion, now: PlanEstimate) -> float:
+def speedup(way: Suggestion, now: PlanEstimate) -> float:
     """Return the predicted speedup."""
     return way.priced.tokens_per_s / now.tokens_per_s
 
@@ -230,12 +230,12 @@ def test_speedups_match_repriced_plans() -> None:
         assert not again.missing
         assert way.priced.tokens_per_s == pytest.approx(again.tokens_per_s)
         assert again.tokens_per_s >= LEAST_GAIN * priced.tokens_per_s
-    words = " | ".join(typed(way) for way in ways)
-    for part in ("--moments 8bit", "--host", "--drives 2 --disk", "--tokens"):
-        assert part in words, part
+    all_options = " | ".join(cli_options(way) for way in ways)
+    for option in ("--moments 8bit", "--host", "--drives 2 --disk", "--tokens"):
+        assert option in all_options, option
     for way in ways:
-        assert way.lossy == ("--moments" in typed(way))
-        assert way.changes_batch == ("--tokens" in typed(way))
+        assert way.lossy == ("--moments" in cli_options(way))
+        assert way.changes_batch == ("--tokens" in cli_options(way))
         if way.changes_batch:
             assert "4 times the batch" in way.what
 
@@ -243,7 +243,7 @@ def test_speedups_match_repriced_plans() -> None:
 def test_larger_host_suggestions_move_kinds_off_disk() -> None:
     priced, ways = slow_ways()
     assert priced.plan.memory["disk"]["gradients"]
-    larger = [way for way in ways if typed(way).startswith("--host")]
+    larger = [way for way in ways if cli_options(way).startswith("--host")]
     left = [sum(way.priced.plan.memory["disk"].values()) for way in larger]
     assert left[0] == 0, "all of it"
     assert left == sorted(left), "more of it in RAM is faster"
@@ -255,15 +255,15 @@ def test_larger_host_suggestions_move_kinds_off_disk() -> None:
 def test_fewer_micro_batches_suggested_for_same_batch() -> None:
     priced = price(slow_case(gradient_accumulation_steps=4))
     (way,) = [way for way in faster(priced) if "the same batch" in way.what]
-    assert typed(way).startswith("--tokens 16 --micro-batches 1")
+    assert cli_options(way).startswith("--tokens 16 --micro-batches 1")
     assert not way.changes_batch
 
 
 def test_no_recompute_suggested_if_memory_suffices() -> None:
     priced = price(case_of(4 * GIB, device=2 * GIB, count=4, tokens=1 << 15, recompute="all"))
     assert priced.cost.binds == "compute"
-    way = next(way for way in faster(priced) if typed(way).endswith("--no-recompute"))
-    assert gain(way, priced) == pytest.approx(8 / 6, rel=0.05)
+    way = next(way for way in faster(priced) if cli_options(way).endswith("--no-recompute"))
+    assert speedup(way, priced) == pytest.approx(8 / 6, rel=0.05)
 
 
 def test_fp32_suggested_if_faster() -> None:
@@ -271,12 +271,12 @@ def test_fp32_suggested_if_faster() -> None:
     rates = replace(nominal(True), compute={"bf16": 1e9, "fp32": 1e11})
     slow = price(case.with_machine(rates=rates))
     way = faster(slow)[0]
-    assert typed(way) == "--precision fp32"
+    assert cli_options(way) == "--precision fp32"
     assert way.priced.plan.precision.weight == 4
-    assert gain(way, slow) == pytest.approx(100, rel=0.1)
+    assert speedup(way, slow) == pytest.approx(100, rel=0.1)
     assert not way.lossy
     same = case.with_machine(rates=replace(nominal(True), compute={"bf16": 1e11, "fp32": 1e11}))
-    assert not any("precision" in typed(way) for way in faster(price(same)))
+    assert not any("precision" in cli_options(way) for way in faster(price(same)))
 
 
 def test_moment_formats_suggested_only_for_rules_with_moments() -> None:
@@ -285,23 +285,27 @@ def test_moment_formats_suggested_only_for_rules_with_moments() -> None:
     assert not any(way.lossy for way in faster(price(case)))
     eight = replace(case, rule=RuleFacts(moments=(MomentFormat.INT8,) * 2))
     assert not any(way.lossy for way in faster(price(eight)))
-    one = slow_case().with_moments("8bit")
-    assert one.plan().precision.moments == (MomentFormat.INT8,) * 2
-    assert one.config.optimizer.moments == "8bit"
+    with_8bit = slow_case().with_moments("8bit")
+    assert with_8bit.plan().precision.moments == (MomentFormat.INT8,) * 2
+    assert with_8bit.config.optimizer.moments == "8bit"
 
 
 @pytest.mark.parametrize("drives", [1, 4])
 def test_extra_drive_scales_bandwidth_and_capacity(drives: int) -> None:
     case = slow_case(nvme_path=[f"/drive{number}" for number in range(drives)])
-    (way,) = [way for way in faster(price(case)) if "--drives" in typed(way)]
-    more, now = way.priced.case.machine, case.machine
-    assert more.rates.disk_read == pytest.approx(now.rates.disk_read * (drives + 1) / drives)
-    assert more.disk_bytes == now.disk_bytes * (drives + 1) // drives
+    (way,) = [way for way in faster(price(case)) if "--drives" in cli_options(way)]
+    extended, current = way.priced.case.machine, case.machine
+    assert extended.rates.disk_read == pytest.approx(
+        current.rates.disk_read * (drives + 1) / drives
+    )
+    assert extended.disk_bytes == current.disk_bytes * (drives + 1) // drives
 
 
 def test_no_hardware_suggested_if_nothing_moves() -> None:
     priced = price(case_of(64 * GIB, device=8 * GIB, count=2))
-    assert not any("--host" in typed(way) or "--drives" in typed(way) for way in faster(priced))
+    assert not any(
+        "--host" in cli_options(way) or "--drives" in cli_options(way) for way in faster(priced)
+    )
 
 
 def test_priced_case_is_consistent() -> None:

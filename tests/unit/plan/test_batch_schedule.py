@@ -55,7 +55,7 @@ def case_of(device: int | None, host: int, faster: float, flops: float, **config
     )
 
 
-def all_of(case: PlanInput) -> list[PlanEstimate]:
+def all_schedules(case: PlanInput) -> list[PlanEstimate]:
     """Return every fitting schedule by exhaustive search."""
     found = []
     for count, slices in product((1, 2, 4, 8), (1, 2, 4, 8)):
@@ -83,7 +83,7 @@ QUICK = ("little RAM", "no device", "no disk, little RAM")
 )
 def test_chosen_schedule_close_to_exhaustive_best(name: str) -> None:
     case = case_of(*MACHINES[name], **({"nvme_path": None} if "no disk" in name else {}))
-    best = min(all_of(case), key=lambda p: p.cost.seconds)
+    best = min(all_schedules(case), key=lambda p: p.cost.seconds)
     chosen = choose_schedule(case, BatchSchedule(), SEQUENCES)
     assert chosen.best is not None
     assert chosen.best.cost.seconds <= 1.03 * best.cost.seconds, BatchSchedule.of(best.case)
@@ -92,11 +92,11 @@ def test_chosen_schedule_close_to_exhaustive_best(name: str) -> None:
 
 def test_requested_schedule_is_respected() -> None:
     case = case_of(*MACHINES["roomy"])
-    wish = BatchSchedule(micro_batches=2, slices=4, recompute=2, offload="host")
-    chosen = choose_schedule(case, wish, SEQUENCES)
+    requested = BatchSchedule(micro_batches=2, slices=4, recompute=2, offload="host")
+    chosen = choose_schedule(case, requested, SEQUENCES)
     assert chosen.best is not None
     found = BatchSchedule.of(chosen.best.case)
-    assert replace(found, tokens=None) == wish
+    assert replace(found, tokens=None) == requested
     assert found.line(BLOCKS) == (
         "2 micro-batches of 1,024 tokens in 4 slices, 2 of 6 blocks recomputed in backward, "
         "their inputs wait in RAM"
@@ -126,8 +126,8 @@ def test_unified_host_budget_includes_activations() -> None:
 
 def test_engine_host_budget_includes_activations(tmp_path: Path) -> None:
     for tokens, on_disk in ((64, False), (3 * 10**6, True)):
-        told: dict[str, Any] = {"budget": {"host": "4GiB"}, "activations": {"tokens": tokens}}
-        with small_engine(tmp_path, {"weights": "auto"}, **told) as engine:
+        config: dict[str, Any] = {"budget": {"host": "4GiB"}, "activations": {"tokens": tokens}}
+        with small_engine(tmp_path, {"weights": "auto"}, **config) as engine:
             assert (engine.plan.tier_bytes[Tier.DISK] > 0) == on_disk
 
 

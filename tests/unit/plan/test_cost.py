@@ -141,10 +141,12 @@ def test_mixed_copies_priced_at_shared_link_rate(
     plan = plan_of(SIZES, placement=dict.fromkeys(ON_DISK, "host"), unified=False)
     plan = replace(plan, device_kernels=True, streamed=frozenset(plan.placements))
     assert stream_s(plan, shared) > 1.2 * stream_s(plan, alone) > 0
-    one, other = (step_cost(plan, rates).phases[0].resources for rates in (alone, shared))
+    separate_resources, shared_resources = (
+        step_cost(plan, rates).phases[0].resources for rates in (alone, shared)
+    )
     slower_s = stream_s(plan, shared) - stream_s(plan, alone)
-    assert other["update"] - one["update"] == pytest.approx(slower_s)
-    assert other["to_device"] > one["to_device"]
+    assert shared_resources["update"] - separate_resources["update"] == pytest.approx(slower_s)
+    assert shared_resources["to_device"] > separate_resources["to_device"]
 
 
 def test_lossy_moments_use_their_update_rate() -> None:

@@ -52,14 +52,20 @@ def test_live_parameters_hint_without_prefetch_has_no_effect() -> None:
     assert plan_of({"live_parameters": 0}, prefetch_units=0).prefetch_units == 0
 
 
-@pytest.mark.parametrize(("most", "kept"), [(0, 0), (EACH - 1, 0), (3 * EACH, 3), (10**9, 8)])
-def test_max_params_in_cpu_keeps_weights_in_host(most: int, kept: int) -> None:
+@pytest.mark.parametrize(
+    ("most", "num_in_host"), [(0, 0), (EACH - 1, 0), (3 * EACH, 3), (10**9, 8)]
+)
+def test_max_params_in_cpu_keeps_weights_in_host(most: int, num_in_host: int) -> None:
     plan = plan_of({"max_params_in_cpu": most})
-    assert [h.weight for h in plan.placements] == [Tier.HOST] * kept + [Tier.DISK] * (8 - kept)
+    assert [h.weight for h in plan.placements] == [Tier.HOST] * num_in_host + [Tier.DISK] * (
+        8 - num_in_host
+    )
     assert {(h.state, h.gradient) for h in plan.placements} == {(Tier.DISK, Tier.DISK)}
     before = plan_of({})
-    assert plan.memory["host"]["weights"] == 2 * kept * EACH
-    assert (plan.predicted_bytes["disk_read"] < before.predicted_bytes["disk_read"]) == (kept > 0)
+    assert plan.memory["host"]["weights"] == 2 * num_in_host * EACH
+    assert (plan.predicted_bytes["disk_read"] < before.predicted_bytes["disk_read"]) == (
+        num_in_host > 0
+    )
 
 
 def test_max_params_in_cpu_limited_by_host_budget() -> None:
@@ -73,18 +79,26 @@ def test_deepspeed_hints_do_not_change_results(tmp_path: Path) -> None:
     """DeepSpeed options change placement and slots, but not the trained values."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     found = []
-    for more, less in (({}, {}), ({"max_in_cpu": 3000}, {"stage3_max_live_parameters": 10})):
+    for parameter_hints, stage_hints in (
+        ({}, {}),
+        ({"max_in_cpu": 3000}, {"stage3_max_live_parameters": 10}),
+    ):
         config = {
             "train_batch_size": 1,
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-            ZERO: {"stage": 3, "offload_param": nvme | more, "offload_optimizer": nvme, **less},
+            ZERO: {
+                "stage": 3,
+                "offload_param": nvme | parameter_hints,
+                "offload_optimizer": nvme,
+                **stage_hints,
+            },
             "infinity": {"cpu": {"num_threads": 1}},
         }
         engine, *_ = infinity.initialize(model=_model(), config=config)
         with engine:
             in_ram = sum(h.weight is not Tier.DISK for h in engine.plan.placements)
-            assert (in_ram > 0) == bool(more)
-            assert engine.plan.prefetch_units == (1 if less else 2)
+            assert (in_ram > 0) == bool(parameter_hints)
+            assert engine.plan.prefetch_units == (1 if stage_hints else 2)
             for index in range(3):
                 engine.backward(engine(batch(index)))
                 engine.step()

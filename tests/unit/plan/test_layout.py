@@ -76,9 +76,9 @@ def byte_ranges(layout: UnitLayout) -> list[tuple[int, int]]:
 
 @given(layouts())
 def test_every_parameter_has_segment_of_its_size(
-    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+    case: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
-    _, given_facts, layout = made
+    _, given_facts, layout = case
     assert sorted(s.parameter for s in layout.segments) == [f.parameter for f in given_facts]
     for segment in layout.segments:
         fact = given_facts[segment.parameter]
@@ -90,9 +90,9 @@ def test_every_parameter_has_segment_of_its_size(
 
 @given(layouts())
 def test_segments_aligned_disjoint_and_within_slot(
-    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+    case: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
-    *_, layout = made
+    *_, layout = case
     ranges = sorted(r for r in byte_ranges(layout) if r[0] < r[1])
     for start, _ in byte_ranges(layout):
         assert start % SEGMENT_ALIGN_BYTES == 0
@@ -108,9 +108,9 @@ def test_segments_aligned_disjoint_and_within_slot(
 
 @given(layouts())
 def test_layout_padding_is_bounded(
-    made: tuple[Precision, list[ParameterFacts], UnitLayout],
+    case: tuple[Precision, list[ParameterFacts], UnitLayout],
 ) -> None:
-    _, given_facts, layout = made
+    _, given_facts, layout = case
     assert layout.numel % ELEMENT_ALIGN == 0
     assert layout.trained_bytes % PAGE == layout.frozen_bytes % PAGE == 0
     trained = [f for f in given_facts if f.trained]
@@ -122,9 +122,9 @@ def test_layout_padding_is_bounded(
 
 @given(layouts(), st.integers(1, 8))
 def test_chunks_cover_trained_range_once(
-    made: tuple[Precision, list[ParameterFacts], UnitLayout], blocks: int
+    case: tuple[Precision, list[ParameterFacts], UnitLayout], blocks: int
 ) -> None:
-    *_, layout = made
+    *_, layout = case
     chunk_elements = blocks * ELEMENT_ALIGN
     end = 0
     for index in range(layout.num_chunks(chunk_elements)):

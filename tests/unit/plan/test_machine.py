@@ -183,11 +183,15 @@ def test_shared_cache_counted_once(tmp_path: Path) -> None:
     files = {}
     for cpu in range(4):
         shared = "0-1" if cpu < 2 else "2-3"
-        for index, level, size, by in ((0, 1, "32K", cpu), (2, 2, "512K", cpu), (3, 3, "1M", 0)):
-            place = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
-            files[f"{place}/level"] = f"{level}\n"
-            files[f"{place}/size"] = "32768K\n" if size == "1M" else f"{size}\n"
-            files[f"{place}/shared_cpu_list"] = f"{shared if level == 3 else by}\n"
+        for index, level, size, sharers in (
+            (0, 1, "32K", cpu),
+            (2, 2, "512K", cpu),
+            (3, 3, "1M", 0),
+        ):
+            cache_dir = f"sys/devices/system/cpu/cpu{cpu}/cache/index{index}"
+            files[f"{cache_dir}/level"] = f"{level}\n"
+            files[f"{cache_dir}/size"] = "32768K\n" if size == "1M" else f"{size}\n"
+            files[f"{cache_dir}/shared_cpu_list"] = f"{shared if level == 3 else sharers}\n"
     files["sys/devices/system/cpu/cpu0/cache/index4/level"] = "9\n"
     assert read_machine(root=computer(tmp_path, files)).cache_bytes == 2 * 32768 * 1024
 
@@ -200,9 +204,9 @@ def test_missing_cache_and_cpu_model_use_fallbacks(tmp_path: Path) -> None:
 
 
 def test_mount_of_path(tmp_path: Path) -> None:
-    place = (tmp_path / "a b").resolve()
-    (place / "deep").mkdir(parents=True)
-    name = str(place).replace(" ", "\\040")
+    mount_point = (tmp_path / "a b").resolve()
+    (mount_point / "deep").mkdir(parents=True)
+    name = str(mount_point).replace(" ", "\\040")
     files = {
         "proc/self/mountinfo": "22 1 0:5 / / rw - ext4 /dev/root rw\n"
         f"23 22 0:6 / {name} rw - ext4 /dev/hidden rw\n"
@@ -210,11 +214,11 @@ def test_mount_of_path(tmp_path: Path) -> None:
         f"25 22 0:7 / {name}/de rw - tmpfs none rw\n"
     }
     root = computer(tmp_path / "root", files)
-    number = os.stat(place).st_dev
+    number = os.stat(mount_point).st_dev
     device = f"{os.major(number)}:{os.minor(number)}"
-    for path in (place, place / "deep"):
+    for path in (mount_point, mount_point / "deep"):
         assert mount_of(path, root) == Mount(device, "/dev/disk 1", "xfs")
-    (tmp_path / "link").symlink_to(place)
+    (tmp_path / "link").symlink_to(mount_point)
     assert mount_of(tmp_path / "link", root).file_system == "xfs"
     assert mount_of(tmp_path, root) == Mount(device, "/dev/root", "ext4")
     assert mount_of(tmp_path, tmp_path) == Mount(device, "", "")
@@ -267,6 +271,6 @@ def test_engine_leaves_cores_for_launching(
     eight = replace(read_machine(), num_cpus=8, cpu_quota=None)
     monkeypatch.setattr("infinity.training.components.read_machine", lambda: eight)
     device = CpuDevice() if unified else FakeAccelerator()
-    told = {"cpu": {"num_threads": 0}}
-    with small_engine(tmp_path, arguments={"device": device}, **told) as engine:
+    config = {"cpu": {"num_threads": 0}}
+    with small_engine(tmp_path, arguments={"device": device}, **config) as engine:
         assert components(engine).kernels.num_threads == threads

@@ -42,28 +42,28 @@ CPU_ONLY: dict[str, Any] = {
 }  # fmt: skip
 
 
-def written(folder: Path, facts: dict[str, Any] | str) -> Path:
+def write_machine_file(folder: Path, facts: dict[str, Any] | str) -> Path:
     path = folder / "rig.json"
     path.write_text(facts if isinstance(facts, str) else json.dumps(facts))
     return path
 
 
-def changed(name: str, value: object) -> dict[str, Any]:
+def full_with(name: str, value: object) -> dict[str, Any]:
     """Return FULL with the value at the dotted `name` replaced, or removed if None."""
     facts: dict[str, Any] = json.loads(json.dumps(FULL))
     *sections, key = name.split(".")
-    place = facts
+    target = facts
     for section in sections:
-        place = place[section]
+        target = target[section]
     if value is None:
-        del place[key]
+        del target[key]
     else:
-        place[key] = value
+        target[key] = value
     return facts
 
 
 def test_full_machine_file(tmp_path: Path) -> None:
-    machine = read_machine_file(written(tmp_path, FULL))
+    machine = read_machine_file(write_machine_file(tmp_path, FULL))
     assert machine == PlanMachine(
         name="a rig",
         host_bytes=64 * GIB,
@@ -91,8 +91,8 @@ def test_full_machine_file(tmp_path: Path) -> None:
 
 
 def test_missing_rates_are_nominal_and_listed(tmp_path: Path) -> None:
-    facts = changed("rates", {"disk_read": 1e9, "update": {"8bit": 5e8}, "device_update": None})
-    machine = read_machine_file(written(tmp_path, facts))
+    facts = full_with("rates", {"disk_read": 1e9, "update": {"8bit": 5e8}, "device_update": None})
+    machine = read_machine_file(write_machine_file(tmp_path, facts))
     assert machine.rates.disk_read == 1e9
     assert machine.rates.update == {"fp32": 0.9e9, "bf16": 1.3e9, "8bit": 5e8}
     assert machine.rates.disk_write == NOMINAL.disk_write
@@ -105,7 +105,7 @@ def test_missing_rates_are_nominal_and_listed(tmp_path: Path) -> None:
 
 
 def test_minimal_machine_file_is_nominal(tmp_path: Path) -> None:
-    machine = read_machine_file(written(tmp_path, CPU_ONLY))
+    machine = read_machine_file(write_machine_file(tmp_path, CPU_ONLY))
     assert machine.rates == NOMINAL_CPU
     assert (machine.device_bytes, machine.disk_bytes, machine.measured) == (None, 0, None)
     assert "nominal" in machine.rates_origin
@@ -113,7 +113,7 @@ def test_minimal_machine_file_is_nominal(tmp_path: Path) -> None:
 
 
 def test_rates_origin_without_date_is_given(tmp_path: Path) -> None:
-    machine = read_machine_file(written(tmp_path, changed("measured", None)))
+    machine = read_machine_file(write_machine_file(tmp_path, full_with("measured", None)))
     assert machine.rates_origin == "given"
 
 
@@ -153,7 +153,7 @@ def test_rates_origin_without_date_is_given(tmp_path: Path) -> None:
 def test_invalid_key_reported_by_name(
     tmp_path: Path, name: str, value: object, parts: list[str]
 ) -> None:
-    path = written(tmp_path, changed(name, value))
+    path = write_machine_file(tmp_path, full_with(name, value))
     with pytest.raises(ConfigError) as caught:
         read_machine_file(path)
     for part in [str(path), *parts]:
@@ -161,9 +161,9 @@ def test_invalid_key_reported_by_name(
 
 
 def test_all_mistakes_reported_at_once(tmp_path: Path) -> None:
-    facts = changed("host_ram", "x") | {"num_cpus": 0, "colour": "red"}
+    facts = full_with("host_ram", "x") | {"num_cpus": 0, "colour": "red"}
     with pytest.raises(ConfigError, match="3 mistakes"):
-        read_machine_file(written(tmp_path, facts))
+        read_machine_file(write_machine_file(tmp_path, facts))
 
 
 @pytest.mark.parametrize(
@@ -177,20 +177,22 @@ def test_all_mistakes_reported_at_once(tmp_path: Path) -> None:
 )
 def test_invalid_json_rejected(tmp_path: Path, text: str, part: str) -> None:
     with pytest.raises(ConfigError, match=part):
-        read_machine_file(written(tmp_path, text))
+        read_machine_file(write_machine_file(tmp_path, text))
     with pytest.raises(ConfigError, match=r"none\.json does not exist"):
         read_machine_file(tmp_path / "none.json")
 
 
-@pytest.mark.parametrize("facts", [FULL, CPU_ONLY, changed("rates", {"device_update": None})])
+@pytest.mark.parametrize("facts", [FULL, CPU_ONLY, full_with("rates", {"device_update": None})])
 def test_machine_file_round_trip(tmp_path: Path, facts: dict[str, Any]) -> None:
-    machine = read_machine_file(written(tmp_path, facts))
-    again = read_machine_file(written(tmp_path, machine.as_text()))
+    machine = read_machine_file(write_machine_file(tmp_path, facts))
+    again = read_machine_file(write_machine_file(tmp_path, machine.as_text()))
     assert again == machine
 
 
 def test_nominal_rates_are_not_written(tmp_path: Path) -> None:
-    machine = read_machine_file(written(tmp_path, changed("rates", {"disk_read": 1e9})))
+    machine = read_machine_file(
+        write_machine_file(tmp_path, full_with("rates", {"disk_read": 1e9}))
+    )
     assert machine.as_dict()["rates"] == {"disk_read": 10**9}
 
 
@@ -209,7 +211,7 @@ def test_here_reads_machine_from_root(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (machine.unified, machine.device_bytes) == (True, None)
     assert (machine.rates, machine.nominal) == (measured, ())
     assert machine.rates_origin == "measured 2026-11-21"
-    again = read_machine_file(written(tmp_path, machine.as_text()))
+    again = read_machine_file(write_machine_file(tmp_path, machine.as_text()))
     assert again.rates.disk_read == 1.235e9, "four digits"
     assert dataclasses.replace(again, rates=measured) == machine
 
@@ -221,7 +223,7 @@ def test_here_with_device_and_without_disk_path(tmp_path: Path) -> None:
     assert (machine.device_bytes, machine.disk_bytes) == (7 * GIB, 0)
     assert machine.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert machine.rates.device_update is None
-    again = read_machine_file(written(tmp_path, machine.as_text()))
+    again = read_machine_file(write_machine_file(tmp_path, machine.as_text()))
     assert again == machine
 
 

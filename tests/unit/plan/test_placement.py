@@ -28,11 +28,13 @@ KIB = 1 << 10
 def all_placements(plan: Plan, free: Sequence[str]) -> Iterator[tuple[UnitPlacement, ...]]:
     """Yield every placement of the kinds in `free`; unified devices have one tier of RAM."""
     if plan.unified:
-        places = {"weight": (Tier.DISK, Tier.DEVICE)}
-        other: tuple[Tier, ...] = (Tier.DISK, Tier.HOST)
+        tiers = {"weight": (Tier.DISK, Tier.DEVICE)}
+        other_tiers: tuple[Tier, ...] = (Tier.DISK, Tier.HOST)
     else:
-        places, other = {}, tuple(Tier)
-    choices = [places.get(f, other) if f in free else (Tier.DISK,) for f in UnitPlacement._fields]
+        tiers, other_tiers = {}, tuple(Tier)
+    choices = [
+        tiers.get(f, other_tiers) if f in free else (Tier.DISK,) for f in UnitPlacement._fields
+    ]
     return itertools.product(itertools.starmap(UnitPlacement, itertools.product(*choices)),
                              repeat=len(plan.units))  # fmt: skip
 
@@ -47,13 +49,17 @@ def best_of_all(plan: Plan, free: Sequence[str], limits: Limits) -> float:
     return found
 
 
-def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified: bool) -> Plan:
+def all_on_disk(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified: bool) -> Plan:
     """Return the plan with everything on disk."""
-    given = {"nvme_path": "/nvme", "gradient_accumulation_steps": micro_batches, "chunk_size": 4096}
+    options = {
+        "nvme_path": "/nvme",
+        "gradient_accumulation_steps": micro_batches,
+        "chunk_size": 4096,
+    }
     plan = make_plan(
         units(sizes),
         load_config(
-            given
+            options
             | {"placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")}
         ),
         replace(limits, device=None, host=None),
@@ -71,14 +77,18 @@ def lowest(sizes: Sequence[int], limits: Limits, micro_batches: int, *, unified:
 def test_best_placement_three_units_unified(
     sizes: list[int], host: int, micro_batches: int
 ) -> None:
-    compare(sizes, ("weight", "gradient", "state"), Limits(None, host * KIB, None), micro_batches)
+    assert_matches_exhaustive_search(
+        sizes, ("weight", "gradient", "state"), Limits(None, host * KIB, None), micro_batches
+    )
 
 
 @given(st.lists(SIZES, min_size=4, max_size=6), st.integers(400, 6_000), st.sampled_from([1, 2]))
 @settings(max_examples=12, deadline=None)
 def test_best_placement_six_units_one_kind(sizes: list[int], host: int, micro_batches: int) -> None:
     for free in ("weight", "gradient", "state"):
-        compare(sizes, (free,), Limits(None, host * KIB, None), micro_batches)
+        assert_matches_exhaustive_search(
+            sizes, (free,), Limits(None, host * KIB, None), micro_batches
+        )
 
 
 @given(
@@ -92,7 +102,9 @@ def test_best_placement_two_units_separate_device(
     sizes: list[int], device: int, host: int, micro_batches: int
 ) -> None:
     limits = Limits(device * KIB, host * KIB, None)
-    compare(sizes, ("weight", "gradient", "state"), limits, micro_batches, unified=False)
+    assert_matches_exhaustive_search(
+        sizes, ("weight", "gradient", "state"), limits, micro_batches, unified=False
+    )
 
 
 @pytest.mark.parametrize(
@@ -101,14 +113,14 @@ def test_best_placement_two_units_separate_device(
 )
 def test_best_placement_large_unit_replaces_three_small(sizes: list[int], host: int) -> None:
     """Evicting a single unit frees nothing, as the first unit on disk needs buffers."""
-    compare(sizes, ("state",), Limits(None, host * KIB, None), 1)
+    assert_matches_exhaustive_search(sizes, ("state",), Limits(None, host * KIB, None), 1)
 
 
-def compare(
+def assert_matches_exhaustive_search(
     sizes: list[int], free: Sequence[str], limits: Limits, micro_batches: int, *,
     unified: bool = True
 ) -> None:  # fmt: skip
-    plan = lowest(sizes, limits, micro_batches, unified=unified)
+    plan = all_on_disk(sizes, limits, micro_batches, unified=unified)
     rates = nominal(unified)
     found = best_placement(plan, free, limits, rates)
     over, before = excess(found, limits, auto=True), excess(plan, limits, auto=True)
@@ -123,12 +135,12 @@ def test_equal_units_placed_from_front() -> None:
     """The last blocks are in slots between forward and backward, so the first ones stay."""
     sizes = [1_000_000] * 80
     limits = Limits(None, 220 << 20, None)
-    plan = lowest(sizes, limits, 1, unified=True)
+    plan = all_on_disk(sizes, limits, 1, unified=True)
     found = best_placement(plan, ("weight",), limits, nominal(True))
     placement = [h.weight for h in found.placements]
-    kept = placement.count(Tier.DEVICE)
-    assert 0 < kept < 80
-    assert placement == [Tier.DEVICE] * kept + [Tier.DISK] * (80 - kept)
+    num_on_device = placement.count(Tier.DEVICE)
+    assert 0 < num_on_device < 80
+    assert placement == [Tier.DEVICE] * num_on_device + [Tier.DISK] * (80 - num_on_device)
     assert score(found, nominal(True)) < score(plan, nominal(True))
 
 

@@ -45,11 +45,11 @@ def plan_of(
     unified: bool = True,
     placement: dict[str, str] | None = None,
     frozen: int = 0,
-    **more: Any,
+    **overrides: Any,
 ) -> Plan:
-    given = {"nvme_path": "/nvme", "placement": placement or {}, **more}
-    given = {k: v for k, v in given.items() if v is not None}
-    config = load_config(given)
+    options = {"nvme_path": "/nvme", "placement": placement or {}, **overrides}
+    options = {k: v for k, v in options.items() if v is not None}
+    config = load_config(options)
     return make_plan(units(sizes, config.precision, frozen), config, limits, unified=unified)
 
 
@@ -63,11 +63,11 @@ def assert_sums(plan: Plan) -> None:
     """Assert that the memory table counts every byte of every unit exactly once."""
     per_state = plan.precision.master_state + 8  # two fp32 moments
     for tier in Tier:
-        parts = plan.memory[tier.value]
+        memory = plan.memory[tier.value]
         at = [h for h in zip(plan.units, plan.placements, strict=True)]  # noqa: C416
-        assert parts["weights"] == sum(u.slot_bytes for u, h in at if h.weight is tier)
-        assert parts["state"] == sum(u.numel * per_state for u, h in at if h.state is tier)
-        assert parts["gradients"] == sum(
+        assert memory["weights"] == sum(u.slot_bytes for u, h in at if h.weight is tier)
+        assert memory["state"] == sum(u.numel * per_state for u, h in at if h.state is tier)
+        assert memory["gradients"] == sum(
             u.numel * plan.gradient_itemsize for u, h in at if h.gradient is tier
         )
     slots = sum(c.slot_bytes * c.count for c in plan.slot_classes)
@@ -93,8 +93,8 @@ def assert_slots_serve(plan: Plan) -> None:
 def test_explicit_placement_is_honoured(
     weights: str, moments: str, gradients: str, unified: bool
 ) -> None:
-    wish = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
-    plan = plan_of([5000, 7000, 40000], placement=wish, unified=unified)
+    requested = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
+    plan = plan_of([5000, 7000, 40000], placement=requested, unified=unified)
     for placement in plan.placements:
         expected = "device" if unified and weights == "host" else weights
         assert placement.weight.value == expected
@@ -107,10 +107,10 @@ def test_explicit_placement_is_honoured(
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("kind", ["weights", "optimizer_state", "gradients"])
 def test_explicit_tier_that_does_not_fit_rejected(kind: str, tier: str) -> None:
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "auto") | {kind: tier}
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "auto") | {kind: tier}
     roomy = dict.fromkeys(TIERS, 2**40)
     tight = Limits(**{**roomy, tier: 64 << 10})
-    text = refusal([100_000, 100_000], tight, placement=wish, unified=False)
+    text = refusal([100_000, 100_000], tight, placement=requested, unified=False)
     assert "64.00 KiB" in text
     assert f"budget.{tier}" in text
 
@@ -213,8 +213,10 @@ def test_auto_fills_host_with_weights_first() -> None:
         dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk"),
     )
     lean = plan_of(sizes, placement=on_disk, chunk_size=65536)
-    room = lean.tier_bytes["host"] + lean.tier_bytes["device"] + 9 * MIB  # 8 units x 2 bytes: 15
-    plan = plan_of(sizes, Limits(None, int(room / 0.7), 1 << 40), chunk_size=65536)
+    ram_bytes = (
+        lean.tier_bytes["host"] + lean.tier_bytes["device"] + 9 * MIB
+    )  # 8 units x 2 bytes: 15
+    plan = plan_of(sizes, Limits(None, int(ram_bytes / 0.7), 1 << 40), chunk_size=65536)
     assert {h.weight for h in plan.placements} == {Tier.DEVICE}
     assert {h.state for h in plan.placements} == {Tier.DISK}
 
@@ -233,8 +235,10 @@ def test_disk_placement_without_nvme_path_rejected() -> None:
 
 
 def test_two_slots_do_not_fit_error_names_largest_unit() -> None:
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
-    text = refusal([5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), placement=wish, unified=False)
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
+    text = refusal(
+        [5000, 300_000], Limits(MIB, 1 << 30, 1 << 40), placement=requested, unified=False
+    )
     assert "cannot hold two slots of the largest unit: 'unit1'" in text
     assert "1.00 MiB" in text
     assert "588.00 KiB" in text  # 300 000 bf16 weights, padded
@@ -242,8 +246,8 @@ def test_two_slots_do_not_fit_error_names_largest_unit() -> None:
 
 
 def test_disk_budget_error_reports_missing_bytes() -> None:
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
-    text = refusal([102_400] * 4, Limits(None, None, MIB), placement=wish)
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
+    text = refusal([102_400] * 4, Limits(None, None, MIB), placement=requested)
     needed = 4 * 102_400 * (12 + 2)
     assert "5.47 MiB" in text  # needed
     assert "4.47 MiB too much" in text
@@ -253,18 +257,18 @@ def test_disk_budget_error_reports_missing_bytes() -> None:
 
 def test_unified_device_budget_error_counts_device_bytes_only() -> None:
     """Only the 12 + 2 bytes per parameter count, not the other bytes in RAM."""
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
-    text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=wish)
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "device")
+    text = refusal([102_400] * 4, Limits(MIB, None, None, base=64 * MIB), placement=requested)
     assert "the device tier needs 5.47 MiB of a budget of 1.00 MiB: 4.47 MiB too much" in text
     assert "process" not in text
 
 
 def test_prefetch_lowered_to_fit_with_note() -> None:
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     slot = 102_400 * 2
     for device, expected in ((20 * slot, 4), (5 * slot, 3), (3 * slot, 1), (2 * slot, 0)):
         limits = Limits(device, 1 << 30, 1 << 40)
-        plan = plan_of([102_400] * 8, limits, placement=wish, unified=False, prefetch_units=4)
+        plan = plan_of([102_400] * 8, limits, placement=requested, unified=False, prefetch_units=4)
         assert plan.prefetch_units == expected
         assert sum(c.count for c in plan.slot_classes) == expected + 2
         assert bool(plan.notes) == (expected != 4)
@@ -272,9 +276,9 @@ def test_prefetch_lowered_to_fit_with_note() -> None:
 
 
 def test_units_of_similar_size_share_slot_class() -> None:
-    wish = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
+    requested = dict.fromkeys(("weights", "optimizer_state", "gradients"), "disk")
     sizes = [2048 * n for n in (64, 63, 33, 32, 20, 1)]
-    plan = plan_of(sizes, placement=wish)
+    plan = plan_of(sizes, placement=requested)
     assert [c.members for c in plan.slot_classes] == [(0, 1, 2), (3, 4), (5,)]
     assert_slots_serve(plan)
 
@@ -289,9 +293,9 @@ def test_gradient_is_fp32_only_if_accumulated_or_fp32() -> None:
 def test_bytes_per_step_match_documented_table(micro_batches: int) -> None:
     """Matches the table of docs/bytes.md with everything but gradients on disk."""
     count = 2048 * 16
-    wish = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
+    requested = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     plan = plan_of(
-        [count] * 30, placement=wish, unified=True, gradient_accumulation_steps=micro_batches
+        [count] * 30, placement=requested, unified=True, gradient_accumulation_steps=micro_batches
     )
     moved = forecast_bytes(plan)
     trained = 30 * count
@@ -299,8 +303,8 @@ def test_bytes_per_step_match_documented_table(micro_batches: int) -> None:
     assert moved["to_device"] == moved["from_device"] == 0
     table = 12 + 2 + 4 * (micro_batches - 1)
     # units still in slots between forward and backward are not read again
-    kept = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.prefetch_units + 2) * count
-    assert table * trained - kept <= moved["disk_read"] <= table * trained
+    retained = 2 * 2 * micro_batches * len(plan.slot_classes) * (plan.prefetch_units + 2) * count
+    assert table * trained - retained <= moved["disk_read"] <= table * trained
 
 
 def test_chunk_elements_limited_by_largest_unit() -> None:
@@ -309,11 +313,11 @@ def test_chunk_elements_limited_by_largest_unit() -> None:
 
 
 def test_describe_lists_kinds_and_tiers() -> None:
-    wish = {"weights": "device", "optimizer_state": "disk", "gradients": "host"}
+    requested = {"weights": "device", "optimizer_state": "disk", "gradients": "host"}
     text = plan_of(
-        [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), placement=wish
+        [5000, 6000], Limits(None, 1 << 30, 1 << 40, base=77 << 20), placement=requested
     ).describe()
-    for part in (
+    for expected in (
         "weights",
         "moments and residual",
         "gradients",
@@ -321,7 +325,7 @@ def test_describe_lists_kinds_and_tiers() -> None:
         "process 77.00 MiB",
         "1.00 GiB",
     ):
-        assert part in text
+        assert expected in text
 
 
 rules = st.builds(
@@ -342,9 +346,9 @@ def test_state_sizes_follow_rule_and_formats(
     placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
     given = {"nvme_path": "/nvme", "precision": precision, "chunk_size": 4096}
     given["placement"] = placement
-    made = units(sizes, precision)
-    plan = make_plan(made, load_config(given), UNLIMITED, unified=False, rule=rule)
-    largest = max(u.numel for u in made)
+    layouts = units(sizes, precision)
+    plan = make_plan(layouts, load_config(given), UNLIMITED, unified=False, rule=rule)
+    largest = max(u.numel for u in layouts)
     chunk = largest if rule.needs_full else min(4096, largest)
     assert plan.chunk_elements == chunk
     assert (
@@ -360,14 +364,16 @@ def test_state_sizes_follow_rule_and_formats(
             total += -(-(count * per + scales) // 4096) * 4096
         return total + residual * count
 
-    pieces = [min(chunk, u.numel - first) for u in made for first in range(0, u.numel, chunk)]
-    everything = sum(map(state, pieces))
+    chunk_sizes = [
+        min(chunk, u.numel - first) for u in layouts for first in range(0, u.numel, chunk)
+    ]
+    everything = sum(map(state, chunk_sizes))
     assert plan.memory[tier]["state"] == everything
     assert plan.memory["host"]["optimizer tiles"] == (8 * 4 * 5000 if rule.tile_elements else 0)
     if tier == "disk":
-        weights = sum(u.numel for u in made) * weight
+        weights = sum(u.numel for u in layouts) * weight
         assert plan.predicted_bytes["disk_write"] == everything + weights + sum(
-            u.numel * plan.gradient_itemsize for u in made
+            u.numel * plan.gradient_itemsize for u in layouts
         )
         record = state(chunk) + (weight + plan.gradient_itemsize) * chunk
         assert plan.memory["host"]["staging"] == 4 * record
@@ -375,22 +381,22 @@ def test_state_sizes_follow_rule_and_formats(
     assert ("lossy" in text) == any(not kind.is_exact for kind in rule.moments)
 
 
-@pytest.mark.parametrize("wishes", [{}, {"optimizer_state": "host"}, {"weights": "host"}])
-def test_unified_without_disk_places_weights_on_device(wishes: dict[str, str]) -> None:
+@pytest.mark.parametrize("requested", [{}, {"optimizer_state": "host"}, {"weights": "host"}])
+def test_unified_without_disk_places_weights_on_device(requested: dict[str, str]) -> None:
     """Also above 70 % of RAM; weights need no slots and no second copies."""
-    rest = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
-    limits = Limits(None, int(rest / 0.8), None)
-    plan = plan_of([100_000] * 2, limits, placement=wishes, nvme_path=None, chunk_size=2048)
-    assert plan.tier_bytes["host"] + plan.tier_bytes["device"] > 0.7 * rest / 0.8
+    resident_bytes = 2 * 100_352 * 14  # two units, padded: 12 bytes of state, 2 of a gradient
+    limits = Limits(None, int(resident_bytes / 0.8), None)
+    plan = plan_of([100_000] * 2, limits, placement=requested, nvme_path=None, chunk_size=2048)
+    assert plan.tier_bytes["host"] + plan.tier_bytes["device"] > 0.7 * resident_bytes / 0.8
     assert {placement.weight for placement in plan.placements} == {Tier.DEVICE}
     assert plan.slot_classes == ()
-    apart = plan_of([100_000] * 2, Limits(None, 1 << 30, None), unified=False, nvme_path=None,
+    separate = plan_of([100_000] * 2, Limits(None, 1 << 30, None), unified=False, nvme_path=None,
                     placement={"weights": "host"})  # fmt: skip
-    assert apart.slot_classes  # a separate device has slots
+    assert separate.slot_classes  # a separate device has slots
 
 
 def test_initial_write_memory_excludes_untouched_gradients() -> None:
-    sizes, wish = (
+    sizes, requested = (
         [100_000] * 2,
         {"weights": "device", "optimizer_state": "host", "gradients": "host"},
     )
@@ -399,12 +405,12 @@ def test_initial_write_memory_excludes_untouched_gradients() -> None:
     limits = Limits(None, None, None, made=5 * MIB)
     untouched = 2 * chunk * 2  # gradients come after the initial write
     assert (
-        plan_of(sizes, limits, placement=wish).memory["host"]["initial_write"]
+        plan_of(sizes, limits, placement=requested).memory["host"]["initial_write"]
         == working - untouched
     )
-    pinned = plan_of(sizes, limits, placement=wish, unified=False)
+    pinned = plan_of(sizes, limits, placement=requested, unified=False)
     assert pinned.memory["host"]["initial_write"] == working
-    on_disk = dict.fromkeys(wish, "disk")
+    on_disk = dict.fromkeys(requested, "disk")
     roomy = plan_of([100_000] * 20, Limits(None, None, None), placement=on_disk, prefetch_units=8)
     assert roomy.memory["host"]["initial_write"] == 0
 

@@ -38,28 +38,28 @@ def plan_of(
     kernels: bool = True,
     rule: RuleFacts | None = None,
     unified: bool = False,
-    **more: Any,
+    **overrides: Any,
 ) -> Plan:
-    given = {
+    options = {
         "nvme_path": "/nvme",
         "placement": placement or {},
         "update": update,
         "chunk_size": CHUNK,
     }
-    config = load_config(given | more)
+    config = load_config(options | overrides)
     return make_plan(units(SIZES, config.precision), config, limits, unified=unified, rule=rule,
                      device_kernels=kernels, rates=rates)  # fmt: skip
 
 
-def places(plan: Plan) -> set[UpdatePlace]:
+def update_places(plan: Plan) -> set[UpdatePlace]:
     return {update_place(plan, unit.index) for unit in plan.units}
 
 
 @pytest.mark.parametrize(("micro_batches", "gradient"), [(1, 2), (2, 4)])
 def test_streamed_update_bytes_and_seconds(micro_batches: int, gradient: int) -> None:
     """Per element, 12 bytes and the gradient enter at 280 MB/s, 12 leave at 240 MB/s."""
-    more = {"gradient_accumulation_steps": micro_batches}
-    plan = plan_of(IN_RAM, "device", **more)
+    overrides = {"gradient_accumulation_steps": micro_batches}
+    plan = plan_of(IN_RAM, "device", **overrides)
     updated, numel = forecast_phases(plan)[0].moved, sum(SIZES)
     assert (updated["to_device"], updated["from_device"]) == ((12 + gradient) * numel, 12 * numel)
     assert stream_s(plan, RATES) == pytest.approx(numel * max((12 + gradient) / 28e7, 12 / 24e7))
@@ -68,7 +68,7 @@ def test_streamed_update_bytes_and_seconds(micro_batches: int, gradient: int) ->
     phase = step_cost(plan, RATES).phases[0]
     assert phase.seconds == pytest.approx(stream_s(plan, RATES))
     assert phase.resources["update"] == 0
-    by_cpu = step_cost(plan_of(IN_RAM, "cpu", **more), RATES).phases[0]
+    by_cpu = step_cost(plan_of(IN_RAM, "cpu", **overrides), RATES).phases[0]
     assert by_cpu.seconds == by_cpu.resources["update"] == pytest.approx(numel / 1e7)
 
 
@@ -79,7 +79,7 @@ def test_cpu_and_streamed_units_updated_sequentially() -> None:
         plan, placements=(*plan.placements[:4], *half), streamed=frozenset(plan.placements[:1])
     )
     mixed = with_memory(mixed, UNLIMITED)
-    assert places(mixed) == {UpdatePlace.STREAMED, UpdatePlace.CPU}
+    assert update_places(mixed) == {UpdatePlace.STREAMED, UpdatePlace.CPU}
     assert mixed.updates_line == "streamed through the device (4 units), by the CPU (4 units)"
     directions = step_cost(mixed, RATES).phases[0].resources
     assert directions["update"] == pytest.approx(4 * NUMEL / 1e7 + stream_s(mixed, RATES))
@@ -102,7 +102,7 @@ def test_auto_chooses_fastest_update_place(
     """With 14 bytes in, 280 MB/s are 2e7 parameters per second, in addition to the CPU's."""
     rates = replace(RATES, update={"fp32": cpu}, to_device=link, from_device=link)
     plan = plan_of(IN_RAM, rates=rates)
-    assert (places(plan), plan.cpu_share) == ({place}, share)
+    assert (update_places(plan), plan.cpu_share) == ({place}, share)
     forced = {
         update: step_cost(plan_of(IN_RAM, update, rates=rates), rates).seconds
         for update in ("cpu", "device")
@@ -159,10 +159,10 @@ def test_call_overhead_binds_for_small_chunks() -> None:
 
 def test_chunks_at_once_limited_by_device_budget() -> None:
     """Buffers take a tenth of the device; an explicit chunk_size applies to them too."""
-    for room, expected in ((1690 << 20, 4), (1670 << 20, 2), (800 << 20, 1)):
+    for device_bytes, expected in ((1690 << 20, 4), (1670 << 20, 2), (800 << 20, 1)):
         config = load_config({"placement": IN_RAM, "update": "device"})
         many = units([8 << 20] * 2, "bf16")
-        plan = make_plan(many, config, Limits(room, None, None), unified=False,
+        plan = make_plan(many, config, Limits(device_bytes, None, None), unified=False,
                          device_kernels=True, rates=RATES)  # fmt: skip
         assert plan.chunks_at_once == expected
     assert plan_of(IN_RAM, "device").chunks_at_once == 1
@@ -178,21 +178,21 @@ def test_gradient_sums_placed_on_device_if_host_binds() -> None:
     assert later == pytest.approx(sum(SIZES) * 10 / (26 * 1e7))
     assert step_cost(plan, rates).phases[3].binds == "sums"
     assert not any(phase.resources["sums"] for phase in step_cost(plan_of(IN_RAM), rates).phases)
-    room = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots and three units of fp32 gradients
-    limits = Limits(int(room / AUTO_SHARE) + 2, None, None)
+    device_bytes = 4 * NUMEL * 2 + 3 * NUMEL * 4  # slots and three units of fp32 gradients
+    limits = Limits(int(device_bytes / AUTO_SHARE) + 2, None, None)
     few = plan_of({"optimizer_state": "host"}, limits=limits, rates=rates, **sums)
     assert [placement.gradient for placement in few.placements].count(Tier.DEVICE) == 3
 
 
 def test_disk_bound_updates_streamed_only_on_request() -> None:
-    assert places(plan_of(ON_DISK, rates=NOMINAL)) == {UpdatePlace.CPU}
-    assert places(plan_of(ON_DISK, "device", rates=NOMINAL)) == {UpdatePlace.STREAMED}
+    assert update_places(plan_of(ON_DISK, rates=NOMINAL)) == {UpdatePlace.CPU}
+    assert update_places(plan_of(ON_DISK, "device", rates=NOMINAL)) == {UpdatePlace.STREAMED}
 
 
 def test_device_resident_units_updated_on_device() -> None:
     for update in ("auto", "cpu", "device"):
         plan = plan_of(ON_DEVICE, update)
-        assert places(plan) == {UpdatePlace.DEVICE}
+        assert update_places(plan) == {UpdatePlace.DEVICE}
         assert plan.memory["device"]["streaming"] == 0
         assert plan.updates_line == "on the device"
 
@@ -201,11 +201,11 @@ def test_streaming_buffers_count_against_device_budget() -> None:
     """If they do not fit, the CPU updates; an explicit request is rejected with numbers."""
     slots = 4 * NUMEL * 2
     need = 3 * CHUNK * 14
-    assert places(plan_of(IN_RAM, limits=Limits(slots + need, None, None))) == {
+    assert update_places(plan_of(IN_RAM, limits=Limits(slots + need, None, None))) == {
         UpdatePlace.STREAMED
     }
     tight = Limits(slots + need - 1, None, None)
-    assert places(plan_of(IN_RAM, limits=tight)) == {UpdatePlace.CPU}
+    assert update_places(plan_of(IN_RAM, limits=tight)) == {UpdatePlace.CPU}
     tighter = Limits(2 * NUMEL * 2 + need - 1, None, None)
     with pytest.raises(DoesNotFitError, match="streaming") as caught:
         plan_of(IN_RAM, "device", tighter)
@@ -213,7 +213,7 @@ def test_streaming_buffers_count_against_device_budget() -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "why"),
+    ("overrides", "why"),
     [
         ({"kernels": False}, "the device has no kernels"),
         ({"rule": RuleFacts("NAdam", tile_elements=4096)}, "NAdam is not one of our kernels"),
@@ -221,20 +221,22 @@ def test_streaming_buffers_count_against_device_budget() -> None:
     ],
     ids=["no_kernels", "adapted", "cpu"],
 )
-def test_unavailable_device_update_falls_back_with_note(more: dict[str, Any], why: str) -> None:
-    plan = plan_of(IN_RAM, "device", **more)
-    assert places(plan) == {UpdatePlace.CPU}
+def test_unavailable_device_update_falls_back_with_note(
+    overrides: dict[str, Any], why: str
+) -> None:
+    plan = plan_of(IN_RAM, "device", **overrides)
+    assert update_places(plan) == {UpdatePlace.CPU}
     assert plan.notes[-1] == f"update: device is not used: {why}"
     text = plan.describe()
     assert plan.unified or f"updates               by the CPU: {why}" in text
-    assert not any("update" in note for note in plan_of(IN_RAM, **more).notes)
+    assert not any("update" in note for note in plan_of(IN_RAM, **overrides).notes)
 
 
 def test_auto_placement_streams_updates() -> None:
     """On a device too small for the model, updates of units in RAM are streamed."""
     limits = Limits(28 << 20, 1 << 30, None)
     plan = plan_of(limits=limits)
-    assert UpdatePlace.STREAMED in places(plan)
+    assert UpdatePlace.STREAMED in update_places(plan)
     assert plan.tier_bytes["device"] <= 28 << 20
     by_cpu = plan_of(update="cpu", limits=limits)
     assert step_cost(plan, RATES).seconds < 0.95 * step_cost(by_cpu, RATES).seconds
@@ -246,16 +248,16 @@ def test_streaming_stays_within_auto_share() -> None:
         limits = Limits(megabytes << 20, 1 << 30, None)
         plan = plan_of(limits=limits)
         assert plan.tier_bytes["device"] <= AUTO_SHARE * (megabytes << 20)
-    assert UpdatePlace.STREAMED in places(plan)
+    assert UpdatePlace.STREAMED in update_places(plan)
 
 
 def test_unused_disk_does_not_change_plan() -> None:
     """An unused `nvme_path` must not change placement, updates or chunks at once."""
     many, limits, found = units([64 << 20] * 40, "bf16"), Limits(8 << 30, 64 << 30, 1 << 40), []
-    for given in ({}, {"nvme_path": "/nvme"}):
-        config = load_config(given)
+    for options in ({}, {"nvme_path": "/nvme"}):
+        config = load_config(options)
         plan = make_plan(many, config, limits, unified=False, device_kernels=True)
         assert not any(plan.memory[Tier.DISK].values())
-        found.append((plan.placements, places(plan), plan.chunks_at_once))
+        found.append((plan.placements, update_places(plan), plan.chunks_at_once))
     assert found[0] == found[1]
     assert UpdatePlace.STREAMED in found[0][1]

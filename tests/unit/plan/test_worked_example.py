@@ -36,12 +36,12 @@ def test_plan_70b_matches_documented_numbers(report: dict[str, Any]) -> None:
     (slots,) = report["plan"]["slots"]
     outside = at_rest["weights"] - 80 * slots["bytes"]  # in RAM; moved once per step
     blocks = (slots["count"] - 1) * slots["bytes"]
-    kept = blocks + outside
+    retained = blocks + outside
     moved = {direction: found["bytes"] for direction, found in report["moved"].items()}
     assert moved["disk_write"] == pytest.approx(record + gradients + inputs, rel=1e-3)
     read = record + gradients + inputs + weights - blocks
     assert moved["disk_read"] == pytest.approx(read, rel=1e-3)
-    assert moved["to_device"] == pytest.approx(2 * moving - kept + inputs + on_device, rel=1e-3)
+    assert moved["to_device"] == pytest.approx(2 * moving - retained + inputs + on_device, rel=1e-3)
     assert moved["from_device"] == pytest.approx(4 * count + inputs + on_device, rel=5e-3)
     rates = report["machine"]["rates"]
     seconds = (

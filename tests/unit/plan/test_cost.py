@@ -70,7 +70,7 @@ def test_slowest_resource_determines_phase_time() -> None:
     cost = step_cost(plan, CPU, StepWork(tokens=1000))
     forward, backward = cost.phases
     numel = sum(SIZES)
-    assert forward.name, backward.name == ("forward 1", "backward 1")
+    assert (forward.name, backward.name) == ("forward 1", "backward 1")
     memory = 26 * GB
     read = max(0.0, numel * 2 / memory)  # vectors: no products, one pass over the weights
     assert forward.resources["compute and update"] == pytest.approx(read + numel / GB)

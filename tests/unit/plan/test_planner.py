@@ -182,7 +182,6 @@ def test_no_limits_places_everything_on_device() -> None:
 
 def test_auto_fills_device_then_host_then_disk() -> None:
     sizes = [100_000] * 12
-    state = 12 * 102_400 * 10  # padded elements, residual and moments
     seen = set()
     previous = 99
     for host in range(1, 40):
@@ -197,7 +196,6 @@ def test_auto_fills_device_then_host_then_disk() -> None:
         seen.add(on_disk)
     assert previous == 0
     assert len(seen) > 4
-    assert state > 0
 
 
 def test_auto_uses_no_disk_if_host_suffices() -> None:

@@ -94,7 +94,7 @@ def test_verdict_follows_from_rates(drive: Path) -> None:
     assert "through the page cache" in of(9e9, 9e9, 9e9, some_drive(drive, direct=False))
 
 
-def test_notes_name_a_drive_that_is_nearly_full_or_lacks_a_back_end(drive: Path) -> None:
+def test_notes_name_full_drive_and_missing_backend(drive: Path) -> None:
     backends = {"io_uring": {"ok": False, "reason": "seccomp"}, "threads": {"ok": True}}
     full = some_drive(drive, free_bytes=9, backends=backends).as_dict()
     assert doctor.drive_notes([drive], [full]) == [

@@ -49,18 +49,18 @@ def test_version_and_help() -> None:
     assert "tools/bench_swap.py" in run("bench", "--help")[1]
 
 
-def test_as_a_process() -> None:
+def test_cli_runs_as_a_process() -> None:
     found = run_process("-m", "infinity.cli", "--help", cwd="/")
     assert found.returncode == 0, found.stderr
     assert "Usage: infinity" in found.stdout
 
 
-def test_the_console_script_is_declared() -> None:
+def test_console_script_is_declared() -> None:
     text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     assert '[project.scripts]\ninfinity = "infinity.cli.main:main"\n' in text
 
 
-def test_starting_does_not_import_torch() -> None:
+def test_import_of_cli_does_not_import_torch() -> None:
     """The package itself is replaced by an empty one: only what the command line does counts."""
     folder = Path(infinity.__file__).parent
     code = f"""
@@ -86,7 +86,7 @@ assert not heavy, heavy
     ],
 )
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_shells_complete_verbs_and_options(
+def test_shell_completion_of_verbs_and_options(
     shell: str, words: list[str], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As the scripts that `--install-completion` writes ask; of a verb only the table is read."""
@@ -103,7 +103,7 @@ def test_shells_complete_verbs_and_options(
     assert loaded == words[:-1]
 
 
-def test_errors_and_warnings_have_a_color_on_a_terminal(
+def test_errors_and_warnings_are_colored_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(**environment: str) -> str:
@@ -124,7 +124,7 @@ def test_errors_and_warnings_have_a_color_on_a_terminal(
     assert said(**terminal_of, NO_COLOR="1") == plain
 
 
-def test_retries_of_the_hubs_client_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hub_retries_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
     """Its own six tries at a port where nobody listens."""
     library = pytest.importorskip("huggingface_hub.utils")
     with pytest.raises(Exception, match="refused"), terminal.command():
@@ -141,7 +141,7 @@ print(transformers.utils.logging.is_progress_bar_enabled())
 """
 
 
-def test_bars_of_other_libraries_are_off_in_a_log_unless_asked_for(tmp_path: Path) -> None:
+def test_progress_bars_of_libraries_are_off_in_logs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BARS)
     unset = {k: v for k, v in os.environ.items() if k not in terminal.BARS}
@@ -167,7 +167,9 @@ def test_bars_of_other_libraries_are_off_in_a_log_unless_asked_for(tmp_path: Pat
         (["xyzzy"], 2, "there are doctor, plan, init, train"),
     ],
 )
-def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int, part: str) -> None:
+def test_invalid_arguments_are_explained(
+    tmp_path: Path, arguments: list[str], code: int, part: str
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dir").mkdir()
     places = {name: str(tmp_path / name) for name in ("file", "dir", "absent")}
@@ -199,7 +201,7 @@ VERBS = (
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda verb: "-".join(verb))
-def test_no_name_of_a_file_ends_in_a_traceback(
+def test_odd_file_names_never_give_a_traceback(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -225,7 +227,7 @@ def test_no_name_of_a_file_ends_in_a_traceback(
         (UnicodeDecodeError("utf-8", b"a", 0, 1, "why"), 2, "is not UTF-8"),
     ],
 )
-def test_errors_of_the_system_are_words(
+def test_system_errors_are_explained(
     monkeypatch: pytest.MonkeyPatch, error: Exception, code: int, text: str
 ) -> None:
     def fail(*arguments: object) -> None:
@@ -238,7 +240,7 @@ def test_errors_of_the_system_are_words(
     assert text in told
 
 
-def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*arguments: object) -> None:
         raise RuntimeError("a bug")
 
@@ -251,7 +253,7 @@ def test_an_error_of_the_program_keeps_its_traceback(monkeypatch: pytest.MonkeyP
     ("error", "code"),
     [(InfinityError, 1), (ConfigError, 2), (DoesNotFitError, 3), (MachineError, 4)],
 )
-def test_exit_codes_are_the_errors_own(
+def test_exit_code_is_that_of_the_error(
     error: type[InfinityError],
     code: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -267,7 +269,7 @@ def test_exit_codes_are_the_errors_own(
     )
 
 
-def test_libraries_may_talk_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+def test_library_output_on_stdout_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
     with terminal.stdout_is_ours():
         os.write(1, b"noise of a library\n")
@@ -279,7 +281,7 @@ def test_libraries_may_talk_on_stdout(capfd: pytest.CaptureFixture[str]) -> None
     assert "compiler" in error
 
 
-def test_stdout_comes_back_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stdout_is_restored_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(KeyError), terminal.stdout_is_ours():
         raise KeyError
     os.write(1, b"after\n")

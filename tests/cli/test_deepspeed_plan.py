@@ -54,7 +54,7 @@ def files(tmp_path: Path) -> tuple[str, str]:
     return str(tmp_path / "ds_config.json"), str(tmp_path / "config.json")
 
 
-def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
+def test_key_table_precedes_plan(files: tuple[str, str]) -> None:
     code, out, error = run(files[0], "--model", files[1], *DESKTOP)
     assert (code, error) == (0, "")
     table, _, plan = out.partition("\n\n")
@@ -71,7 +71,9 @@ def test_the_table_stands_before_the_plan(files: tuple[str, str]) -> None:
     assert "memory      device" in plan
 
 
-def test_the_plan_is_that_of_our_own_words(files: tuple[str, str], tmp_path: Path) -> None:
+def test_plan_equals_plan_of_equivalent_configuration(
+    files: tuple[str, str], tmp_path: Path
+) -> None:
     theirs = answer(files[0], "--model", files[1], *DESKTOP)
     ours = {"placement": {"weights": "host", "optimizer_state": "disk"}, "nvme_path": "/local_nvme",
             "gradient_accumulation_steps": 1}  # fmt: skip
@@ -86,7 +88,7 @@ def test_the_plan_is_that_of_our_own_words(files: tuple[str, str], tmp_path: Pat
     assert all(set(row) == {"key", "given", "verdict", "note"} for row in rows)
 
 
-def test_options_win_over_the_configuration(files: tuple[str, str]) -> None:
+def test_options_override_configuration(files: tuple[str, str]) -> None:
     report = answer(
         files[0], "--model", files[1], *DESKTOP, "--precision", "fp32", "--moments", "8bit"
     )
@@ -94,7 +96,7 @@ def test_options_win_over_the_configuration(files: tuple[str, str]) -> None:
     assert report["plan"]["lossy"]
 
 
-def test_batch_sizes_are_those_of_all_ranks(files: tuple[str, str], tmp_path: Path) -> None:
+def test_batch_sizes_are_global(files: tuple[str, str], tmp_path: Path) -> None:
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
     path = tmp_path / "ranks.json"
     path.write_text(json.dumps({**HF, **sizes, "gradient_accumulation_steps": 2}))
@@ -106,20 +108,20 @@ def test_batch_sizes_are_those_of_all_ranks(files: tuple[str, str], tmp_path: Pa
     assert "they are right for 2 processes" in error
 
 
-def test_comments_are_read_here_too(files: tuple[str, str]) -> None:
+def test_configuration_with_comments(files: tuple[str, str]) -> None:
     path = Path(files[0])
     path.write_text("// mine\n" + path.read_text())
     assert answer(files[0], "--model", files[1], *DESKTOP)["fits"]
 
 
-def test_a_model_is_needed(files: tuple[str, str]) -> None:
+def test_configuration_without_model_is_refused(files: tuple[str, str]) -> None:
     code, out, error = run(files[0], *DESKTOP)
     assert (code, out) == (2, "")
     assert "is a configuration, which names no model" in error
     assert "--model 7b" in error
 
 
-def test_mistakes_are_one_message(files: tuple[str, str]) -> None:
+def test_configuration_errors_are_one_message(files: tuple[str, str]) -> None:
     Path(files[0]).write_text(json.dumps({**HF, "amp": {"enabled": True}, "zero_optimisation": 1}))
     code, out, error = run(files[0], "--model", files[1], *DESKTOP)
     assert (code, out) == (2, "")

@@ -36,7 +36,7 @@ def facts_of(*arguments: str) -> tuple[int, dict[str, Any]]:
     return code, facts
 
 
-def test_a_run_could_start(tmp_path: Path) -> None:
+def test_doctor_reports_that_a_run_could_start(tmp_path: Path) -> None:
     code, out = doctor("--path", str(tmp_path))
     assert code == 0, out
     assert out.endswith("a run could start here\n")
@@ -47,7 +47,7 @@ def test_a_run_could_start(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_as_json(tmp_path: Path) -> None:
+def test_doctor_json(tmp_path: Path) -> None:
     code, facts = facts_of("--path", str(tmp_path))
     assert (code, facts["ok"], facts["problems"]) == (0, True, [])
     import torch
@@ -67,14 +67,14 @@ def test_as_json(tmp_path: Path) -> None:
     assert 0 < memory["budget_bytes"] < memory["usable_bytes"] <= memory["physical_bytes"]
 
 
-def test_without_a_path_nothing_is_written() -> None:
+def test_doctor_without_path_checks_no_drive() -> None:
     code, facts = facts_of()
     assert code == 0
     assert facts["drives"] == []
     assert "a run could start here" in doctor()[1]
 
 
-def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
+def test_missing_path_or_file_is_a_problem(tmp_path: Path) -> None:
     code, out = doctor("--path", str(tmp_path / "none"))
     assert code == 4
     assert f"PROBLEM: nvme_path {tmp_path / 'none'} does not exist" in out
@@ -84,7 +84,7 @@ def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
     assert doctor("--path", str(tmp_path / "file"))[0] == 4
 
 
-def test_the_first_problem_gives_the_code_and_all_are_told(
+def test_exit_code_is_that_of_first_problem(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor_module, "LEAST_HOST_BYTES", 2**60)
@@ -101,7 +101,7 @@ def test_the_first_problem_gives_the_code_and_all_are_told(
         (28, 3, "is full"),
     ],
 )
-def test_a_path_that_refuses(
+def test_os_error_of_path_is_explained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, code: int, part: str
 ) -> None:
     def refuse(*arguments: object, **options: object) -> None:
@@ -129,7 +129,7 @@ def tmpfs(place: Path, options: str) -> Iterator[None]:
         subprocess.run(["umount", str(place)], check=True)
 
 
-def test_a_full_tmpfs(tmp_path: Path) -> None:
+def test_full_file_system(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "size=1m"):
         (tmp_path / "filler").write_bytes(b"x" * 2**20)
         code, out = doctor("--path", str(tmp_path))
@@ -138,14 +138,14 @@ def test_a_full_tmpfs(tmp_path: Path) -> None:
         assert os.listdir(tmp_path) == ["filler"]
 
 
-def test_a_read_only_file_system(tmp_path: Path) -> None:
+def test_read_only_file_system(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "size=1m,ro"):
         code, out = doctor("--path", str(tmp_path))
         assert code == 4, out
         assert "is read-only" in out
 
 
-def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
+def test_tmpfs_is_noted_as_ram(tmp_path: Path) -> None:
     with tmpfs(tmp_path, "size=64m"):
         code, facts = facts_of("--path", str(tmp_path))
         assert code == 0
@@ -153,7 +153,7 @@ def test_a_tmpfs_is_ram_and_said_to_be(tmp_path: Path) -> None:
         assert any("tmpfs, which is RAM" in note for note in facts["notes"])
 
 
-def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_io_backend_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = {"ok": False, "reason": "seccomp forbids it"}
     both = {"io_uring": answer, "threads": answer}
     monkeypatch.setattr("infinity._aio.probe", lambda directory: both)
@@ -163,9 +163,7 @@ def test_no_back_end_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "seccomp forbids it" in out
 
 
-def test_a_back_end_that_does_not_work_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_io_backend_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = _aio.probe
 
     def probe(directory: str) -> dict[str, Any]:
@@ -177,7 +175,7 @@ def test_a_back_end_that_does_not_work_is_explained(
     assert "io_uring: does not work: seccomp forbids it" in out
 
 
-def test_torch_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     facts = doctor_module.examine([])
     assert facts["torch"] is None
@@ -197,7 +195,7 @@ def computer(root: Path, files: dict[str, str]) -> Path:
     return root
 
 
-def test_too_little_memory(tmp_path: Path) -> None:
+def test_too_little_memory_is_a_problem(tmp_path: Path) -> None:
     root = computer(tmp_path, {"proc/meminfo": MEMINFO.format(total=4 << 20, free=1 << 18)})
     facts = doctor_module.examine([], root)
     (problem,) = facts["problems"]
@@ -207,7 +205,7 @@ def test_too_little_memory(tmp_path: Path) -> None:
     assert not facts["ok"]
 
 
-def test_memory_nodes_are_those_that_the_kernels_go_by(tmp_path: Path) -> None:
+def test_numa_nodes_match_kernels(tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     lists = [str(cpus[0]), ",".join(map(str, cpus[1:]))]
     files = {f"sys/devices/system/node/node{i}/cpulist": some for i, some in enumerate(lists)}
@@ -219,7 +217,7 @@ def test_memory_nodes_are_those_that_the_kernels_go_by(tmp_path: Path) -> None:
     assert f"NUMA       {told}\n" in text_of(facts)
 
 
-def test_what_bounds_the_memory(tmp_path: Path) -> None:
+def test_memory_bound_of_cgroup(tmp_path: Path) -> None:
     files = {
         "proc/meminfo": MEMINFO.format(total=64 << 20, free=64 << 20),
         "proc/self/cgroup": "0::/box\n",
@@ -257,7 +255,7 @@ def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("_brief")
-def test_a_machine_file(tmp_path: Path) -> None:
+def test_machine_file_with_path(tmp_path: Path) -> None:
     place, out = tmp_path / "drive", tmp_path / "rig.json"
     place.mkdir()
     arguments = ("--path", str(place), "--machine-file", str(out))
@@ -281,7 +279,7 @@ def test_a_machine_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_brief")
-def test_a_machine_file_without_a_path(tmp_path: Path) -> None:
+def test_machine_file_without_path(tmp_path: Path) -> None:
     out = tmp_path / "rig.json"
     code, text = doctor("--machine-file", str(out))
     assert code == 0, text
@@ -290,7 +288,7 @@ def test_a_machine_file_without_a_path(tmp_path: Path) -> None:
     assert "disk: " not in text
 
 
-def test_no_machine_file(tmp_path: Path) -> None:
+def test_machine_file_is_not_written_on_problem(tmp_path: Path) -> None:
     out = tmp_path / "rig.json"
     assert doctor("--path", str(tmp_path / "none"), "--machine-file", str(out))[0] == 4
     assert not out.exists()
@@ -298,7 +296,7 @@ def test_no_machine_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_brief")
-def test_a_machine_file_that_cannot_be_written(tmp_path: Path) -> None:
+def test_unwritable_machine_file(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["doctor", "--machine-file", str(tmp_path / "no" / "x.json")])
     assert result.exit_code == 4
     assert "x.json: the machine file cannot be written" in result.stderr

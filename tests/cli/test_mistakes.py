@@ -69,7 +69,7 @@ COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_mistake_in_a_command_is_named(
+def test_command_mistake_is_named(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     typed, code, texts = COMMANDS[name]
@@ -159,7 +159,7 @@ LOOPS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", LOOPS)
-def test_a_mistake_in_a_loop_is_named(name: str, tmp_path: Path) -> None:
+def test_training_loop_mistake_is_named(name: str, tmp_path: Path) -> None:
     act, texts = LOOPS[name]
     with pytest.raises(InfinityError) as caught:
         act(tmp_path)

@@ -108,7 +108,7 @@ def lower(path: Path, name: str, **layers: int) -> str:
     return str(path)
 
 
-def test_what_would_move_nothing_changes_no_schedule(tiny: str, tmp_path: Path) -> None:
+def test_offload_without_effect_keeps_schedule(tiny: str, tmp_path: Path) -> None:
     """Where RAM computes nothing can wait in RAM; nor where nothing is recomputed."""
     told = []
     for offload in ("none", "host"):
@@ -126,7 +126,7 @@ def test_what_would_move_nothing_changes_no_schedule(tiny: str, tmp_path: Path) 
 
 
 @pytest.mark.big
-def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
+def test_search_tries_more_micro_batches_for_less_recomputation(
     tmp_path: Path,
 ) -> None:
     """Eight look slower than four until it is known how few blocks must be recomputed."""
@@ -148,7 +148,9 @@ def test_more_micro_batches_are_tried_where_fewer_blocks_need_recomputation(
         (["--activations", "disk", "--disk", "0"], "--disk 0, but placement or activations"),
     ],
 )
-def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], words: str) -> None:
+def test_invalid_slices_or_micro_batches_are_refused(
+    tiny: str, arguments: list[str], words: str
+) -> None:
     code, _, error = run(tiny, *DESKTOP, *arguments)
     assert code == 2
     assert words in error
@@ -158,7 +160,7 @@ def test_pieces_that_cannot_be_are_refused(tiny: str, arguments: list[str], word
 
 
 @pytest.mark.usefixtures("with_adapters")
-def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
+def test_plan_of_70b_matches_hand_calculation() -> None:
     """docs/bytes.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
     arguments = ["70b", *DESKTOP, "--tokens", "2048", "--recompute"]
     report = answer(*arguments)
@@ -198,7 +200,7 @@ def test_the_page_of_a_large_model_can_be_checked_by_hand() -> None:
     assert "rated writes" not in short
 
 
-def test_on_a_terminal_of_80_columns_words_stay_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_not_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = [*FOUR, "-v"]
     words = set(run(*arguments)[1].split())
     monkeypatch.setenv("FORCE_COLOR", "1")  # as on a terminal
@@ -209,7 +211,7 @@ def test_on_a_terminal_of_80_columns_words_stay_whole(monkeypatch: pytest.Monkey
     assert all(set(word) <= {"─"} for word in cut), cut
 
 
-def test_nobody_names_the_tokens_of_a_step(tiny: str) -> None:
+def test_default_tokens_per_step(tiny: str) -> None:
     """Then it is that of the presets; with so many micro-batches named a sample in each."""
     report = answer(tiny, *DESKTOP)
     assert report["work"]["tokens_per_step"] == 65536
@@ -224,7 +226,7 @@ def test_nobody_names_the_tokens_of_a_step(tiny: str) -> None:
     assert parts["work"]["tokens_per_step"] == 3 * 512
 
 
-def test_every_key_that_is_documented_is_there(tiny: str) -> None:
+def test_json_has_every_documented_key(tiny: str) -> None:
     import infinity.cli.plan_report as documented
 
     report = answer(tiny, *DESKTOP)
@@ -243,7 +245,7 @@ def test_every_key_that_is_documented_is_there(tiny: str) -> None:
     assert report["plan"]["budget"]["host"] == int(0.8 * 64 * GIB)
 
 
-def test_micro_batches_that_are_alike_stand_once(tiny: str) -> None:
+def test_equal_micro_batches_are_grouped(tiny: str) -> None:
     report = answer(tiny, "--device", "64MiB", "--host", "2GiB", "--disk", "1GiB",
                     "--tokens", "576", "--micro-batches", "9")  # fmt: skip
     names = [phase["name"] for phase in report["step"]["phases"]]
@@ -253,7 +255,7 @@ def test_micro_batches_that_are_alike_stand_once(tiny: str) -> None:
     assert report["work"]["tokens_per_step"] == 9 * 64
 
 
-def test_wear_follows_the_endurance(tmp_path: Path) -> None:
+def test_wear_scales_with_endurance(tmp_path: Path) -> None:
     sizes = ["--device", "3GiB", "--host", "8GiB", "--disk", "1TiB", "--tokens", "512"]
     arguments = [lower(tmp_path, "7b", num_hidden_layers=8), *sizes]
     common = answer(*arguments)["wear"]
@@ -263,7 +265,7 @@ def test_wear_follows_the_endurance(tmp_path: Path) -> None:
     assert common["written_per_step"] > 0
 
 
-def test_recomputation_formats_and_precision(tiny: str) -> None:
+def test_recompute_moments_and_precision_options(tiny: str) -> None:
     sizes = [*DESKTOP, "--tokens", "4096"]
     plain, again = answer(tiny, *sizes), answer(tiny, *sizes, "--checkpointing")
     assert again["work"]["recompute"]
@@ -278,7 +280,7 @@ def test_recomputation_formats_and_precision(tiny: str) -> None:
 # --- targets -------------------------------------------------------------------------------------
 
 
-def test_a_model_is_a_name_a_file_or_a_directory(tiny: str) -> None:
+def test_target_is_name_file_or_directory(tiny: str) -> None:
     by_directory = answer(tiny, *DESKTOP)
     by_file = answer(f"{tiny}/config.json", *DESKTOP)
     assert by_directory["model"]["parameters"] == by_file["model"]["parameters"]
@@ -287,7 +289,7 @@ def test_a_model_is_a_name_a_file_or_a_directory(tiny: str) -> None:
     assert answer("1.3B", *aliases)["model"]["family"] == "gpt2"
 
 
-def test_adapters_over_a_base_that_rests_quantised(tmp_path: Path) -> None:
+def test_adapters_on_quantised_base(tmp_path: Path) -> None:
     """By hand, of two layers like those of 8b."""
     layers = lower(tmp_path, "8b", num_hidden_layers=2)
     arguments = ["--device", "24GiB", "--host", "32GiB", "--disk", "1TiB", "--lora", "8"]
@@ -311,7 +313,7 @@ def test_adapters_over_a_base_that_rests_quantised(tmp_path: Path) -> None:
         assert "frozen.format" in error
 
 
-def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
+def test_configuration_file_is_applied(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(
         "nvme_path: /a/b\ngradient_accumulation_steps: 3\nplacement: {optimizer_state: disk}\n"
@@ -332,7 +334,7 @@ def test_a_configuration_of_ours_is_obeyed(tiny: str, tmp_path: Path) -> None:
     assert again["work"]["micro_batches"] == 2
 
 
-def test_fused_experts_are_a_block_and_see_their_share_of_the_tokens(tmp_path: Path) -> None:
+def test_fused_experts_are_a_block_with_token_share(tmp_path: Path) -> None:
     config = {
         "model_type": "mixtral", "hidden_size": 256, "num_hidden_layers": 2,
         "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 512,
@@ -361,7 +363,7 @@ def test_fused_experts_are_a_block_and_see_their_share_of_the_tokens(tmp_path: P
     assert [passes(stack, target.shares) for stack in stacks] == [4.0] * 4
 
 
-def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:
+def test_tied_table_is_head_and_positions_are_lookups() -> None:
     target = named_target("1.3b")
     names = [name for name, _ in target.module.named_parameters()]
     assert [names[i] for i in target.heads] == ["transformer.wte.weight"]
@@ -399,7 +401,7 @@ def test_a_tied_table_is_a_head_and_positions_are_looked_up() -> None:
         (["{dir}/big.yaml", "--model", "7b", "--host", "4GiB", "--disk", "1TiB"], "budget.host"),
     ],
 )
-def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], part: str) -> None:
+def test_invalid_arguments_are_explained(tmp_path: Path, arguments: list[str], part: str) -> None:
     (tmp_path / "list.json").write_text("[]")
     (tmp_path / "text.txt").write_text("hello")
     (tmp_path / "ours.yaml").write_text("precision: bf16\n")
@@ -429,7 +431,7 @@ HOSTILE: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_config_is_one_message(tmp_path: Path, name: str) -> None:
+def test_hostile_config_is_one_error(tmp_path: Path, name: str) -> None:
     text = HOSTILE[name]
     path = tmp_path / "config.json"
     if isinstance(text, bytes):
@@ -444,7 +446,7 @@ def test_a_hostile_config_is_one_message(tmp_path: Path, name: str) -> None:
         assert len(error) < 2000
 
 
-def test_what_is_no_file_is_not_opened() -> None:
+def test_device_file_is_not_opened() -> None:
     code, _, error = run("/dev/zero", *DESKTOP)
     assert code == 2
     assert "neither a file nor a directory" in error
@@ -453,7 +455,7 @@ def test_what_is_no_file_is_not_opened() -> None:
 # --- machines ------------------------------------------------------------------------------------
 
 
-def test_this_machine_is_planned_for_with_measured_rates(
+def test_plan_for_this_machine_uses_measured_rates(
     tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     report = answer(tiny, "--path", str(tmp_path), "--tokens", "64")
@@ -478,7 +480,7 @@ def test_this_machine_is_planned_for_with_measured_rates(
     assert "no disk (--path DIR or --disk SIZE)" in run(tiny, "--tokens", "64", "--disk", "0")[1]
 
 
-def test_too_little_of_all_is_answered_with_the_cheapest_of_all() -> None:
+def test_cheapest_remedy_comes_first_if_everything_is_short() -> None:
     """More RAM alone would do: a hundred times as dear as some, and a disk."""
     report = answer("7b", "--host", "1GiB", "--disk", "0", code=3)
     first = report["ways"][0]["how"]
@@ -488,9 +490,7 @@ def test_too_little_of_all_is_answered_with_the_cheapest_of_all() -> None:
     assert host[2] == "MiB" or int(host[1]) < 16
 
 
-def test_a_gpu_that_is_not_here_has_nominal_rates_and_the_drive_measured_ones(
-    tiny: str, tmp_path: Path
-) -> None:
+def test_absent_gpu_has_nominal_rates_and_drive_measured(tiny: str, tmp_path: Path) -> None:
     report = answer(tiny, "--device", "8GiB", "--path", str(tmp_path))
     machine = report["machine"]
     assert not machine["unified"]
@@ -501,9 +501,7 @@ def test_a_gpu_that_is_not_here_has_nominal_rates_and_the_drive_measured_ones(
     assert machine["rates"]["compute.bf16"] == nominal(False).compute["bf16"]
 
 
-def test_a_machine_file_is_planned_for_and_its_sizes_may_be_changed(
-    tiny: str, tmp_path: Path
-) -> None:
+def test_machine_file_with_size_overrides(tiny: str, tmp_path: Path) -> None:
     path = tmp_path / "machine.json"
     facts = {
         "format": 1, "name": "box", "measured": "2026-11-01", "host_ram": "32GiB",
@@ -552,7 +550,7 @@ def options(how: str) -> list[str]:
     ],
     ids=["disk", "host", "activations", "device", "adapters"],
 )
-def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
+def test_misfit_names_shortage_and_remedies_work(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -590,7 +588,7 @@ def test_what_does_not_fit_says_by_how_much_and_its_ways_work(
     ],
     ids=["faster", "adapters", "two tiers", "tokens"],
 )
-def test_advice_has_the_numbers_that_its_command_answers(
+def test_advice_numbers_match_its_command(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     name: str,
@@ -616,7 +614,7 @@ def test_advice_has_the_numbers_that_its_command_answers(
             assert way["speed_up"] == pytest.approx(gain)
 
 
-def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) -> None:
+def test_misfit_of_activations_still_shows_plan(tmp_path: Path) -> None:
     lowered = lower(tmp_path, "70b", num_hidden_layers=12)
     whole = ["--micro-batches", "1", "--slices", "1", "--no-recompute"]
     code, out, _ = run(lowered, *DESKTOP, "--tokens", "32768", *whole)
@@ -627,7 +625,7 @@ def test_activations_that_do_not_fit_leave_the_plan_on_the_page(tmp_path: Path) 
     assert "bytes a parameter" in run(lowered, *DESKTOP, "--tokens", "32768", *whole, "-v")[1]
 
 
-def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) -> None:
+def test_plan_shows_chosen_schedule_and_runner_up(tmp_path: Path) -> None:
     lowered = lower(tmp_path, "70b", num_hidden_layers=12)
     arguments = [lowered, "--device", "24GiB", "--host", "24GiB", "--disk", "1TiB"]
     report = answer(*arguments, "--tokens", "32768")
@@ -657,7 +655,7 @@ def test_the_page_says_which_schedule_was_chosen_and_the_next(tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("with_adapters")
-def test_what_would_be_faster_is_when_it_is_typed(
+def test_faster_advice_is_as_fast_as_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = "--device 8GiB --host 10GiB --disk 1TiB --tokens 4096"
@@ -678,7 +676,7 @@ ENCODER_DECODER = {"model_type": "t5", "d_model": 256, "d_kv": 32, "d_ff": 512, 
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
-def test_blocks_that_differ_a_little_are_blocks(tmp_path: Path, layers: int) -> None:
+def test_slightly_different_blocks_are_blocks(tmp_path: Path, layers: int) -> None:
     """The first one of each stack holds the bias of positions."""
     depth = {"num_layers": layers, "num_decoder_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(ENCODER_DECODER | depth))
@@ -692,7 +690,7 @@ def test_blocks_that_differ_a_little_are_blocks(tmp_path: Path, layers: int) -> 
 # --- nothing is allocated ------------------------------------------------------------------------
 
 
-def test_no_weights_are_allocated() -> None:
+def test_plan_allocates_no_weights() -> None:
     wishes = SearchOptions("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
     with LiveBytes() as live:
         report = report_of(wishes, 10**15)
@@ -700,7 +698,7 @@ def test_no_weights_are_allocated() -> None:
     assert live.peak == 0
 
 
-def test_as_a_process(tiny: str) -> None:
+def test_plan_runs_as_a_process(tiny: str) -> None:
     found = subprocess.run(
         [sys.executable, "-m", "infinity.cli", "plan", tiny, *DESKTOP, "--json"],
         capture_output=True,
@@ -715,7 +713,7 @@ def test_as_a_process(tiny: str) -> None:
 # --- what is no question -------------------------------------------------------------------------
 
 
-def test_a_path_must_be_a_directory(tiny: str, tmp_path: Path) -> None:
+def test_path_must_be_a_directory(tiny: str, tmp_path: Path) -> None:
     file = tmp_path / "afile"
     file.write_text("x")
     code, _, error = run(tiny, "--path", str(file))
@@ -727,7 +725,7 @@ def test_a_path_must_be_a_directory(tiny: str, tmp_path: Path) -> None:
     assert f"{file} is not a directory" in error
 
 
-def test_a_directory_without_a_config(tmp_path: Path) -> None:
+def test_directory_without_config(tmp_path: Path) -> None:
     code, _, error = run(str(tmp_path))
     assert code == 2
     assert "try: give one of 1.3b, " in error
@@ -739,7 +737,7 @@ FOUR = ["70b", "--gpus", "4", "--device", "24GiB", "--host", "256GiB", "--disk",
         "--tokens", "32768", "--recompute", "--micro-batches", "1"]  # fmt: skip
 
 
-def test_four_gpus_share_a_node_and_every_unit() -> None:
+def test_four_gpus_share_node_and_units() -> None:
     """By hand: 69.0e9 parameters, of which a rank has a quarter, and fetches each twice."""
     report = answer(*FOUR, "--link", "25GB/s")
     assert report["fits"]
@@ -775,7 +773,7 @@ def test_four_gpus_share_a_node_and_every_unit() -> None:
     assert len(set(kinds)) == len(kinds) == 3, "no two of a kind"
 
 
-def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
+def test_plan_separates_rank_and_node_figures() -> None:
     page = run(*FOUR, "-v")[1]
     for part in (
         "4 GPUs with 24 GiB each, 256 GiB of RAM",
@@ -789,7 +787,7 @@ def test_the_page_says_what_is_a_ranks_and_what_a_nodes() -> None:
         assert part in page, part
 
 
-def test_what_fits_stays_whole_and_is_called_zero_2(tiny: str) -> None:
+def test_unsharded_resident_units_are_zero_2(tiny: str) -> None:
     arguments = [tiny, "--gpus", "2", "--device", "4GiB", "--host", "8GiB"]
     report = answer(*arguments)
     assert report["ranks"]["zero_stage"] == 2
@@ -798,7 +796,7 @@ def test_what_fits_stays_whole_and_is_called_zero_2(tiny: str) -> None:
     assert "(ZeRO-2)\n  weights stay whole in slots" in page
 
 
-def test_a_slow_link_binds_and_a_faster_one_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_link_binds_and_faster_link_helps(monkeypatch: pytest.MonkeyPatch) -> None:
     no_more_advice(monkeypatch)
     slow, fast = (answer(*FOUR, "--link", link)["step"] for link in ("100MB/s", "200MB/s"))
     assert slow["binds"] == fast["binds"] == "link"
@@ -806,7 +804,7 @@ def test_a_slow_link_binds_and_a_faster_one_helps(monkeypatch: pytest.MonkeyPatc
     assert fast["tokens_per_s"] > 1.5 * slow["tokens_per_s"]
 
 
-def test_nodes_share_what_comes_into_each(tmp_path: Path) -> None:
+def test_nodes_share_network_bandwidth(tmp_path: Path) -> None:
     """Of 2 x 2 ranks: a ring brings all into a node once, two ranks share what two others send."""
     model = lower(tmp_path, "1.3b", n_layer=6)
     arguments = [model, "--gpus", "2", "--nodes", "2", "--device", "8GiB", "--host", "32GiB",
@@ -822,7 +820,7 @@ def test_nodes_share_what_comes_into_each(tmp_path: Path) -> None:
     assert "between_nodes" in page, "nominal, and said to be"
 
 
-def test_processes_of_a_machine_without_a_gpu_share_its_cores(tiny: str) -> None:
+def test_cpu_ranks_share_cores(tiny: str) -> None:
     one, two = (answer(tiny, "--gpus", n, "--host", "8GiB", "--tokens", "4096") for n in "12")
     assert two["plan"]["budget"]["host"] == one["plan"]["budget"]["host"] // 2
     assert two["step"]["resources"]["link"] > 0
@@ -841,17 +839,13 @@ def test_processes_of_a_machine_without_a_gpu_share_its_cores(tiny: str) -> None
         (["--nodes", "-1"], "--nodes"),
     ],
 )
-def test_what_makes_no_sense_of_ranks_is_refused(
-    tiny: str, arguments: list[str], words: str
-) -> None:
+def test_inconsistent_rank_options_are_refused(tiny: str, arguments: list[str], words: str) -> None:
     code, _, error = run(tiny, *DESKTOP, *arguments)
     assert code == 2
     assert words in error
 
 
-def test_experts_travel_in_the_ranges_that_make_the_step_shortest(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_expert_range_minimizes_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the commands with each of the sizes that are tried answer; 10 is that of the rule."""
     no_more_advice(monkeypatch)
     model = lower(tmp_path, "gpt-oss-120b", num_hidden_layers=3)

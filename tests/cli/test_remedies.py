@@ -42,12 +42,12 @@ HARDWARE = {"gpus", "drives", "device", "host", "disk"}
 CHANGES = [Change("", name, value) for name, values in VALUES.items() for value in values]
 
 
-def test_every_change_is_known() -> None:
+def test_every_change_has_test_values() -> None:
     assert VALUES.keys() == NAMES
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
-def test_plan_takes_it(change: Change) -> None:
+def test_plan_accepts_change(change: Change) -> None:
     plan = load("plan")
     options = {name for param in plan.params for name in (*param.opts, *param.secondary_opts)}
     for of_run in (False, True):
@@ -64,7 +64,7 @@ def test_plan_takes_it(change: Change) -> None:
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
-def test_train_takes_it_unless_it_is_hardware(change: Change, tmp_path: Path) -> None:
+def test_train_accepts_change_unless_hardware(change: Change, tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__nvme_path=str(tmp_path))
     run = load_run_config(raw)
     typed = for_train(run, LENGTH)((change,))
@@ -73,7 +73,7 @@ def test_train_takes_it_unless_it_is_hardware(change: Change, tmp_path: Path) ->
     assert typed is None or found != run or as_it_was(run, change)
 
 
-def test_a_step_is_that_of_all_ranks(tmp_path: Path) -> None:
+def test_batch_change_is_global(tmp_path: Path) -> None:
     change = Change("", "batch", (8 * LENGTH, 2, 2 * LENGTH))
     raw = settings(tmp_path)
     for tokens in (None, 4 * LENGTH):

@@ -38,7 +38,7 @@ def ticks(intervals: list[Interval]) -> set[int]:
     return {t for begin, end in intervals for t in range(int(begin), int(end))}
 
 
-def test_sets_of_times() -> None:
+def test_interval_set_operations() -> None:
     draw = random.Random(1)
 
     def some(count: int) -> list[Interval]:
@@ -83,7 +83,7 @@ def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_shares_are_those_of_counting_ticks(tmp_path: Path, seed: int) -> None:
+def test_shares_match_counting_ticks(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
 
     def busy(count: int, longest: int) -> list[tuple[int, int]]:
@@ -197,14 +197,14 @@ BY_HAND: dict[str, tuple[Spans, str, str]] = {
 
 
 @pytest.mark.parametrize("name", list(BY_HAND))
-def test_verdicts(tmp_path: Path, name: str) -> None:
+def test_verdict_of_handmade_traces(tmp_path: Path, name: str) -> None:
     spans, track, words = BY_HAND[name]
     (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)])).steps
     assert binds(step) == track
     assert verdict(step).startswith(f"step 1: {words}")
 
 
-def test_on_a_clock_of_its_own_compute_waits_between_its_slices(tmp_path: Path) -> None:
+def test_device_clock_waits_are_gaps_between_slices(tmp_path: Path) -> None:
     spans: Spans = {
         "compute": [(0, 300), (700, 1000)],
         "stall:update": [(100, 200)],  # the host waits while the device computes: no matter
@@ -222,7 +222,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_trace_command(tmp_path: Path) -> None:
     spans = BY_HAND["a disk that reads"][0]
     written(tmp_path / "t.json", spans, [(0, 1000)])
     trace, other = str(tmp_path / "t.json"), str(tmp_path / "other.json")
@@ -250,7 +250,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert data["notes"] == ["the trace was not closed: the run was killed, or is still running"]
 
 
-def test_the_command_as_data(tmp_path: Path) -> None:
+def test_trace_command_json(tmp_path: Path) -> None:
     """One object, of which every number is that of the text."""
     steps = [(0, 400), (400, 1000)]
     spans: Spans = {"compute": [(0, 300), (500, 900)], "stall:slot": [(500, 600)]}

@@ -98,7 +98,7 @@ def as_pairs(words: Any) -> list[tuple[int, bool]]:
 # --- which tokens have a loss --------------------------------------------------------------------
 
 
-def test_losses_are_of_what_the_assistant_says_and_of_nothing_else(wrapped: Any) -> None:
+def test_loss_covers_only_assistant_messages(wrapped: Any) -> None:
     for first in range(len(TEXTS)):
         said = [TEXTS[(first + i) % len(TEXTS)] for i in range(5)]
         roles = ["system", "user", "assistant", "user", "assistant"]
@@ -146,7 +146,7 @@ ADDED = [("user", "Add."), ("assistant", "4")]
     ],
     ids=["alpaca", "no input", "a system's words", "sharegpt", "roles"],
 )
-def test_rows_like_alpacas_and_sharegpts_are_conversations(
+def test_alpaca_and_sharegpt_rows_are_conversations(
     wrapped: Any, row: dict[str, Any], turns: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     messages = [{"role": role, "content": text} for role, text in turns]
@@ -156,7 +156,7 @@ def test_rows_like_alpacas_and_sharegpts_are_conversations(
     assert holds_conversations(sources, "text", "strict")
 
 
-def test_a_template_that_writes_the_last_turn_in_another_way(wrapped: Any) -> None:
+def test_template_rendering_last_turn_differently(wrapped: Any) -> None:
     """As those do that leave out what was thought before earlier answers."""
     for first in range(len(TEXTS)):
         said = [TEXTS[(first + i) % len(TEXTS)] for i in range(6)]
@@ -172,7 +172,7 @@ def test_a_template_that_writes_the_last_turn_in_another_way(wrapped: Any) -> No
         assert as_pairs(encoded(wrapped, {"messages": messages}, THINKS)) == slowly(wrapped, parts)
 
 
-def test_losses_are_of_completions_and_the_token_that_ends_them(wrapped: Any) -> None:
+def test_loss_covers_completion_and_end_token(wrapped: Any) -> None:
     for prompt, completion in pairwise(TEXTS[:5]):
         plain = slowly(wrapped, [(prompt, False), (completion, True)])
         found = as_pairs(encoded(wrapped, {"prompt": prompt, "completion": completion}))
@@ -181,7 +181,7 @@ def test_losses_are_of_completions_and_the_token_that_ends_them(wrapped: Any) ->
         assert found[-1] == (1, True)
 
 
-def test_agrees_with_transformers_own_mask(wrapped: Any) -> None:
+def test_loss_mask_matches_transformers(wrapped: Any) -> None:
     """But for the last character, where that has several tokens: transformers marks the first."""
     row = {"messages": [{"role": r, "content": TEXTS[1]} for r in ("user", "assistant")]}
     pairs = as_pairs(encoded(wrapped, row, MARKED))
@@ -237,12 +237,12 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
         ({"prompt": "\ud800", "completion": "x"}, CHATML, "is not UTF-8"),
     ],
 )
-def test_a_bad_row_is_named(wrapped: Any, row: Any, template: str, words: str) -> None:
+def test_invalid_row_is_named(wrapped: Any, row: Any, template: str, words: str) -> None:
     with pytest.raises(ConfigError, match=rf"^chat\.jsonl, line 7(.|\n)*{words}"):
         encoded(wrapped, row, template)
 
 
-def test_a_message_may_have_tool_calls_or_parts_in_the_place_of_a_text(wrapped: Any) -> None:
+def test_messages_with_tool_calls_or_content_parts(wrapped: Any) -> None:
     parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text if m.content else 'called' }}")
     asked = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
     called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
@@ -251,7 +251,7 @@ def test_a_message_may_have_tool_calls_or_parts_in_the_place_of_a_text(wrapped: 
     assert found.tolist() == encoded(wrapped, {"messages": plain}).tolist()
 
 
-def test_long_conversations_are_tokenised_few_at_a_time(
+def test_tokenizer_batches_are_bounded_by_characters(
     wrapped: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(f"line {n}", {"prompt": "a" * n, "completion": "b"}) for n in (1, 30, 5, 70, 3, 1)]
@@ -287,7 +287,7 @@ def test_long_conversations_are_tokenised_few_at_a_time(
         ({"data__train": "bots.json"}, "none of 2 (.|\n)*no message in them has the role 'ass"),
     ],
 )
-def test_files_that_cannot_be_meant_are_told(
+def test_unusable_files_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -303,7 +303,7 @@ def test_files_that_cannot_be_meant_are_told(
 # --- packing -------------------------------------------------------------------------------------
 
 
-def test_every_conversation_is_in_one_window() -> None:
+def test_pack_puts_each_conversation_in_one_window() -> None:
     random = np.random.RandomState(0)
     for size, count in ((64, 200), (7, 50), (100, 1), (5, 0)):
         lengths = random.randint(1, size + 1, count)
@@ -343,7 +343,7 @@ def alone(model: Any, windows: Packed) -> Tensor:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen3"])
-def test_packed_conversations_do_not_see_each_other(
+def test_packed_conversations_do_not_attend_to_each_other(
     tmp_path: Path, kind: str, attention: str
 ) -> None:
     raw = settings(tmp_path, **write_chat(tmp_path), data__sequence_length=64, data__held_out=None)
@@ -379,7 +379,7 @@ def test_packed_conversations_do_not_see_each_other(
     assert same[begins[2] :].all()
 
 
-def test_a_step_is_the_same_packed_or_not(tmp_path: Path) -> None:
+def test_packed_step_matches_unpacked_step(tmp_path: Path) -> None:
     """One step over all conversations, in windows of one and of many: its loss and gradient."""
     llama().save_pretrained(tmp_path / "base")
     facts = []
@@ -404,7 +404,7 @@ def test_a_step_is_the_same_packed_or_not(tmp_path: Path) -> None:
     assert facts[0] == pytest.approx((loss.item(), norm.item()), rel=1e-4)
 
 
-def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -> None:
+def test_packing_is_refused_for_unsupported_models(tmp_path: Path) -> None:
     for config, words in (
         ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, "pass state from"),
         ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, "no use_cache"),
@@ -430,7 +430,7 @@ def test_models_that_would_let_them_see_each_other_are_refused(tmp_path: Path) -
         check_packing(facts, "flash_attention_2")
 
 
-def test_what_does_not_fit_a_window_is_cut_or_left_out_and_told(tmp_path: Path) -> None:
+def test_long_conversations_are_truncated_or_dropped_with_notes(tmp_path: Path) -> None:
     rows = [{"prompt": "a" * n, "completion": "b" * 9} for n in (3, 12, 30)]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, rows)))
@@ -458,7 +458,7 @@ def test_what_does_not_fit_a_window_is_cut_or_left_out_and_told(tmp_path: Path) 
         run.prepare()
 
 
-def test_counts_do_not_depend_on_where_a_chunk_ends(
+def test_windows_do_not_depend_on_chunk_size(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = settings(tmp_path, **write_chat(tmp_path), data__sequence_length=20)
@@ -489,7 +489,7 @@ def chat_run(folder: Path, **more: Any) -> dict[str, Any]:
     return settings(folder, **write_chat(folder), **(changes | more))
 
 
-def test_the_best_weights_are_kept_and_the_run_ends_early(
+def test_best_weights_and_early_stop_survive_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where it was stopped on the way, with its state on disk: bit for bit."""
@@ -554,7 +554,7 @@ def test_the_best_weights_are_kept_and_the_run_ends_early(
     assert (more_steps.steps, more_steps.best_step, more_steps.stopped_early) == (12, 12, False)
 
 
-def test_nothing_is_kept_that_is_worse_than_what_it_began_with(
+def test_no_best_weights_if_worse_than_initial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = {0: 3.0, 3: 3.5, 6: 3.2}
@@ -565,7 +565,7 @@ def test_nothing_is_kept_that_is_worse_than_what_it_began_with(
     assert not any("best so far" in note for note in watcher.notes)
 
 
-def test_weights_that_cannot_be_kept_cost_only_themselves(
+def test_failed_save_of_best_weights_does_not_end_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save, full = runs_run.save_pretrained, [True]
@@ -585,7 +585,7 @@ def test_weights_that_cannot_be_kept_cost_only_themselves(
     assert result.best_model is not None
 
 
-def test_a_run_does_not_begin_where_no_checkpoint_fits(
+def test_run_without_space_for_checkpoint_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     raw = chat_run(tmp_path, training__steps=2)
@@ -603,7 +603,7 @@ def test_a_run_does_not_begin_where_no_checkpoint_fits(
     assert saved == pytest.approx(137 << 10, rel=0.1)  # and headers
 
 
-def test_best_and_early_stop_need_something_to_compare(tmp_path: Path) -> None:
+def test_keep_best_and_early_stop_require_evaluation(tmp_path: Path) -> None:
     for name, value in (("early_stop", 2), ("keep_best", True)):
         raw = chat_run(tmp_path, data__held_out=None, **{f"training__{name}": value})
         with pytest.raises(ConfigError, match=rf"training: {name} needs data\.evaluate: FILES"):
@@ -617,7 +617,7 @@ def test_best_and_early_stop_need_something_to_compare(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_adapters_are_trained_on_conversations(kind: str, tmp_path: Path) -> None:
+def test_adapters_train_on_conversations(kind: str, tmp_path: Path) -> None:
     """Those of qlora over a base of the values that rested as nf4."""
     llama().save_pretrained(tmp_path / "base")
     raw = chat_run(

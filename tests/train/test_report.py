@@ -65,7 +65,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
     } | more  # fmt: skip
 
 
-def test_the_page_of_a_run_holds_the_numbers_of_its_metrics(tmp_path: Path) -> None:
+def test_report_page_contains_numbers_of_metrics(tmp_path: Path) -> None:
     """One that stopped and went on; the file stands alone."""
     pytest.importorskip("vl_convert")
     train(settings(tmp_path), stop_after=2)
@@ -87,7 +87,7 @@ def test_the_page_of_a_run_holds_the_numbers_of_its_metrics(tmp_path: Path) -> N
     assert "default-src 'none'" in ours  # and the browser would not let it fetch
 
 
-def test_each_end_of_a_run_is_told(tmp_path: Path) -> None:
+def test_report_states_how_run_ended(tmp_path: Path) -> None:
     began = {"event": "began", "step": 0, "num_steps": 3, "ranks": 2}
     ends = {
         "complete: 3 of 3": (3, {"why": None}),
@@ -104,7 +104,7 @@ def test_each_end_of_a_run_is_told(tmp_path: Path) -> None:
         assert "2 ranks" in said
 
 
-def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_record_why_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path), die_after=2)
     assert metrics_of(tmp_path)[-1]["why"] == "it was stopped in a step"
@@ -116,7 +116,7 @@ def test_a_run_that_fails_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert began["versions"]["torch"] == torch.__version__
 
 
-def test_the_page_says_how_a_run_was_started_and_older_runs_lack_it(tmp_path: Path) -> None:
+def test_report_shows_command_and_versions_if_recorded(tmp_path: Path) -> None:
     versions = {"infinity": "1", "torch": "2"}
     more = {"command": "infinity train a&b.yaml", "host": "h", "device": "d", "versions": versions}
     began = {"event": "began", "step": 0, "time": 60.0}
@@ -134,7 +134,7 @@ def test_the_page_says_how_a_run_was_started_and_older_runs_lack_it(tmp_path: Pa
     assert not any("<pre>" in text for text in older.figures)
 
 
-def test_a_sample_is_generated_if_asked_for_and_changes_nothing_else(tmp_path: Path) -> None:
+def test_sample_is_generated_without_changing_losses(tmp_path: Path) -> None:
     (tmp_path / "plain").mkdir()
     train(settings(tmp_path / "plain", training__steps=2))
     raw = settings(tmp_path, training__steps=2, training__sample="ab <ba> ")
@@ -150,7 +150,7 @@ def test_a_sample_is_generated_if_asked_for_and_changes_nothing_else(tmp_path: P
     assert losses_of(tmp_path) == losses_of(tmp_path / "plain")
 
 
-def test_waits_memory_wear_and_mfu_are_those_told(tmp_path: Path) -> None:
+def test_report_waits_memory_wear_and_mfu(tmp_path: Path) -> None:
     page = run_page(read_run(written(tmp_path / "r", step(1), step(2), plan=PLAN)))
     assert {(r["what"], r["seconds"]) for r in page.datasets["times"]} == {
         ("no wait: compute, and the loop", 0.375), ("wait: disk read", 0.125)
@@ -167,7 +167,7 @@ def test_waits_memory_wear_and_mfu_are_those_told(tmp_path: Path) -> None:
     assert "a &lt;second&gt; drive" in figures
 
 
-def test_a_long_run_is_drawn_with_means_and_what_is_not_finite_is_said(tmp_path: Path) -> None:
+def test_report_of_long_run_averages_and_flags_non_finite(tmp_path: Path) -> None:
     steps = [step(number) for number in range(1, 2 * POINTS + 1)]
     steps[-1]["loss"] = "nan"
     page = run_page(read_run(written(tmp_path / "r", *steps)))
@@ -180,7 +180,7 @@ def test_a_long_run_is_drawn_with_means_and_what_is_not_finite_is_said(tmp_path:
     assert not page.datasets.get("tiers")  # no plan: nothing is made up
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
+def test_report_of_directory_without_run_is_refused(tmp_path: Path) -> None:
     code, out, err = call("report", str(tmp_path))
     assert (code, out) == (2, "")
     assert "holds no run" in err
@@ -192,9 +192,7 @@ def test_a_directory_that_is_no_run_is_refused(tmp_path: Path) -> None:
     assert call("report", str(tmp_path / "nowhere"))[0] == 2
 
 
-def test_what_an_error_says_is_text_in_the_page_whatever_it_holds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_report_escapes_error_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of files may be any bytes, which Python has as halves of surrogate pairs."""
     monkeypatch.setattr("infinity.train.report.page._library", str)
     why = "/data/\udcff</script><b>$body is gone"
@@ -206,7 +204,7 @@ def test_what_an_error_says_is_text_in_the_page_whatever_it_holds(
     assert "<b>" not in text
 
 
-def test_without_the_package_it_says_what_to_install(
+def test_report_without_vl_convert_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from infinity.train.report import page

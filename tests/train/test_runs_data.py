@@ -51,7 +51,7 @@ def packed(*documents: str) -> list[int]:
     return [token for text in documents for token in [*text.encode(), END]]
 
 
-def test_documents_of_all_kinds_end_with_the_end(tmp_path: Path) -> None:
+def test_documents_of_all_formats_end_with_end_token(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("ein Wört\nzwei", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n\n{"text": "", "n": 1}\n{"text": "yz"}')
     with gzip.open(tmp_path / "c.txt.gz", "wt") as file:
@@ -66,7 +66,9 @@ def test_documents_of_all_kinds_end_with_the_end(tmp_path: Path) -> None:
     )
 
 
-def test_pieces_and_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_do_not_depend_on_batch_boundaries(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Small pieces and batches, so that every boundary is crossed."""
     monkeypatch.setattr(texts, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(data, "_BATCH_CHARACTERS", 120)
@@ -88,7 +90,7 @@ def test_pieces_and_batches_do_not_show(tmp_path: Path, monkeypatch: pytest.Monk
         assert corpus.read(start, count).tolist() == expected[start : start + count]
 
 
-def test_tokens_are_used_again_until_a_file_changes(
+def test_tokens_are_cached_until_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
@@ -110,7 +112,7 @@ def test_tokens_are_used_again_until_a_file_changes(
     assert len(made) == 3
 
 
-def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
+def test_failed_prepare_removes_partial_files(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "good"}\n{"text": 3}\n')
     cache = tmp_path / "cache"
     for name in ("0123.partial-ab", "0123.partial-cd"):
@@ -125,7 +127,7 @@ def test_nothing_is_left_of_what_failed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "index", "gone"])
-def test_damage_is_found(tmp_path: Path, damage: str) -> None:
+def test_damaged_cache_is_refused(tmp_path: Path, damage: str) -> None:
     text = tmp_path / "a.txt"
     text.write_text("wort " * 50_000)
     directory = prepare(recipe(text), tmp_path / "cache").directory
@@ -140,7 +142,7 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
         prepare(recipe(text), tmp_path / "cache")
 
 
-def test_files_of_tokens(tmp_path: Path) -> None:
+def test_token_files_are_read_and_validated(tmp_path: Path) -> None:
     raw = tmp_path / "a.bin"
     np.asarray([5, 6, 7, 8], dtype="<u2").tofile(raw)
     cache = tmp_path / "cache"
@@ -170,7 +172,7 @@ def test_files_of_tokens(tmp_path: Path) -> None:
         prepare(recipe(tmp_path / "text.npy"), cache)
 
 
-def test_text_that_is_none(tmp_path: Path) -> None:
+def test_invalid_text_is_refused(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_bytes(b"gut \xff schlecht")
     with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 near byte 4"):
@@ -194,7 +196,7 @@ def test_text_that_is_none(tmp_path: Path) -> None:
         prepare(recipe(half), cache)
 
 
-def test_patterns_that_give_nothing_are_told_together(tmp_path: Path) -> None:
+def test_patterns_without_match_are_reported_together(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     patterns = [str(tmp_path / name) for name in ("missing.txt", "*.none", "empty")]
     with pytest.raises(ConfigError) as caught:
@@ -207,7 +209,7 @@ def test_patterns_that_give_nothing_are_told_together(tmp_path: Path) -> None:
     assert len(find_sources("data.train", both, "auto")) == 1
 
 
-def test_a_full_disk_is_said_with_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_error_has_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("a")
 
     def full(*arguments: Any) -> None:
@@ -235,7 +237,7 @@ class Datasets:
         return iter([{"text": "eins"}, {"text": ""}, {"text": "zwei"}])
 
 
-def test_parquet_and_names_of_the_hub_go_through_datasets(
+def test_parquet_and_hub_names_use_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     package, path = Datasets(), tmp_path / "a.parquet"
@@ -258,7 +260,7 @@ def test_parquet_and_names_of_the_hub_go_through_datasets(
         prepare(gone, tmp_path / "cache")
 
 
-def test_parquet_is_read_by_the_real_package(tmp_path: Path) -> None:
+def test_parquet_with_real_datasets_package(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["eins", "", "zwei\nü"]}), tmp_path / "a.parquet")
@@ -268,7 +270,7 @@ def test_parquet_is_read_by_the_real_package(tmp_path: Path) -> None:
 # --- windows -------------------------------------------------------------------------------------
 
 
-def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> None:
+def test_batch_iterator_epochs_and_resume(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(103, dtype=np.uint16))
     corpus = prepare(recipe(tmp_path / "a.npy"), tmp_path / "cache")
     train, held = split(corpus, 4, 0.2)
@@ -294,7 +296,7 @@ def test_a_reel_shows_every_window_once_an_epoch_and_goes_on(tmp_path: Path) -> 
 # --- tokenizers ----------------------------------------------------------------------------------
 
 
-def test_a_tokenizer_that_cuts_and_fills_up_gives_all_tokens(tmp_path: Path) -> None:
+def test_tokenizer_ignores_saved_truncation_and_padding(tmp_path: Path) -> None:
     ByteTokenizer().save_pretrained(tmp_path / "plain")
     plain = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")
     texts = ["a", "dä cab " * 5]
@@ -312,7 +314,7 @@ def test_a_tokenizer_that_cuts_and_fills_up_gives_all_tokens(tmp_path: Path) -> 
     assert exported["padding"] == kept["padding"]
 
 
-def test_code_that_comes_with_a_model_is_refused_without_a_question(
+def test_remote_code_is_refused_without_prompt(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     questions: list[Any] = []
@@ -336,9 +338,7 @@ def test_code_that_comes_with_a_model_is_refused_without_a_question(
     assert questions == []
 
 
-def test_a_tokenizer_that_the_hub_does_not_give_is_asked_for_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_hub_download_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is the network that failed: no word of what a tokenizer should have."""
     asked: list[str] = []
 
@@ -353,7 +353,7 @@ def test_a_tokenizer_that_the_hub_does_not_give_is_asked_for_once(
     assert asked == ["own/model"]
 
 
-def test_tokens_with_holes_between_them_keep_their_numbers() -> None:
+def test_tokenizer_size_with_gaps_in_vocabulary() -> None:
     class Holes:
         eos_token_id = 70_000
 

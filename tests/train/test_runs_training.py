@@ -95,7 +95,7 @@ MIXTURE = {"model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2,
 NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "resid")}
 
 
-def test_equals_a_plain_loop_and_its_export_is_that_model(tmp_path: Path) -> None:
+def test_run_matches_plain_loop_and_exports_model(tmp_path: Path) -> None:
     raw = settings(tmp_path, **NO_DROPOUT)
     result, watcher = train(raw)
     losses, model = reference_losses(raw, tmp_path / "run" / "data")
@@ -122,7 +122,7 @@ def left_to_the_plan(folder: Path, **changes: Any) -> dict[str, Any]:
     return raw
 
 
-def test_the_plan_chooses_how_a_steps_tokens_pass_the_model(tmp_path: Path) -> None:
+def test_plan_chooses_micro_batches_and_resume_keeps_them(tmp_path: Path) -> None:
     """One micro-batch where all fits; and that of the run where it goes on, whatever fits now."""
     raw = left_to_the_plan(tmp_path)
     train(raw)
@@ -137,7 +137,7 @@ def test_the_plan_chooses_how_a_steps_tokens_pass_the_model(tmp_path: Path) -> N
     assert (found.activations.slices, again.tokens_per_step) == (4, 8 * LENGTH)
 
 
-def test_slices_that_were_chosen_have_the_losses_of_micro_batches(
+def test_slices_match_losses_of_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where activations are what is short; the model is the same, but for rounding."""
@@ -159,7 +159,7 @@ def _chosen(wish: BatchSchedule, case: Any, _: Any, samples: int | None, others:
     return choose_schedule(case, wish, samples, others)
 
 
-def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:
+def test_evaluation_is_loss_of_held_out_windows(tmp_path: Path) -> None:
     result, watcher = train(settings(tmp_path))  # with dropout, which evaluation must not have
     (directory,) = (tmp_path / "run" / "data").iterdir()
     corpus = Corpus(directory)
@@ -173,7 +173,7 @@ def test_evaluation_is_the_loss_of_the_held_out_windows(tmp_path: Path) -> None:
     assert result.evaluation_before == watcher.evaluations[0]
 
 
-def test_the_directory_tells_everything(plain: tuple[Path, list[Any]]) -> None:
+def test_run_directory_contents(plain: tuple[Path, list[Any]]) -> None:
     folder, _ = plain
     run = folder / "run"
     lines = metrics_of(folder)
@@ -195,9 +195,7 @@ def test_the_directory_tells_everything(plain: tuple[Path, list[Any]]) -> None:
     assert again.model_dump(exclude_unset=True) == given.model_dump(exclude_unset=True)
 
 
-def test_goes_on_exactly_after_it_was_asked_to_stop(
-    plain: tuple[Path, list[Any]], tmp_path: Path
-) -> None:
+def test_resume_after_stop_is_exact(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     raw = settings(tmp_path)
     result, _ = train(raw, stop_after=3)
     assert result.stopped
@@ -214,7 +212,7 @@ def test_goes_on_exactly_after_it_was_asked_to_stop(
     assert losses_of(tmp_path) == plain[1]
 
 
-def test_more_steps_than_were_asked_for_first(
+def test_resume_with_more_steps_extends_schedule(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """`auto` follows: rates are those of the longer run; a number that is named is kept."""
@@ -243,7 +241,7 @@ def test_more_steps_than_were_asked_for_first(
                 run.prepare()  # the same number, said another way
 
 
-def test_a_schedule_that_cannot_follow_other_steps_is_refused(tmp_path: Path) -> None:
+def test_resume_with_fixed_schedule_and_more_steps_is_refused(tmp_path: Path) -> None:
     schedule = {"type": "CosineAnnealingLR", "params": {"T_max": "auto"}}
     train(settings(tmp_path, engine__scheduler=schedule), stop_after=2)
     raw = settings(tmp_path, engine__scheduler=schedule, training__steps=8)
@@ -258,7 +256,7 @@ def test_a_schedule_that_cannot_follow_other_steps_is_refused(tmp_path: Path) ->
     assert not (tmp_path / "other" / "run.json").exists()
 
 
-def test_goes_on_exactly_after_it_died(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_resume_after_crash_is_exact(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     raw = settings(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         train(raw, die_after=5)
@@ -276,9 +274,7 @@ def losses_of_whole(path: Path) -> list[str]:
     return [line for line in lines if '"loss"' in line and line.endswith("}")]
 
 
-def test_goes_on_from_a_checkpoint_that_is_named(
-    plain: tuple[Path, list[Any]], tmp_path: Path
-) -> None:
+def test_resume_from_named_checkpoint(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     folder, losses = plain
     raw = settings(tmp_path)
     _, watcher = train(raw, str(folder / "run" / "checkpoints" / "step4"))
@@ -290,7 +286,7 @@ def test_goes_on_from_a_checkpoint_that_is_named(
         Run(load_run_config(settings(tmp_path)), str(tmp_path / "nowhere"))
 
 
-def test_a_run_that_died_before_its_first_checkpoint_begins_where_it_began(
+def test_resume_before_first_checkpoint_uses_starting_checkpoint(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """At the checkpoint that was named, not at new weights."""
@@ -305,7 +301,7 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_where_it_began(
     ]
 
 
-def test_a_checkpoint_of_another_run_and_other_settings(
+def test_checkpoint_of_run_with_other_settings_is_refused(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     """Its optimizer goes on as it was: nothing that is told otherwise may look as if it acted."""
@@ -326,7 +322,7 @@ def test_a_checkpoint_of_another_run_and_other_settings(
     assert watcher.done == 4
 
 
-def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
+def test_state_on_disk_is_bitwise_equal(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
     waits = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # its tokens are known
@@ -343,7 +339,7 @@ def test_state_on_disk_gives_the_same_bits(plain: tuple[Path, list[Any]], tmp_pa
     assert list(state.iterdir()) == []
 
 
-def test_a_durable_run_goes_on_without_checkpoints(
+def test_durable_run_resumes_without_checkpoints(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
     state = tmp_path / "state"
@@ -373,7 +369,7 @@ def test_a_durable_run_goes_on_without_checkpoints(
     assert "has no checkpoint yet" in told.stderr
 
 
-def test_a_state_that_is_begun_from_a_checkpoint_has_ranges_of_its_own(
+def test_durable_state_from_checkpoint_chooses_new_expert_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_the_last(monkeypatch)
@@ -395,7 +391,7 @@ def test_a_state_that_is_begun_from_a_checkpoint_has_ranges_of_its_own(
 
 
 @pytest.mark.parametrize("named", [False, True])
-def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
+def test_durable_resume_keeps_expert_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
     """Its state is found by its units, and another machine would choose others; also where the
@@ -422,7 +418,7 @@ def test_a_durable_run_keeps_the_ranges_of_experts_that_its_plan_chose(
     assert losses_of(tmp_path) == expected
 
 
-def test_a_state_that_a_copy_of_the_run_went_on_with_is_refused(tmp_path: Path) -> None:
+def test_durable_state_continued_by_a_copy_is_refused(tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__nvme_path=str(tmp_path / "state"), engine__durable=True)
     (tmp_path / "state").mkdir()
     train(raw, stop_after=1)
@@ -435,7 +431,7 @@ def test_a_state_that_a_copy_of_the_run_went_on_with_is_refused(tmp_path: Path) 
     assert watcher.done == 2
 
 
-def test_what_would_change_the_numbers_is_refused(plain: tuple[Path, list[Any]]) -> None:
+def test_resume_with_changed_settings_is_refused(plain: tuple[Path, list[Any]]) -> None:
     folder, _ = plain
     for changes, name in (
         ({"engine__optimizer__lr": 1e-3}, "engine.optimizer.lr was 0.01, and is 0.001"),
@@ -449,7 +445,7 @@ def test_what_would_change_the_numbers_is_refused(plain: tuple[Path, list[Any]])
             assert name in str(caught.value)
 
 
-def test_other_data_is_refused(tmp_path: Path) -> None:
+def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     raw = settings(tmp_path)
     train(raw, stop_after=2)
     os.utime(tmp_path / "text.txt")  # the same words again: tokenised anew, and equal
@@ -465,7 +461,7 @@ def test_other_data_is_refused(tmp_path: Path) -> None:
         train(other, str(tmp_path / "run"))
 
 
-def test_files_of_a_run_are_no_data(tmp_path: Path) -> None:
+def test_run_directory_is_excluded_from_data(tmp_path: Path) -> None:
     """Where its directory lies below that of the texts."""
     raw = settings(tmp_path, data__train=str(tmp_path))
     train(raw, stop_after=1)
@@ -474,7 +470,7 @@ def test_files_of_a_run_are_no_data(tmp_path: Path) -> None:
     assert watcher.done == 1
 
 
-def test_losses_of_other_held_out_data_are_not_compared(tmp_path: Path) -> None:
+def test_changed_held_out_data_resets_best(tmp_path: Path) -> None:
     easy, hard = write_text(tmp_path / "easy.txt", seed=5), tmp_path / "hard.txt"
     hard.write_text("".join(map(chr, range(33, 120))) * 20)
     changes = {"data__held_out": None, "training__early_stop": 2, "training__evaluate_every": 2}
@@ -487,7 +483,7 @@ def test_losses_of_other_held_out_data_are_not_compared(tmp_path: Path) -> None:
     assert result.best == min(result.evaluation_before, watcher.evaluations[6])
 
 
-def test_fine_tuning_begins_with_the_weights_of_the_directory(tmp_path: Path) -> None:
+def test_fine_tuning_starts_from_model_weights(tmp_path: Path) -> None:
     torch.manual_seed(5)
     config = transformers.LlamaConfig(
         hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -517,14 +513,14 @@ def test_fine_tuning_begins_with_the_weights_of_the_directory(tmp_path: Path) ->
         assert torch.equal(saved.state_dict()[name], value.bfloat16()), name
 
 
-def test_a_loss_that_is_not_finite_ends_the_run(tmp_path: Path) -> None:
+def test_non_finite_loss_ends_run(tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__optimizer__lr=1e30, engine__scheduler=None)
     with pytest.raises(TrainingError, match=r"the loss of step \d is .*\n.*1e\+30") as caught:
         train(raw)
     assert "engine.optimizer.lr=1e+29" in str(caught.value)
 
 
-def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
+def test_missing_tracker_package_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for module in ("torch.utils.tensorboard", "tensorboardX", "comet_ml"):
@@ -537,7 +533,7 @@ def test_a_tracker_that_is_not_installed_is_refused_at_the_start(
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
 
-def test_trackers_are_told_what_the_metrics_are_and_end_no_run(
+def test_tracker_receives_metrics_and_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that accelerate has, with a package in the place of its own; it fails at the fourth."""
@@ -593,7 +589,7 @@ def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_two_signals_stop_at_once_and_say_what_is_kept(
+def test_second_signal_stops_immediately_and_names_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durable: bool
 ) -> None:
     raw = settings(tmp_path, training__checkpoint_every=99)
@@ -615,7 +611,7 @@ def test_two_signals_stop_at_once_and_say_what_is_kept(
     assert last.startswith(f"stopped by SIGTERM; {kept}; go on with: infinity train ")
 
 
-def test_killed_and_interrupted_runs_go_on_exactly(
+def test_killed_and_interrupted_runs_resume_exactly(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {"training__steps": 4000, "training__checkpoint_every": 3}

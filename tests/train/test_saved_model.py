@@ -87,7 +87,7 @@ def adapter_run(folder: Path, kind: str, **more: Any) -> Path:
 # --- export --------------------------------------------------------------------------------------
 
 
-def test_the_checkpoint_of_a_run_is_exported_as_its_model(trained: Path, tmp_path: Path) -> None:
+def test_export_checkpoint_equals_model_of_run(trained: Path, tmp_path: Path) -> None:
     """The same files, byte for byte, that the run itself wrote at its end."""
     said = export(trained, tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(trained / "model")
@@ -103,7 +103,7 @@ def test_the_checkpoint_of_a_run_is_exported_as_its_model(trained: Path, tmp_pat
     assert found.get_output_embeddings().weight is found.get_input_embeddings().weight
 
 
-def test_a_durable_run_is_exported_without_checkpoints(tmp_path: Path) -> None:
+def test_export_durable_run_without_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     train(
         settings(
@@ -119,7 +119,7 @@ def test_a_durable_run_is_exported_without_checkpoints(tmp_path: Path) -> None:
     assert files_of(tmp_path / "out") == files_of(directory / "model")
 
 
-def test_experts_are_exported_in_the_format_of_published_files(tmp_path: Path) -> None:
+def test_export_experts_in_published_format(tmp_path: Path) -> None:
     config = FAMILIES["mixtral"].config()
     engine, *_ = infinity.from_config(config, {"precision": "fp32"})
     with engine:
@@ -135,7 +135,7 @@ def test_experts_are_exported_in_the_format_of_published_files(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora", "experts"])
-def test_adapters_are_exported_alone_or_merged_as_peft_does(kind: str, tmp_path: Path) -> None:
+def test_export_adapters_separately_or_merged(kind: str, tmp_path: Path) -> None:
     directory = adapter_run(tmp_path, kind)
     export(directory, tmp_path / "adapters")
     expected, found = values_of(directory / "model"), values_of(tmp_path / "adapters")
@@ -158,7 +158,7 @@ def test_adapters_are_exported_alone_or_merged_as_peft_does(kind: str, tmp_path:
     assert tokenizer.chat_template == (tmp_path / "chat.jinja").read_text()
 
 
-def test_what_cannot_be_exported_is_refused_by_name(trained: Path, tmp_path: Path) -> None:
+def test_export_unsupported_requests_are_refused(trained: Path, tmp_path: Path) -> None:
     code, _, err = run("checkpoint", "export", trained, tmp_path / "a", "--merge")
     assert (code, "has no adapters" in err) == (2, True)
     other = transformers.GPT2Config(n_embd=16, n_layer=3, n_head=2, vocab_size=257)
@@ -188,7 +188,7 @@ def test_what_cannot_be_exported_is_refused_by_name(trained: Path, tmp_path: Pat
     assert (code, "--model RUN_DIR" in err) == (2, True)
 
 
-def test_parameters_that_are_not_there_are_named(tmp_path: Path) -> None:
+def test_adapter_target_parameters_are_validated(tmp_path: Path) -> None:
     for name, expected in {
         "qwen3_moe": r"experts\.up: .*\n.*are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj",
         "llama": r"no parameters of three dimensions",
@@ -202,7 +202,7 @@ def test_parameters_that_are_not_there_are_named(tmp_path: Path) -> None:
             AdapterSection.model_validate(wrong)
 
 
-def test_adapters_over_tied_weights_are_not_merged(tmp_path: Path) -> None:
+def test_merge_adapters_of_tied_weights_is_refused(tmp_path: Path) -> None:
     base = transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=257, n_positions=64)
     transformers.GPT2LMHeadModel(base).save_pretrained(tmp_path / "base")
     raw = settings(
@@ -236,7 +236,7 @@ def generate(directory: Path, *options: object) -> str:
     return out
 
 
-def test_a_run_continues_a_prompt_as_its_exported_model_does(trained: Path) -> None:
+def test_generate_from_run_matches_exported_model(trained: Path) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(trained / "model")
     expected = continuation(model, b"ab")
     assert len(expected) > 5
@@ -250,7 +250,7 @@ def test_a_run_continues_a_prompt_as_its_exported_model_does(trained: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
-def test_adapters_answer_with_the_chat_template(kind: str, tmp_path: Path) -> None:
+def test_generate_with_adapters_applies_chat_template(kind: str, tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     directory = adapter_run(
         tmp_path,
@@ -270,7 +270,7 @@ def test_adapters_answer_with_the_chat_template(kind: str, tmp_path: Path) -> No
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def test_mistakes_of_generate_are_named(trained: Path, tmp_path: Path) -> None:
+def test_generate_invalid_arguments_are_refused(trained: Path, tmp_path: Path) -> None:
     for arguments, text in (
         ((tmp_path / "none", "ab"), "none is not a directory"),
         ((tmp_path, "ab"), "has no file `latest`"),

@@ -54,7 +54,7 @@ def write(folder: Path, **changes: Any) -> str:
 # --- the whole -----------------------------------------------------------------------------------
 
 
-def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> None:
+def test_train_prints_plan_steps_and_result(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, out, error = run("train", config, "training.steps=2")
     assert code == 0, error
@@ -92,7 +92,7 @@ def test_a_run_shows_its_plan_its_steps_and_what_came_of_it(tmp_path: Path) -> N
     assert "WarmupCosineLR ends with step 3 now: the next learning rate is" in error
 
 
-def test_what_does_not_fit_is_said_before_anything_is_written(tmp_path: Path) -> None:
+def test_train_reports_misfit_before_writing_run(tmp_path: Path) -> None:
     changes = {"n_embd": 2048, "n_layer": 24, "n_head": 16}
     given = {f"model__config__{name}": value for name, value in changes.items()}
     code, out, error = run("train", write(tmp_path, **given, engine__budget={"host": "1GiB"}))
@@ -118,7 +118,7 @@ def refusal(folder: Path, *options: str, code: int = 2, **changes: Any) -> str:
     return error
 
 
-def test_all_mistakes_of_a_configuration_are_told_at_once(tmp_path: Path) -> None:
+def test_all_configuration_errors_are_reported_together(tmp_path: Path) -> None:
     error = refusal(
         tmp_path,
         model={"path": "x", "config": {"model_type": "gpt2"}},
@@ -145,14 +145,14 @@ def test_all_mistakes_of_a_configuration_are_told_at_once(tmp_path: Path) -> Non
         assert text in error, error
 
 
-def test_a_configuration_that_is_not_there(tmp_path: Path) -> None:
+def test_missing_configuration_file(tmp_path: Path) -> None:
     code, _, error = run("train", str(tmp_path / "nosuch.yaml"))
     assert code == 2
     assert "nosuch.yaml does not exist" in error
     assert "try: `infinity init`" in error
 
 
-def test_sections_that_must_be_given() -> None:
+def test_required_sections_and_conflicts() -> None:
     with pytest.raises(ConfigError) as caught:
         load_run_config({"model": {}, "data": {}})
     for text in ("run_dir: must be given", "neither path nor config", "data.train: must be given"):
@@ -174,7 +174,7 @@ def test_sections_that_must_be_given() -> None:
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_the_keys_of_published_configurations_are_taken_and_misspelled_ones_refused(
+def test_published_model_keys_are_accepted_and_typos_refused(
     name: str,
 ) -> None:
     """Some have no default in transformers' class, which reads them all the same."""
@@ -208,7 +208,7 @@ def test_the_keys_of_published_configurations_are_taken_and_misspelled_ones_refu
         ({"data__sequence_length": "auto", "training__tokens_per_step": 100}, "accumulation"),
     ],
 )
-def test_what_does_not_fit_together_is_one_message(
+def test_inconsistent_settings_are_one_error(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
     error = refusal(tmp_path, **changes)
@@ -218,21 +218,21 @@ def test_what_does_not_fit_together_is_one_message(
         assert message in error
 
 
-def test_several_things_that_are_missing_are_told_together(tmp_path: Path) -> None:
+def test_missing_files_are_reported_together(tmp_path: Path) -> None:
     error = refusal(tmp_path, data__train="/nowhere", model={"path": "./gone"}, tokenizer="./t")
     assert "3 mistakes" in error
     for text in ("/nowhere: does not exist", "no directory ./gone", "./t has no tokenizer"):
         assert text in error
 
 
-def test_a_corpus_that_gives_no_window_is_refused(tmp_path: Path) -> None:
+def test_corpus_without_a_window_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("")
     assert "data.train: 0 tokens in 0 documents do not make one window of 16" in refusal(tmp_path)
     (tmp_path / "text.txt").write_text("a word")
     assert "7 tokens in 1 documents" in refusal(tmp_path)
 
 
-def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
+def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asarray([3, 999, 3], dtype=np.uint16))
     changes = {"data__train": str(tmp_path / "a.npy"), "model__config__vocab_size": 300}
     error = refusal(tmp_path, **changes)
@@ -241,7 +241,7 @@ def test_tokens_of_another_vocabulary_are_refused(tmp_path: Path) -> None:
     assert "tokenizer: must be given" in refusal(tmp_path, **changes, **more)
 
 
-def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
+def test_unusable_run_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
     assert "cannot be used" in refusal(tmp_path, code=4, run_dir=str(file / "run"))
@@ -251,14 +251,12 @@ def test_a_directory_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
     assert "is not empty, and holds no run: thesis.txt" in refusal(tmp_path, run_dir=str(full))
 
 
-def test_transformers_that_is_missing_is_said(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_transformers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     assert "pip install" in refusal(tmp_path)
 
 
-def test_files_that_are_no_configuration(tmp_path: Path) -> None:
+def test_invalid_configuration_files(tmp_path: Path) -> None:
     for name, text in (("a.yaml", "a: [1"), ("b.yaml", "- 1"), ("c.txt", "")):
         (tmp_path / name).write_text(text)
         code, _, error = run("train", str(tmp_path / name))
@@ -276,7 +274,7 @@ PLANNED_SOON = ("tiny-cpu", "pretrain-124m", "chat", "8b-qlora")
 @pytest.mark.parametrize(
     "name", [n if n in PLANNED_SOON else pytest.param(n, marks=pytest.mark.big) for n in PRESETS]
 )
-def test_every_preset_is_valid_and_can_be_planned(
+def test_every_preset_is_valid_and_plannable(
     tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
@@ -310,7 +308,7 @@ def test_every_preset_is_valid_and_can_be_planned(
         assert report["schedule"]["runner_up"] is not None
 
 
-def test_init_replaces_nothing_unless_it_is_told_to(tmp_path: Path) -> None:
+def test_init_does_not_overwrite_without_force(tmp_path: Path) -> None:
     path = tmp_path / "a" / "train.yaml"
     code, _, error = run("init", "--out", str(path))
     assert (code, list(tmp_path.iterdir())) == (2, [])
@@ -330,7 +328,7 @@ def test_init_replaces_nothing_unless_it_is_told_to(tmp_path: Path) -> None:
     assert "run_dir: runs/tiny-cpu" in out
 
 
-def test_the_tiny_preset_trains(tmp_path: Path) -> None:
+def test_tiny_preset_trains(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     run("init", "--out", str(path))
     code, out, error = run(
@@ -348,7 +346,7 @@ def test_the_tiny_preset_trains(tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_the_page_about_fine_tuning_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fine_tuning_page_commands_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (Path(__file__).parents[2] / "docs" / "fine-tuning.md").read_text(encoding="utf-8")
     blocks = dict(re.findall(r"```(yaml|json|jinja|console)\n(.*?)```", page, re.DOTALL))
     for name, kind in (("train.yaml", "yaml"), ("chat.jsonl", "json"), ("chat.jinja", "jinja")):
@@ -362,7 +360,7 @@ def test_the_page_about_fine_tuning_runs(tmp_path: Path, monkeypatch: pytest.Mon
     assert (tmp_path / "run" / "best" / "model.safetensors").exists()
 
 
-def test_plans_take_the_overrides_of_runs(tmp_path: Path) -> None:
+def test_plan_accepts_overrides_of_runs(tmp_path: Path) -> None:
     path = tmp_path / "train.yaml"
     assert run("init", "--preset", "tiny-cpu", "--out", str(path))[0] == 0
     code, out, error = run("plan", str(path), "data.sequence_length=32", "--json")
@@ -373,7 +371,7 @@ def test_plans_take_the_overrides_of_runs(tmp_path: Path) -> None:
     assert "data: unknown key" in error
 
 
-def test_what_train_says_to_type_works_there(tmp_path: Path) -> None:
+def test_remedies_of_train_work(tmp_path: Path) -> None:
     """No options of `infinity plan`, nothing that this machine is not."""
     config = write(tmp_path, engine__budget={"host": "326MiB"})
     code, out, error = run("train", config)
@@ -389,7 +387,7 @@ def test_what_train_says_to_type_works_there(tmp_path: Path) -> None:
         assert code == 0, (how, out_then, error)
 
 
-def test_a_run_is_planned_as_it_would_train(tmp_path: Path) -> None:
+def test_plan_of_run_matches_training_batches(tmp_path: Path) -> None:
     """On any number of ranks, and in windows as long as its model sees."""
     sizes = ["--device", "4GiB", "--host", "16GiB", "--disk", "64GiB", "--json"]
     batches = {"engine__gradient_accumulation_steps": None, "training__micro_batch": 2}
@@ -411,7 +409,7 @@ def test_a_run_is_planned_as_it_would_train(tmp_path: Path) -> None:
     assert json.loads(out)["work"]["tokens_per_step"] == 2 * 3 * TINY["n_positions"]
 
 
-def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> None:
+def test_plan_of_invalid_run_reports_errors(tmp_path: Path) -> None:
     code, _, error = run("plan", write(tmp_path, engine__placment={}))
     assert code == 2
     assert "engine.placment: unknown key; did you mean 'engine.placement'?" in error
@@ -420,7 +418,7 @@ def test_a_run_that_is_broken_is_planned_with_its_mistakes(tmp_path: Path) -> No
 # --- the page ------------------------------------------------------------------------------------
 
 
-def test_the_line_of_a_step() -> None:
+def test_format_step_line() -> None:
     record = {
         "step": 3, "num_steps": 36, "loss": 5.25, "lr": 1e-3, "skipped": True,
         "tokens_per_s": 1064.0, "step_s": 8.0, "left_s": 264.0,
@@ -436,7 +434,7 @@ def test_the_line_of_a_step() -> None:
     assert format_stalls({}, 0.0) == ""
 
 
-def test_a_narrow_terminal_keeps_the_bar_and_the_time_left() -> None:
+def test_narrow_terminal_shows_bar_and_eta() -> None:
     record = {
         "event": "step", "step": 3, "num_steps": 36_000, "loss": 5.25, "lr": 1e-3, "skipped": False,
         "tokens_per_s": 1064.0, "step_s": 8.0, "left_s": 264.0,

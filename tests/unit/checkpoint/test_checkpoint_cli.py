@@ -40,7 +40,7 @@ def flip(path: Path, position: int) -> None:
 # --- joining -----------------------------------------------------------------------------------
 
 
-def test_joining_and_splitting_are_those_of_the_kernels() -> None:
+def test_join_and_split_match_kernels_bitwise() -> None:
     generator = torch.Generator().manual_seed(1)
     count = 1 << 18
     weight = torch.randint(-(2**15), 2**15, (count,), dtype=torch.int16, generator=generator)
@@ -74,7 +74,7 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 # --- inspect -----------------------------------------------------------------------------------
 
 
-def test_inspect_says_what_there_is(root: Path) -> None:
+def test_inspect_reports_checkpoint_contents(root: Path) -> None:
     code, out, err = run("inspect", root)
     assert (code, err) == (0, "")
     for text in (
@@ -107,7 +107,7 @@ def test_inspect_says_what_there_is(root: Path) -> None:
 # --- verify ------------------------------------------------------------------------------------
 
 
-def test_verify_names_what_is_damaged(root: Path) -> None:
+def test_verify_names_damaged_files(root: Path) -> None:
     code, out, _ = run("verify", root)
     assert code == 0
     assert out.startswith(f"{root / 's3'}: sound, ")
@@ -149,7 +149,7 @@ def finite(seed: int) -> Any:
     return made
 
 
-def test_export_writes_the_masters_exactly(tmp_path: Path) -> None:
+def test_export_writes_masters_exactly(tmp_path: Path) -> None:
     made = finite(1)
     save(tmp_path / "run", "t", made)
     kernels = CpuKernels()
@@ -176,7 +176,7 @@ def test_export_writes_the_masters_exactly(tmp_path: Path) -> None:
     kernels.close()
 
 
-def test_export_refuses_what_is_damaged_and_leaves_nothing(tmp_path: Path) -> None:
+def test_export_damaged_checkpoint_fails_without_output(tmp_path: Path) -> None:
     path = save(tmp_path / "run", "t", finite(1))
     flip(path / "residual.safetensors", 2_000_000)
     code, out, err = run("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")
@@ -198,7 +198,7 @@ def test_export_refuses_what_is_damaged_and_leaves_nothing(tmp_path: Path) -> No
     assert not (tmp_path / "a").exists()
 
 
-def test_export_does_not_write_over_a_checkpoint(root: Path) -> None:
+def test_export_into_checkpoint_directory_is_refused(root: Path) -> None:
     before = sorted(path.name for path in (root / "s2").iterdir())
     for out in (root / "s2", root / "s3"):
         code, _, err = run("export", root, out)
@@ -207,7 +207,7 @@ def test_export_does_not_write_over_a_checkpoint(root: Path) -> None:
     assert sorted(path.name for path in (root / "s2").iterdir()) == before
 
 
-def test_export_tells_of_values_that_do_not_fit(tmp_path: Path) -> None:
+def test_export_names_values_outside_dtype_range(tmp_path: Path) -> None:
     made = finite(1)
     made.content["model", "scalar"] = torch.tensor([1e30]).to(torch.bfloat16).view(torch.uint8)
     save(tmp_path / "run", "t", made)
@@ -219,7 +219,7 @@ def test_export_tells_of_values_that_do_not_fit(tmp_path: Path) -> None:
 # --- prune -------------------------------------------------------------------------------------
 
 
-def test_prune_says_and_does(root: Path) -> None:
+def test_prune_dry_run_and_removal(root: Path) -> None:
     code, out, _ = run("prune", root, "--keep", "1", "--dry-run")
     assert code == 0
     assert f"would remove {root / 's2'}" in out
@@ -239,7 +239,7 @@ def test_prune_says_and_does(root: Path) -> None:
 # --- mistakes ----------------------------------------------------------------------------------
 
 
-def test_mistakes_are_told_without_a_traceback(root: Path, tmp_path: Path) -> None:
+def test_invalid_arguments_report_errors_without_traceback(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
     mistakes: list[tuple[list[str | Path], int, str]] = [
@@ -266,7 +266,7 @@ def test_mistakes_are_told_without_a_traceback(root: Path, tmp_path: Path) -> No
         assert out == ""
 
 
-def test_without_latest_the_tags_are_named(root: Path) -> None:
+def test_verify_without_latest_lists_tags(root: Path) -> None:
     (root / "latest").unlink()
     code, _, err = run("verify", root)
     assert code == 5
@@ -275,7 +275,7 @@ def test_without_latest_the_tags_are_named(root: Path) -> None:
     assert run("verify", root, "--tag", "s3")[0] == 0
 
 
-def test_every_command_has_an_example() -> None:
+def test_help_of_every_command_has_an_example() -> None:
     for name in ("inspect", "verify", "export", "prune", "import-deepspeed"):
         code, out, _ = run(name, "--help")
         assert code == 0
@@ -283,7 +283,7 @@ def test_every_command_has_an_example() -> None:
     assert "import-deepspeed" in run()[1]
 
 
-def test_a_model_without_masters_is_exported(tmp_path: Path) -> None:
+def test_export_checkpoint_without_masters(tmp_path: Path) -> None:
     made = finite(2)
     for stream in [s for s in made.streams if s not in ("model", "frozen", "buffers")]:
         del made.streams[stream]

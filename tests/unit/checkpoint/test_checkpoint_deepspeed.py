@@ -46,7 +46,7 @@ def tensors(root: Path, tag: str) -> tuple[dict[str, Tensor], Any]:
         return found, reader.manifest
 
 
-def test_real_checkpoints_of_stage_1_and_3_are_imported(tmp_path: Path) -> None:
+def test_import_real_stage_1_and_3_checkpoints_agree(tmp_path: Path) -> None:
     """One model, trained alike: what the stages saved is the same, laid out differently."""
     files = DATA / "z1-fp32/global_step3"
     module = torch.load(files / "mp_rank_00_model_states.pt", weights_only=True)["module"]
@@ -75,7 +75,7 @@ def test_real_checkpoints_of_stage_1_and_3_are_imported(tmp_path: Path) -> None:
         assert torch.allclose(results[1][name], results[3][name], rtol=1e-5, atol=1e-7), name
 
 
-def test_real_checkpoints_of_bf16_and_two_ranks_are_imported(tmp_path: Path) -> None:
+def test_import_real_bf16_checkpoints_of_two_ranks(tmp_path: Path) -> None:
     """The weights are the bits that DeepSpeed computed with; the masters are finer."""
     model = DATA / "z2-bf16-w2/global_step3/mp_rank_00_model_states.pt"
     module = torch.load(model, weights_only=True)["module"]
@@ -229,7 +229,7 @@ def lean_part(made: dict[str, Tensor], group: list[str], rank: int, ranks: int, 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_lookalikes_are_imported_bit_for_bit(
+def test_import_synthetic_checkpoint_is_bitwise_equal(
     tmp_path: Path, stage: int, ranks: int, dtype: torch.dtype
 ) -> None:
     made = lookalike(tmp_path / "ds/t", stage, ranks, dtype)
@@ -257,7 +257,7 @@ def test_lookalikes_are_imported_bit_for_bit(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gaps_between_parameters_are_skipped(tmp_path: Path, ranks: int) -> None:
+def test_import_skips_alignment_padding(tmp_path: Path, ranks: int) -> None:
     made = lookalike(tmp_path / "t", 2, ranks, torch.float32, gap=3)
     import_deepspeed(tmp_path / "t", tmp_path / "out", "0.1.0")
     found, _ = tensors(tmp_path / "out", "t")
@@ -266,7 +266,7 @@ def test_gaps_between_parameters_are_skipped(tmp_path: Path, ranks: int) -> None
         assert torch.equal(found[f"moment2/{name}"], made["exp_avg_sq"][name])
 
 
-def test_without_moments_the_weights_are_imported(tmp_path: Path) -> None:
+def test_import_without_moments_keeps_weights(tmp_path: Path) -> None:
     empty = {"state": {}, "param_groups": []}
     lookalike(tmp_path / "t", 2, 2, optimizer={"base_optimizer_state": empty})
     done = import_deepspeed(tmp_path / "t", tmp_path / "out", "0.1.0")
@@ -280,7 +280,9 @@ def test_without_moments_the_weights_are_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("universal", [False, True])
-def test_an_engine_that_loads_one_says_how_to_import_it(tmp_path: Path, universal: bool) -> None:
+def test_load_deepspeed_checkpoint_error_names_import_command(
+    tmp_path: Path, universal: bool
+) -> None:
     config = {
         "train_batch_size": 2,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
@@ -312,7 +314,7 @@ def refused(directory: Path, out: Path) -> str:
     return str(caught.value)
 
 
-def test_code_in_the_files_is_not_run(tmp_path: Path) -> None:
+def test_import_does_not_execute_pickled_code(tmp_path: Path) -> None:
     target = tmp_path / "made by a checkpoint"
     changes: list[dict[str, Any]] = [
         {"optimizer": {"x": Evil(target)}},
@@ -346,12 +348,12 @@ def test_code_in_the_files_is_not_run(tmp_path: Path) -> None:
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
-def test_what_is_not_understood_is_refused(tmp_path: Path, change: Any, text: str) -> None:
+def test_import_invalid_fields_are_refused(tmp_path: Path, change: Any, text: str) -> None:
     lookalike(tmp_path / "t", 1, 2, **change)
     assert text in refused(tmp_path / "t", tmp_path / "out")
 
 
-def test_files_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
+def test_import_missing_or_damaged_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
     lookalike(tmp_path / "t", 3, 3)
     middle = tmp_path / "t/zero_pp_rank_1_mp_rank_00_optim_states.pt"
@@ -373,7 +375,7 @@ def test_files_that_are_missing_or_damaged_are_refused(tmp_path: Path) -> None:
         import_deepspeed(tmp_path, out, "0.1.0", "../t")
 
 
-def test_the_command_says_what_it_did(tmp_path: Path) -> None:
+def test_import_command_reports_result(tmp_path: Path) -> None:
     arguments = ["checkpoint", "import-deepspeed", str(DATA / "z3-fp32"), str(tmp_path / "out")]
     result = CliRunner().invoke(app, arguments)
     assert (result.exit_code, result.stderr) == (0, "")

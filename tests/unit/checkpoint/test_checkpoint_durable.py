@@ -55,7 +55,7 @@ def train(paths: list[Path], more: dict[str, Any], steps: int = 2) -> dict[str, 
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_inspect_verify_and_export(tmp_path: Path, case: str) -> None:
+def test_inspect_verify_and_export_durable_run(tmp_path: Path, case: str) -> None:
     more = CASES[case]
     paths = paths_of(tmp_path, more)
     masters = train(paths, more)
@@ -112,7 +112,7 @@ def compare(target: Path, masters: dict[str, torch.Tensor], dtype: torch.dtype) 
             assert torch.equal(found, master.to(dtype)), name
 
 
-def test_the_initial_state_can_be_exported(tmp_path: Path) -> None:
+def test_export_initial_state_before_first_commit(tmp_path: Path) -> None:
     (path,) = paths_of(tmp_path, {})
     masters = train([path], {"placement": PLACEMENTS["all on disk"]}, steps=0)
     assert "the initial state: no step was committed" in run("inspect", path)[1]
@@ -121,7 +121,7 @@ def test_the_initial_state_can_be_exported(tmp_path: Path) -> None:
     compare(tmp_path / "out", masters, torch.float32)
 
 
-def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
+def test_verify_locates_any_flipped_bit(tmp_path: Path) -> None:
     """In each part of the committed state; bits of the other side and of padding behind it are
     nobody's."""
     (path,) = paths_of(tmp_path, {})
@@ -162,7 +162,7 @@ def test_any_flipped_bit_is_found_and_named(tmp_path: Path) -> None:
     assert f"{directory}: sound" in run("verify", path)[1]
 
 
-def test_a_damaged_plan_or_record_is_told(tmp_path: Path) -> None:
+def test_verify_reports_damaged_plan(tmp_path: Path) -> None:
     (path,) = paths_of(tmp_path, {})
     train([path], {})
     (directory,) = path.iterdir()
@@ -173,7 +173,7 @@ def test_a_damaged_plan_or_record_is_told(tmp_path: Path) -> None:
     assert f"{directory}: damaged, 1 problem(s)" in out
 
 
-def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
+def test_commands_on_running_run_are_refused(tmp_path: Path) -> None:
     (path,) = paths_of(tmp_path, {})
     with durable_engine([path], gated()) as engine:
         step(engine)
@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_is_refused(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
-def test_which_directory_is_meant(tmp_path: Path) -> None:
+def test_directory_resolution_and_ambiguity(tmp_path: Path) -> None:
     (path,) = paths_of(tmp_path, {})
     code, _, err = run("inspect", path)
     assert code == 5

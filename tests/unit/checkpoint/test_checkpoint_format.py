@@ -93,7 +93,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
 
 @settings(max_examples=50, deadline=None)
 @given(manifests())
-def test_a_manifest_comes_back_the_same(manifest: Manifest) -> None:
+def test_manifest_round_trip(manifest: Manifest) -> None:
     text = manifest.to_bytes()
     text.decode("ascii")
     found = Manifest.from_bytes(text, "here")
@@ -103,7 +103,7 @@ def test_a_manifest_comes_back_the_same(manifest: Manifest) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(manifests(), st.data())
-def test_any_change_of_its_text_is_found(manifest: Manifest, data: st.DataObject) -> None:
+def test_manifest_any_edit_is_detected(manifest: Manifest, data: st.DataObject) -> None:
     text = manifest.to_bytes().decode()
     position = data.draw(st.integers(0, len(text) - 1))
     other = data.draw(st.characters(codec="ascii").filter(lambda c: c != text[position]))
@@ -117,14 +117,14 @@ def test_any_change_of_its_text_is_found(manifest: Manifest, data: st.DataObject
             Manifest.from_bytes(changed.encode(), "here")
 
 
-def test_the_checksum_is_the_one_that_is_documented(tmp_path: Path) -> None:
+def test_manifest_checksum_matches_documentation(tmp_path: Path) -> None:
     data = (save(tmp_path, "t", sample(1)) / "manifest.json").read_bytes()
     body, seal = data[:-27], data[-27:]
     assert seal == f',\n"checksum": "{checksum(body):08x}"\n}}\n'.encode()
     assert f"{checksum(b'123456789'):08x}" == "e3069283"  # the check value of CRC-32C
 
 
-def test_the_document_tells_every_member_and_file(tmp_path: Path) -> None:
+def test_format_document_lists_every_member_and_file(tmp_path: Path) -> None:
     text = DOCUMENT.read_text()
     path = save(tmp_path, "t", sample(1), 2000)
     members = json.loads((path / "manifest.json").read_text())
@@ -139,14 +139,14 @@ def test_the_document_tells_every_member_and_file(tmp_path: Path) -> None:
         assert f"`{mark}`" in text, mark
 
 
-def test_every_file_is_known(tmp_path: Path) -> None:
+def test_is_our_file_matches_only_checkpoint_files(tmp_path: Path) -> None:
     path = save(tmp_path, "t", sample(1), 2000)
     assert all(is_our_file(entry.name) for entry in path.iterdir())
     for name in ("a.txt", "model.safetensors.bak", "x.pt", "lock", "..", "MODEL.safetensors"):
         assert not is_our_file(name)
 
 
-def test_shards_are_cut_between_tensors() -> None:
+def test_cut_splits_shards_between_tensors() -> None:
     specs = [TensorSpec(f"t{i}", (n,), torch.uint8) for i, n in enumerate((5, 5, 11, 1, 0, 9, 2))]
     shards = cut("model", specs, 10, numbered=False)
     assert [[t.name for t in s.tensors] for s in shards] == [
@@ -199,7 +199,7 @@ def write_model(root: Path, model: Model, *, small: bool = False) -> Path:
     return writer.finish(manifest)
 
 
-def test_a_checkpoint_loads_as_weights(tmp_path: Path) -> None:
+def test_checkpoint_directory_loads_as_weights(tmp_path: Path) -> None:
     """Strictly: persistent buffers and frozen parameters are there, other buffers are not."""
     model, other = Model(), Model()
     path = write_model(tmp_path, model)
@@ -216,7 +216,7 @@ def test_a_checkpoint_loads_as_weights(tmp_path: Path) -> None:
     assert all(torch.equal(value, expected[name]) for name, value in other.state_dict().items())
 
 
-def test_a_small_checkpoint_is_one_file_of_weights(tmp_path: Path) -> None:
+def test_small_checkpoint_has_a_single_weights_file(tmp_path: Path) -> None:
     path = write_model(tmp_path, Model(), small=True)
     assert sorted(entry.name for entry in path.iterdir()) == [
         "manifest.json",

@@ -119,7 +119,7 @@ PLAIN = [
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
-def test_what_is_plain_comes_back_the_same(value: Any) -> None:
+def test_plain_value_round_trip(value: Any) -> None:
     assert same(through(value), value)
     assert same(through({"a": [value, (value,)]}), {"a": [value, (value,)]})
 
@@ -132,14 +132,14 @@ def test_what_is_plain_comes_back_the_same(value: Any) -> None:
         torch.bool, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2,
     ],
 )  # fmt: skip
-def test_tensors_of_every_dtype_come_back_bit_for_bit(dtype: torch.dtype) -> None:
+def test_tensor_round_trip_every_dtype(dtype: torch.dtype) -> None:
     top = 2 if dtype is torch.bool else 256
     whole = torch.randint(0, top, (48 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     for value in (whole, whole.view(6, 8).t(), whole[::3], whole[:0], whole[0], whole.view(2, 24)):
         assert same(through(value), value)
 
 
-def test_what_came_back_is_its_own() -> None:
+def test_decoded_values_share_no_memory() -> None:
     text = encode({"t": torch.ones(3), "a": np.ones(3)}, "x")
     one, other = decode(text), decode(text)
     one["t"].zero_()
@@ -147,7 +147,7 @@ def test_what_came_back_is_its_own() -> None:
     assert other["t"].sum() == other["a"].sum() == 3
 
 
-def test_rng_states_come_back() -> None:
+def test_rng_state_round_trip() -> None:
     torch.manual_seed(5)
     state = through({"torch": torch.get_rng_state(), "python": random.getstate()})
     expected = torch.rand(4), random.random()
@@ -175,7 +175,7 @@ values = st.recursive(
 
 @settings(max_examples=100, deadline=None)
 @given(values)
-def test_any_plain_value_comes_back_the_same(value: Any) -> None:
+def test_random_plain_value_round_trip(value: Any) -> None:
     assert same(through(value), value)
 
 
@@ -208,7 +208,7 @@ LOOP.append(LOOP)
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_everything_else_is_refused_by_its_place(value: Any, place: str) -> None:
+def test_encode_unsupported_value_names_its_path(value: Any, place: str) -> None:
     with pytest.raises(ConfigError) as caught:
         encode(value, "state")
     assert place in str(caught.value)
@@ -266,13 +266,13 @@ HOSTILE: list[Any] = [
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
-def test_hostile_data_are_refused(value: Any) -> None:
+def test_decode_hostile_data_is_refused(value: Any) -> None:
     for place in (value, [value], {"a": {"$tuple": [value]}}):
         with pytest.raises(CheckpointError, match="data in a checkpoint cannot be read"):
             decode(place)
 
 
-def test_deep_data_are_refused() -> None:
+def test_deeply_nested_data_is_refused() -> None:
     value: Any = 1
     for _ in range(5000):
         value = {"$tuple": [value]}
@@ -304,12 +304,12 @@ nodes = st.recursive(
 
 @settings(max_examples=150, deadline=None)
 @given(nodes)
-def test_any_json_is_decoded_or_refused(value: Any) -> None:
+def test_decode_random_json_succeeds_or_raises_checkpoint_error(value: Any) -> None:
     with suppress(CheckpointError):
         decode(value)
 
 
-def test_arrays_that_are_no_records_are_read_without_a_parser(
+def test_decode_plain_arrays_does_not_parse_header(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Threads may read at the same time: CPython's parser fails there now and then."""

@@ -35,7 +35,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
     return root, made
 
 
-def test_everything_comes_back(saved: tuple[Path, Sample]) -> None:
+def test_read_returns_all_saved_tensors(saved: tuple[Path, Sample]) -> None:
     root, made = saved
     assert same_content(content(root, "t"), made.content)
     with CheckpointReader(root, "t") as reader:
@@ -50,7 +50,7 @@ def test_everything_comes_back(saved: tuple[Path, Sample]) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
-def test_any_range_comes_back(saved: tuple[Path, Sample], data: st.DataObject) -> None:
+def test_read_into_any_range(saved: tuple[Path, Sample], data: st.DataObject) -> None:
     root, made = saved
     with CheckpointReader(root, "t") as reader:
         for _ in range(3):
@@ -64,7 +64,7 @@ def test_any_range_comes_back(saved: tuple[Path, Sample], data: st.DataObject) -
             assert target[0] == target[-1] == 0xAB
 
 
-def test_random_pieces_of_all_streams_come_back(saved: tuple[Path, Sample]) -> None:
+def test_read_into_random_ranges_of_all_streams(saved: tuple[Path, Sample]) -> None:
     root, made = saved
     random_ = random.Random(1)
     keys = [key for key in made.content if made.content[key].numel()]
@@ -79,7 +79,7 @@ def test_random_pieces_of_all_streams_come_back(saved: tuple[Path, Sample]) -> N
             assert torch.equal(target, expected[first : first + target.numel()])
 
 
-def test_reading_in_order_reads_each_block_once(
+def test_sequential_reads_read_each_block_once(
     saved: tuple[Path, Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root, made = saved
@@ -108,7 +108,7 @@ def test_reading_in_order_reads_each_block_once(
     assert set(read.values()) == {1}
 
 
-def test_files_are_safetensors_for_everybody(saved: tuple[Path, Sample]) -> None:
+def test_files_are_readable_by_safetensors(saved: tuple[Path, Sample]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
     root, made = saved
     found: dict[tuple[str, str], Tensor] = {}
@@ -120,7 +120,7 @@ def test_files_are_safetensors_for_everybody(saved: tuple[Path, Sample]) -> None
 
 
 @needs_peak
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+def test_read_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
     """Blocks of both files on their way; each file has 48 MiB."""
     save(tmp_path, "t", sample(3, shapes={"a": (24 << 20,)}, moments=()))
     rings = 2 * blocks.RING_BLOCKS * BLOCK_BYTES
@@ -139,7 +139,7 @@ def peak_of_reading(root: Path) -> int:
         return peak.grown
 
 
-def test_wrong_calls_are_refused(saved: tuple[Path, Sample]) -> None:
+def test_read_invalid_arguments_are_refused(saved: tuple[Path, Sample]) -> None:
     root, _ = saved
     target = torch.zeros(6, dtype=torch.uint8)
     reader = CheckpointReader(root, "t")
@@ -162,7 +162,7 @@ def test_wrong_calls_are_refused(saved: tuple[Path, Sample]) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_drive_that_fails(saved: tuple[Path, Sample], seed: int) -> None:
+def test_read_with_io_faults_is_correct_or_raises(saved: tuple[Path, Sample], seed: int) -> None:
     """Right bytes or the right error; and a read that failed may be repeated."""
     root, made = saved
     kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
@@ -193,7 +193,7 @@ def check_failure(error: InfinityError, kinds: str, stream: str) -> None:
     assert "block" in str(error)
 
 
-def test_verify_tells_of_a_drive_that_fails(saved: tuple[Path, Sample]) -> None:
+def test_verify_reports_io_errors(saved: tuple[Path, Sample]) -> None:
     with rough_io(faults="seed=1,kinds=eio,rate=1"):
         reader = CheckpointReader(saved[0], "t")
     with reader:
@@ -203,7 +203,7 @@ def test_verify_tells_of_a_drive_that_fails(saved: tuple[Path, Sample]) -> None:
     assert all("Input/output error" in text for text in found)
 
 
-def test_other_block_sizes_are_read(saved: tuple[Path, Sample], tmp_path: Path) -> None:
+def test_read_files_with_other_block_sizes(saved: tuple[Path, Sample], tmp_path: Path) -> None:
     """The size of a block belongs to the file, not to the reader."""
     from support.checkpoint_files import checksum
 
@@ -220,7 +220,7 @@ def test_other_block_sizes_are_read(saved: tuple[Path, Sample], tmp_path: Path) 
     assert same_content(content(tmp_path, "t"), made.content)
 
 
-def test_a_tag_given_as_the_root_is_said_to_be_one(saved: tuple[Path, Sample]) -> None:
+def test_no_latest_hints_when_root_is_a_checkpoint(saved: tuple[Path, Sample]) -> None:
     root, _ = saved
     text = no_latest(root / "t")
     assert text.endswith(f'but is a checkpoint itself: load_checkpoint("{root}", tag="t")')

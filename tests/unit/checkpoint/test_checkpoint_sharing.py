@@ -52,7 +52,7 @@ def check(root: Path, tag: str, made: Sample) -> None:
             assert torch.equal(found, data), (stream, name)
 
 
-def test_what_is_as_before_is_not_written_again(tmp_path: Path) -> None:
+def test_unchanged_stream_is_hard_linked(tmp_path: Path) -> None:
     first, second = sample(1), sample(2)
     second.content["frozen", "frozen.w"] = first.content["frozen", "frozen.w"]
     one = write(tmp_path, "a", first)
@@ -75,7 +75,7 @@ def test_what_is_as_before_is_not_written_again(tmp_path: Path) -> None:
     check(tmp_path, "c", second)
 
 
-def test_a_checkpoint_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> None:
+def test_aborted_writer_leaves_previous_checkpoint(tmp_path: Path) -> None:
     first = sample(1)
     one = write(tmp_path, "a", first)
     writer = CheckpointWriter(tmp_path, "b", first.streams, before=one.written, same=("frozen",))
@@ -86,7 +86,7 @@ def test_a_checkpoint_that_is_given_up_leaves_the_one_before(tmp_path: Path) -> 
     check(tmp_path, "a", first)
 
 
-def test_it_can_be_written_after_all(tmp_path: Path) -> None:
+def test_unshared_stream_is_written(tmp_path: Path) -> None:
     first, second = sample(1), sample(2)
     one = write(tmp_path, "a", first)
     writer = CheckpointWriter(tmp_path, "b", second.streams, before=one.written, same=("frozen",))
@@ -132,7 +132,9 @@ CHANGES = [touched, replaced, linked, linked_directory, pruned, cut_short]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_was_changed_is_written_again(tmp_path: Path, change: Callable[[Path], None]) -> None:
+def test_modified_source_file_is_written_again(
+    tmp_path: Path, change: Callable[[Path], None]
+) -> None:
     made = sample(1)
     one = write(tmp_path, "a", made)
     change(tmp_path)
@@ -145,7 +147,7 @@ def test_what_was_changed_is_written_again(tmp_path: Path, change: Callable[[Pat
 
 
 @pytest.mark.parametrize("code", [errno.EMLINK, errno.EXDEV, errno.EPERM])
-def test_a_file_system_without_links(
+def test_unsupported_hard_link_falls_back_to_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     made = sample(1)
@@ -159,7 +161,7 @@ def test_a_file_system_without_links(
     check(tmp_path, "b", made)
 
 
-def test_reflinks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reflink_is_preferred_to_hard_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the file system has them: here one that copies."""
     made = sample(1)
     one = write(tmp_path, "a", made)
@@ -178,7 +180,7 @@ def test_reflinks_come_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert inode(tmp_path / "b" / FROZEN) == inode(tmp_path / "c" / FROZEN)
 
 
-def test_another_root_or_another_model(tmp_path: Path) -> None:
+def test_other_root_or_other_shapes_are_not_shared(tmp_path: Path) -> None:
     made, other = sample(1), sample(1)
     one = write(tmp_path / "x", "a", made)
     assert not write(tmp_path / "y", "a", made, one.written).shares("frozen")
@@ -217,7 +219,7 @@ def whole(root: Path, tag: str, engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
-def test_frozen_parameters_are_saved_once(
+def test_engine_saves_frozen_parameters_once(
     tmp_path: Path, nvme: Path, placement: dict[str, str]
 ) -> None:
     root = tmp_path / "saved"
@@ -238,7 +240,7 @@ def test_frozen_parameters_are_saved_once(
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
-def test_edited_frozen_parameters_are_written(
+def test_engine_writes_edited_frozen_parameters_again(
     tmp_path: Path, nvme: Path, placement: dict[str, str]
 ) -> None:
     root = tmp_path / "saved"
@@ -259,9 +261,7 @@ def test_edited_frozen_parameters_are_written(
         assert save(engine, root, "f") == inodes[-1]
 
 
-def test_edits_of_weights_at_rest_are_told_before_they_are_saved(
-    tmp_path: Path, nvme: Path
-) -> None:
+def test_save_after_in_place_edit_of_device_weight_raises(tmp_path: Path, nvme: Path) -> None:
     """Weights that rest on the device are what modules compute with: they can be changed there."""
     root = tmp_path / "saved"
     with small_engine(nvme, ON_DEVICE, gated()) as engine:

@@ -40,14 +40,14 @@ from infinity.errors import (
 )
 
 
-def test_what_latest_names_is_whole_after_a_kill_at_any_line(in_memory: Path) -> None:
+def test_latest_is_complete_after_kill_at_random_lines(in_memory: Path) -> None:
     draw = random.Random(1)
     lines = [draw.randrange(1, 12_000) for _ in range(12)]
     seen = forked.call(checkpoint_crash.kill_often, in_memory / "root", lines)
     assert seen["lock+tmp"] > 3  # many died in the middle
 
 
-def test_what_latest_names_is_whole_after_a_death_before_any_call(in_memory: Path) -> None:
+def test_latest_is_complete_after_exit_before_each_call(in_memory: Path) -> None:
     seen = forked.call(checkpoint_crash.die_at_every_call, in_memory)
     # Each of these states was met, and cleaned up.
     assert set(seen) == {"nothing", "lock", "lock+tmp", "lock+tmp+new", "lock+new"}
@@ -56,7 +56,7 @@ def test_what_latest_names_is_whole_after_a_death_before_any_call(in_memory: Pat
 @pytest.mark.big
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(5))
-def test_what_latest_names_is_whole_after_many_kills(tmp_path: Path, seed: int) -> None:
+def test_latest_is_complete_after_many_kills(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
     moments = [draw.uniform(0, 0.12) for _ in range(400)]
     seen = forked.call(checkpoint_crash.kill_often, tmp_path / "root", moments)
@@ -67,7 +67,7 @@ def listed(root: Path) -> list[str]:
     return sorted(os.listdir(root))
 
 
-def test_pieces_of_any_length_make_the_same_files(tmp_path: Path) -> None:
+def test_write_any_chunk_size_gives_identical_files(tmp_path: Path) -> None:
     """A block is 1 MiB, and a shard here 2: tensors that end within, and that go across."""
     large = {"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)}
     for root, made, shard, pieces in (
@@ -89,7 +89,7 @@ def same_files(one: Path, other: Path) -> bool:
     )
 
 
-def test_streams_may_take_turns_and_data_may_be_changed_afterwards(tmp_path: Path) -> None:
+def test_write_interleaved_streams_copies_the_data(tmp_path: Path) -> None:
     shapes = {"a": (1500, 1000), "b": (1200, 1000)}
     made = sample(2, shapes=shapes)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
@@ -112,7 +112,7 @@ def test_streams_may_take_turns_and_data_may_be_changed_afterwards(tmp_path: Pat
     assert same_content(content(tmp_path, "t"), made.content)
 
 
-def test_data_that_are_not_contiguous_are_copied(tmp_path: Path) -> None:
+def test_write_non_contiguous_data(tmp_path: Path) -> None:
     made = sample(2)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
     for (stream, _), data in made.content.items():
@@ -122,7 +122,7 @@ def test_data_that_are_not_contiguous_are_copied(tmp_path: Path) -> None:
 
 
 @needs_peak
-def test_memory_does_not_grow_with_the_tensors(tmp_path: Path) -> None:
+def test_write_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
     """Blocks on their way, and one that is filled for each of two streams, which have 48 MiB."""
     pool = (blocks.WRITES_IN_FLIGHT + 2) * BLOCK_BYTES
     assert forked.call(peak_of_writing, tmp_path) < pool + SMALL_BYTES
@@ -144,7 +144,7 @@ def peak_of_writing(root: Path) -> int:
     return grown
 
 
-def test_nothing_stays_in_the_page_cache(tmp_path: Path) -> None:
+def test_written_files_do_not_stay_in_page_cache(tmp_path: Path) -> None:
     made = sample(3, shapes={"a": (8 << 20,)}, moments=())
     path = save(tmp_path, "t", made) / "residual.safetensors"
     if _aio.File(str(path), read_only=True).file_system == "tmpfs":
@@ -173,7 +173,7 @@ def pages_in_cache(path: Path) -> int | None:
 # --- what is refused ---------------------------------------------------------------------------
 
 
-def test_a_tag_is_written_once(tmp_path: Path) -> None:
+def test_existing_tag_is_refused(tmp_path: Path) -> None:
     made = sample(1)
     path = save(tmp_path, "t", made)
     before = (path / "manifest.json").read_bytes()
@@ -192,20 +192,20 @@ def test_a_tag_is_written_once(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "tag", ["", ".", "..", "a/b", "/a", "x.tmp", "latest", ".hidden", "a\0", "a\n", " a", "ä" * 101]
 )
-def test_tags_that_cannot_be_are_refused(tmp_path: Path, tag: str) -> None:
+def test_invalid_tag_is_refused(tmp_path: Path, tag: str) -> None:
     with pytest.raises(ConfigError, match="the tag"):
         CheckpointWriter(tmp_path / "root", tag, sample(1).streams)
     assert listed(tmp_path) == []
 
 
-def test_tags_that_can_be_are_taken(tmp_path: Path) -> None:
+def test_unusual_valid_tags_are_accepted(tmp_path: Path) -> None:
     for tag in ("ä" * 100, "step 1", "100 %", "-rf", "a.tmp.b", "*", "Ω"):
         save(tmp_path, tag, sample(1))
         assert find_tag(tmp_path, None) == tag
         assert same_content(content(tmp_path, tag), sample(1).content)
 
 
-def test_a_tag_has_one_writer(tmp_path: Path) -> None:
+def test_second_writer_of_a_tag_is_refused(tmp_path: Path) -> None:
     made = sample(1)
     one = CheckpointWriter(tmp_path, "t", made.streams)
     with pytest.raises(CheckpointError, match="being written"):
@@ -217,7 +217,7 @@ def test_a_tag_has_one_writer(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["latest", "t", "u"]
 
 
-def test_wrong_calls_are_refused_and_leave_nothing(tmp_path: Path) -> None:
+def test_invalid_write_is_refused_and_removes_files(tmp_path: Path) -> None:
     made = sample(1)
     data = torch.zeros(4, dtype=torch.uint8)
     wrong: list[tuple[str, Any, str]] = [
@@ -245,7 +245,7 @@ def changed(manifest: Manifest, **fields: Any) -> Manifest:
     return replace(manifest, **fields)
 
 
-def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+def test_finish_with_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
     made = sample(1)
     first = made.manifest.parameters[0]
     wrong = [
@@ -265,7 +265,7 @@ def test_a_manifest_that_does_not_fit_is_refused(tmp_path: Path) -> None:
         assert listed(tmp_path) == []
 
 
-def test_missing_bytes_are_refused(tmp_path: Path) -> None:
+def test_finish_with_missing_bytes_is_refused(tmp_path: Path) -> None:
     made = sample(1)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
     feed(writer, made)
@@ -278,7 +278,7 @@ def test_missing_bytes_are_refused(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["latest", "t"]
 
 
-def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_invalid_streams_are_refused(tmp_path: Path) -> None:
     spec = TensorSpec("a", (2,), torch.float32)
     for streams, text in (
         ({"model": [spec, spec]}, "'a' is in the stream 'model' twice"),
@@ -293,7 +293,7 @@ def test_streams_that_cannot_be_are_refused(tmp_path: Path) -> None:
     assert listed(tmp_path) == []
 
 
-def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
+def test_invalid_root_is_refused(tmp_path: Path) -> None:
     made = sample(1)
     with pytest.raises(MachineError, match="does not exist") as caught:
         CheckpointWriter(tmp_path / "a/b", "t", made.streams)
@@ -305,7 +305,7 @@ def test_places_that_cannot_be_are_refused(tmp_path: Path) -> None:
         CheckpointWriter(Path("/proc"), "t", made.streams)
 
 
-def test_a_checkpoint_that_cannot_fit_is_refused_before_it_is_written(tmp_path: Path) -> None:
+def test_checkpoint_larger_than_free_space_is_refused(tmp_path: Path) -> None:
     huge = {"model": [TensorSpec("a", (1 << 50,), torch.float32)]}
     with pytest.raises(DoesNotFitError, match=r"needs 4.00 PiB.*are free: .*missing"):
         CheckpointWriter(tmp_path / "root", "t", huge)
@@ -339,7 +339,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-def test_a_disk_that_fills_up_meanwhile(small_disk: Path) -> None:
+def test_disk_full_during_write_leaves_previous_checkpoint(small_disk: Path) -> None:
     made = sample(1, shapes={"a": (900, 1000)}, moments=())
     save(small_disk, "former", sample(2))
     for moment in ("at once", "between", "at the end"):
@@ -377,7 +377,7 @@ def end(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
     writer.finish(made.manifest)
 
 
-def test_files_that_may_not_grow(tmp_path: Path) -> None:
+def test_file_size_limit_is_reported(tmp_path: Path) -> None:
     """RLIMIT_FSIZE needs no privileges; the limit is a process's, so in a child."""
     save(tmp_path, "former", sample(2))
     child = multiprocessing.get_context("fork").Process(target=limited, args=(tmp_path,))
@@ -399,7 +399,7 @@ def limited(root: Path) -> None:
     os._exit(4)
 
 
-def test_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
+def test_read_only_root_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "root", "former", sample(2))
     if os.geteuid() == 0:
         place = read_only(tmp_path / "root")
@@ -428,7 +428,7 @@ def read_only(place: Path) -> Path:
 
 
 @pytest.mark.parametrize("what", ["temporary", "root"])
-def test_a_directory_that_vanishes(tmp_path: Path, what: str) -> None:
+def test_directory_removed_during_write_is_reported(tmp_path: Path, what: str) -> None:
     made = sample(1, shapes={"a": (900, 1000)})
     root = tmp_path / "root"
     save(root, "former", sample(2))
@@ -450,7 +450,7 @@ def test_a_directory_that_vanishes(tmp_path: Path, what: str) -> None:
         assert whole(root)
 
 
-def test_a_directory_that_was_replaced_is_not_published(tmp_path: Path) -> None:
+def test_replaced_directory_is_not_published(tmp_path: Path) -> None:
     made = sample(1)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
     feed(writer, made)
@@ -464,7 +464,7 @@ def test_a_directory_that_was_replaced_is_not_published(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_a_drive_that_fails(tmp_path: Path, seed: int) -> None:
+def test_write_with_io_faults_is_correct_or_removes_files(tmp_path: Path, seed: int) -> None:
     """Right bytes, or an error that leaves nothing behind."""
     save(tmp_path, "former", sample(2))
     made = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
@@ -487,7 +487,7 @@ def test_a_drive_that_fails(tmp_path: Path, seed: int) -> None:
         assert whole(tmp_path, "t")
 
 
-def test_an_error_of_the_last_calls_leaves_the_former_one(
+def test_publish_error_leaves_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = sample(1)
@@ -511,7 +511,7 @@ def test_an_error_of_the_last_calls_leaves_the_former_one(
         assert whole(tmp_path)
 
 
-def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keyboard_interrupt_removes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made = sample(1)
 
     def interrupted(*_: Any) -> None:
@@ -528,7 +528,7 @@ def test_an_interrupt_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyP
 # --- what is left, and whose it is -------------------------------------------------------------
 
 
-def test_the_next_writer_removes_what_the_dead_left_and_nothing_else(tmp_path: Path) -> None:
+def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
     made = sample(1)
     live = CheckpointWriter(tmp_path, "live", made.streams)
     dead(tmp_path, "dead")
@@ -570,14 +570,14 @@ def dead(root: Path, tag: str) -> None:
     assert (root / f"{tag}.tmp").is_dir()
 
 
-def test_a_reader_removes_what_the_dead_left(tmp_path: Path) -> None:
+def test_reader_removes_stale_files(tmp_path: Path) -> None:
     save(tmp_path, "t", sample(1))
     dead(tmp_path, "dead")
     assert whole(tmp_path, "t")
     assert listed(tmp_path) == ["latest", "t"]
 
 
-def test_a_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
+def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """Else a DataLoader worker would keep what a killed run left looking alive."""
     made = sample(1)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
@@ -598,7 +598,7 @@ def test_a_child_that_outlives_its_parent_holds_no_lock(tmp_path: Path) -> None:
     assert listed(tmp_path) == []
 
 
-def test_abort_removes_everything_and_may_be_called_again(tmp_path: Path) -> None:
+def test_abort_removes_files_and_is_idempotent(tmp_path: Path) -> None:
     made = sample(1)
     writer = CheckpointWriter(tmp_path / "root", "t", made.streams)
     feed_some(writer, made, ("model",))
@@ -613,7 +613,7 @@ def test_abort_removes_everything_and_may_be_called_again(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("umask", "folder", "file"), [(0o027, 0o750, 0o640), (0, 0o755, 0o644)], ids=oct
 )
-def test_permissions_are_those_of_the_user_and_nobody_else_may_write(
+def test_permissions_follow_umask_without_group_write(
     tmp_path: Path, umask: int, folder: int, file: int
 ) -> None:
     before = os.umask(umask)
@@ -630,7 +630,7 @@ def test_permissions_are_those_of_the_user_and_nobody_else_may_write(
 # --- latest, and how many are kept -------------------------------------------------------------
 
 
-def test_latest_is_one_line_and_only_written_if_asked(tmp_path: Path) -> None:
+def test_latest_is_one_line_written_on_request(tmp_path: Path) -> None:
     assert find_tag(tmp_path, None) is None
     assert find_tag(tmp_path / "nowhere", None) is None
     save(tmp_path, "a", sample(1))
@@ -642,7 +642,7 @@ def test_latest_is_one_line_and_only_written_if_asked(tmp_path: Path) -> None:
     assert find_tag(tmp_path, None) == "b"
 
 
-def test_keep_last_keeps_the_last(tmp_path: Path) -> None:
+def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "zzz").mkdir()
     (tmp_path / "zzz/manifest.json").write_text("{}")
     for step in range(1, 6):
@@ -654,7 +654,7 @@ def test_keep_last_keeps_the_last(tmp_path: Path) -> None:
     assert listed(tmp_path) == ["latest", "s3", "s4", "s5", "zzz"]
 
 
-def test_what_latest_names_is_kept(tmp_path: Path) -> None:
+def test_keep_last_keeps_the_latest_tag(tmp_path: Path) -> None:
     save(tmp_path, "best", sample(1))
     for step in range(3):
         save(tmp_path, f"s{step}", sample(step), keep_last=2, save_latest=False)
@@ -662,7 +662,7 @@ def test_what_latest_names_is_kept(tmp_path: Path) -> None:
     assert whole(tmp_path, "best")
 
 
-def test_prune_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
+def test_prune_removes_only_checkpoints(tmp_path: Path) -> None:
     for step in range(5):
         save(tmp_path, f"s{step}", sample(step))
     (tmp_path / "s1/notes.txt").write_text("mine")
@@ -683,9 +683,7 @@ def test_prune_removes_checkpoints_and_nothing_else(tmp_path: Path) -> None:
         prune(tmp_path / "nowhere", 1)
 
 
-def test_a_removal_that_fails_is_finished_by_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_removal_is_completed_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(2):
         save(tmp_path, f"s{step}", sample(step))
 

@@ -48,12 +48,14 @@ records = st.builds(
 
 
 @given(records, st.binary(max_size=50))
-def test_a_record_comes_back_whatever_lies_behind_it(record: CommitRecord, rest: bytes) -> None:
+def test_record_round_trip_ignores_trailing_bytes(record: CommitRecord, rest: bytes) -> None:
     assert CommitRecord.from_bytes(record.to_bytes() + rest) == record
 
 
 @given(records, st.data())
-def test_any_flipped_bit_and_any_cut_is_seen(record: CommitRecord, data: st.DataObject) -> None:
+def test_record_any_flipped_bit_or_truncation_is_detected(
+    record: CommitRecord, data: st.DataObject
+) -> None:
     text = record.to_bytes()
     cut = data.draw(st.integers(0, len(text) - 1))
     assert CommitRecord.from_bytes(text[:cut]) is None
@@ -86,7 +88,7 @@ def test_record_with_invalid_copies_is_reported_with_the_reason(tmp_path: Path) 
     assert {*reasons.values()} == {"cannot be used: it names copies that do not exist"}
 
 
-def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
+def test_torn_commit_writes_leave_a_valid_record(tmp_path: Path) -> None:
     """Documents grow and shrink; each write is torn, each file damaged, and the run goes on."""
     choose = random.Random(0)
     files, names = CommitFiles(tmp_path), [tmp_path / name for name in COMMIT_NAMES]
@@ -122,7 +124,7 @@ def test_every_whole_file_names_a_state_that_is_there(tmp_path: Path) -> None:
     files.close()
 
 
-def test_files_that_cannot_be_written_or_read(tmp_path: Path) -> None:
+def test_commit_files_open_and_read_errors(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match="could not be opened"):
         CommitFiles(tmp_path / "missing")
     with pytest.raises(CheckpointError, match=r"commit-a.bin cannot be read: No such file"):
@@ -187,7 +189,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("case", SETTINGS)
-def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
+def test_durable_reader_reads_every_parameter_by_name(tmp_path: Path, case: str) -> None:
     more = SETTINGS[case]
     paths = [tmp_path / f"d{i}" for i in range(len(more.get("io", {}).get("weights", [1])))]
     for path in paths:
@@ -227,7 +229,7 @@ def test_every_parameter_can_be_read_by_name(tmp_path: Path, case: str) -> None:
         assert components(engine).resumed
 
 
-def test_rot_is_named(tmp_path: Path) -> None:
+def test_durable_reader_names_damaged_chunk(tmp_path: Path) -> None:
     with durable_engine(
         tmp_path, gated(), placement=PLACEMENTS["all on disk"], io={"verify": True}
     ):

@@ -126,7 +126,7 @@ def commits_before(log: list[Entry], cut: int) -> int:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_power_loss_at_any_moment(
+def test_power_loss_resumes_from_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     survive(case, tmp_path, monkeypatch, 6)
@@ -135,7 +135,7 @@ def test_power_loss_at_any_moment(
 @pytest.mark.big
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("case", CASES)
-def test_power_loss_at_any_moment_at_length(
+def test_power_loss_resumes_from_last_commit_many_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     survive(case, tmp_path, monkeypatch, 150)
@@ -173,7 +173,7 @@ def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
+def test_closed_run_resumes_from_last_step(tmp_path: Path, case: str) -> None:
     """Several times; also from a step that no commit was due for."""
     more = arguments(case)
     paths = paths_for(tmp_path, more)
@@ -188,7 +188,7 @@ def test_a_run_goes_on_where_it_was_closed(tmp_path: Path, case: str) -> None:
 
 
 @pytest.mark.parametrize(("placement", "seed"), diagonal([*PLACEMENTS], range(2)))
-def test_a_device_of_its_own(tmp_path: Path, placement: str, seed: int) -> None:
+def test_resume_with_separate_device_memory(tmp_path: Path, placement: str, seed: int) -> None:
     """Kinds that rest there are copied out for a commit, and back in."""
     more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
     at = 0
@@ -212,7 +212,7 @@ def batch_step(engine: Engine) -> None:
     engine.step()
 
 
-def test_the_same_bytes_as_without(tmp_path: Path) -> None:
+def test_durable_moves_same_bytes_as_non_durable(tmp_path: Path) -> None:
     """Every step of a run whose state rests on disk; the state itself is kept twice."""
     moved = {}
     for durable in (False, True):
@@ -237,7 +237,7 @@ def test_the_same_bytes_as_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", ["weights in RAM", "all in RAM"])
-def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> None:
+def test_predicted_disk_bytes_match_with_commits(tmp_path: Path, placement: str) -> None:
     with durable_engine(
         tmp_path, small_model(), placement=PLACEMENTS[placement], commit_every=2
     ) as engine:
@@ -252,7 +252,7 @@ def test_predicted_bytes_hold_over_commits(tmp_path: Path, placement: str) -> No
         assert written == 4 * engine.forecast()["disk_write"]
 
 
-def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
+def test_commit_every_auto_depends_on_placement(tmp_path: Path) -> None:
     auto: dict[str, Any] = {"commit_every": "auto"}
     with durable_engine(
         tmp_path, small_model(), placement=PLACEMENTS["all on disk"], **auto
@@ -270,7 +270,7 @@ def test_how_often_is_chosen_by_what_it_costs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("placement", "precision"), diagonal([*PLACEMENTS], ["fp32", "bf16"]))
-def test_an_edit_belongs_to_the_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
+def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
     """Of trained and of frozen parameters; before that commit it never happened."""
     more: dict[str, Any] = {
         "placement": PLACEMENTS[placement],
@@ -328,7 +328,7 @@ def edit(engine: Engine) -> None:
         model.inner.blocks[0].up.weight.fill_(0.125)
 
 
-def test_close_does_not_commit_edits_that_have_no_document(tmp_path: Path) -> None:
+def test_close_does_not_commit_edits_without_document(tmp_path: Path) -> None:
     with durable_engine(
         tmp_path, gated(), placement=PLACEMENTS["all in RAM"], commit_every=4
     ) as engine:
@@ -337,7 +337,7 @@ def test_close_does_not_commit_edits_that_have_no_document(tmp_path: Path) -> No
     assert check_resumed([tmp_path], {"placement": PLACEMENTS["all in RAM"]}) == 0
 
 
-def test_an_edit_can_be_committed_at_once(tmp_path: Path) -> None:
+def test_edit_committed_explicitly_is_resumed(tmp_path: Path) -> None:
     """As it is after a checkpoint was loaded."""
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
@@ -371,14 +371,14 @@ def start(path: Path, model: nn.Module | None = None, **more: Any) -> Engine:
     return infinity.initialize(model or gated(), given)[0]
 
 
-def test_a_new_run_says_that_there_is_an_old_one(tmp_path: Path, finished: Path) -> None:
+def test_new_run_warns_of_existing_durable_run(tmp_path: Path, finished: Path) -> None:
     with pytest.warns(InfinityWarning, match="resume: auto") as caught:
         start(tmp_path, durable=False).close()
     assert any(str(finished) in str(w.message) and "update 1" in str(w.message) for w in caught)
     assert list(tmp_path.iterdir()) == [finished]
 
 
-def test_a_directory_can_be_named(tmp_path: Path, finished: Path) -> None:
+def test_resume_from_named_directory(tmp_path: Path, finished: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     with start(other, resume=str(finished)) as engine:
@@ -389,7 +389,7 @@ def test_a_directory_can_be_named(tmp_path: Path, finished: Path) -> None:
     assert not list(other.iterdir())
 
 
-def test_placement_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished: Path) -> None:
+def test_resume_keeps_placement_and_chunk_size(tmp_path: Path, finished: Path) -> None:
     more: dict[str, Any] = {
         "placement": PLACEMENTS["all in RAM"],
         "chunk_size": 4096,
@@ -401,12 +401,12 @@ def test_placement_and_chunks_are_those_of_the_old_run(tmp_path: Path, finished:
         assert {h.state.value for h in engine.plan.placements} == {"host"}
 
 
-def test_a_budget_that_is_too_small_now(tmp_path: Path, finished: Path) -> None:
+def test_resume_with_smaller_budget_is_refused(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"durable run in .* does not fit the budgets"):
         start(tmp_path, resume="auto", budget={"disk": "4KiB"})
 
 
-def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
+def test_resume_auto_with_several_runs_is_refused(tmp_path: Path, finished: Path) -> None:
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]):
         pass
     with pytest.raises(ConfigError, match="2 durable runs fit") as caught:
@@ -429,7 +429,7 @@ def test_several_that_fit(tmp_path: Path, finished: Path) -> None:
         ({"gradient_accumulation_steps": 2, "precision": "bf16"}, "precision"),
     ],
 )
-def test_one_of_other_settings_is_not_passed_over(
+def test_resume_with_changed_settings_is_refused(
     tmp_path: Path, finished: Path, change: dict[str, Any], why: str
 ) -> None:
     for resume in (str(finished), "auto"):
@@ -437,7 +437,7 @@ def test_one_of_other_settings_is_not_passed_over(
             start(tmp_path, resume=resume, **change)
 
 
-def test_one_of_another_model_is_left_alone(tmp_path: Path, finished: Path) -> None:
+def test_resume_auto_ignores_run_of_other_model(tmp_path: Path, finished: Path) -> None:
     why = "'blocks.0.down.bias' is in the model, but not in the stored run; .* more"
     with pytest.raises(ConfigError, match=why):
         start(tmp_path, small_model(), resume=str(finished))
@@ -447,7 +447,7 @@ def test_one_of_another_model_is_left_alone(tmp_path: Path, finished: Path) -> N
     engine.close()
 
 
-def test_a_missing_drive_is_named(tmp_path: Path) -> None:
+def test_resume_with_missing_drive_names_it(tmp_path: Path) -> None:
     more = arguments("two drives")
     paths = paths_for(tmp_path, more)
     with durable_engine(paths, gated(), **more) as engine:
@@ -469,7 +469,7 @@ def test_a_missing_drive_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["plan.json", "state.bin"])
-def test_damaged_files_are_refused(tmp_path: Path, finished: Path, what: str) -> None:
+def test_resume_with_damaged_files_is_refused(tmp_path: Path, finished: Path, what: str) -> None:
     file = finished / what
     if what == "plan.json":
         facts = json.loads(file.read_text())
@@ -482,7 +482,7 @@ def test_damaged_files_are_refused(tmp_path: Path, finished: Path, what: str) ->
     assert file.exists()
 
 
-def test_rot_between_runs_is_found(tmp_path: Path) -> None:
+def test_damage_between_runs_is_detected(tmp_path: Path) -> None:
     """Checksums are kept with the commit; without (io.verify), they are taken on resuming."""
     verify: dict[str, Any] = {"placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path, gated(), **verify) as engine:
@@ -505,7 +505,7 @@ def test_rot_between_runs_is_found(tmp_path: Path) -> None:
         state_of(engine)
 
 
-def test_a_commit_that_fails_is_an_error_and_costs_that_step(
+def test_failed_commit_raises_and_loses_only_that_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with durable_engine(tmp_path, gated()) as engine:
@@ -523,7 +523,7 @@ def test_a_commit_that_fails_is_an_error_and_costs_that_step(
     assert check_resumed([tmp_path], {}) in (1, 2)  # the record may have reached the disk
 
 
-def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_start_removes_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(disk: Disk) -> None:
         raise MachineError("no sync")
 
@@ -533,7 +533,7 @@ def test_a_start_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.M
     assert not list(tmp_path.iterdir())
 
 
-def test_without_a_document_nothing_is_committed(tmp_path: Path) -> None:
+def test_step_without_document_is_not_committed(tmp_path: Path) -> None:
     with durable_engine(tmp_path, gated()) as engine:
         step(engine)
         step_uncommitted(engine)

@@ -59,7 +59,7 @@ def saved(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("place", [DISK, IN_RAM], ids="-".join)
 @pytest.mark.parametrize("more", [0, 1, 2])
-def test_a_load_within_a_window_is_committed_at_once(
+def test_load_within_window_is_committed_immediately(
     tmp_path: Path, saved: Path, place: Any, more: int
 ) -> None:
     """A crash afterwards goes on from there, not from what the run held before the load."""
@@ -88,7 +88,7 @@ def test_a_load_within_a_window_is_committed_at_once(
 
 
 @pytest.mark.parametrize("what", ["gone", "another", "damaged"])
-def test_the_checkpoint_of_the_window_must_be_there(tmp_path: Path, saved: Path, what: str) -> None:
+def test_resume_requires_checkpoint_of_the_window(tmp_path: Path, saved: Path, what: str) -> None:
     path = tmp_path / "second"
     with quiet(), durable(WINDOW).engine(path, DISK, seed=2) as engine:
         engine.load_checkpoint(saved, "global_step1")
@@ -114,9 +114,7 @@ def test_the_checkpoint_of_the_window_must_be_there(tmp_path: Path, saved: Path,
         assert not engine.resumed
 
 
-def test_a_run_whose_units_had_other_names_is_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_resume_run_with_old_unit_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leftovers outside blocks were called "rest"; the names are in its plan.json."""
     run = durable(Run({"precision": "bf16"}), resume="auto")
     with monkeypatch.context() as before:
@@ -169,13 +167,13 @@ def run_and_resume(
 
 @pytest.mark.parametrize("inside", [nothing, draw])
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
-def test_what_the_loop_draws_is_drawn_again(tmp_path: Path, inside: Callable[[], None]) -> None:
+def test_resume_restores_random_state(tmp_path: Path, inside: Callable[[], None]) -> None:
     """Generators are where the committed step left them when `initialize` returns."""
     one, other = run_and_resume(tmp_path, lambda engine: None, inside)
     assert alike(one, other, 3) == []
 
 
-def test_what_is_drawn_before_the_loop_shifts_it_and_is_told(tmp_path: Path) -> None:
+def test_random_numbers_drawn_before_loop_warn(tmp_path: Path) -> None:
     expected = r"random numbers were drawn \(torch, numpy, python\) between initialize"
     with pytest.warns(InfinityWarning, match=expected):
         one, other = run_and_resume(tmp_path, lambda engine: draw(), nothing)
@@ -183,7 +181,7 @@ def test_what_is_drawn_before_the_loop_shifts_it_and_is_told(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("inside", [nothing, draw])
-def test_generators_can_be_put_back_before_the_loop(
+def test_restore_random_state_before_loop(
     tmp_path: Path, inside: Callable[[], None], recwarn: pytest.WarningsRecorder
 ) -> None:
     def between(engine: Engine) -> None:
@@ -195,7 +193,7 @@ def test_generators_can_be_put_back_before_the_loop(
     assert not [w for w in recwarn if "random numbers" in str(w.message)]
 
 
-def test_there_may_be_nothing_to_put_back(tmp_path: Path) -> None:
+def test_restore_random_state_without_resume(tmp_path: Path) -> None:
     with DROPOUT.engine(tmp_path, SIMPLEST, seed=1) as engine:
         before = torch.get_rng_state()
         assert not engine.restore_random_state()

@@ -105,7 +105,7 @@ def saved_masters(root: Path, tag: str) -> dict[str, Tensor]:
 
 
 @every_placement
-def test_the_snapshot_is_of_the_moment_of_the_call(
+def test_save_stores_state_at_time_of_call(
     nvme: Path, saved: Path, slow: SlowWriter, placement: dict[str, str]
 ) -> None:
     with small_engine(nvme, placement, precision="bf16") as engine:
@@ -128,7 +128,7 @@ def test_the_snapshot_is_of_the_moment_of_the_call(
         assert not same(expected, masters(engine))
 
 
-def test_a_pass_waits_for_the_units_it_would_change(
+def test_optimizer_pass_waits_for_units_being_saved(
     nvme: Path, saved: Path, slow: SlowWriter
 ) -> None:
     with small_engine(nvme, ON_DEVICE) as engine:
@@ -152,7 +152,7 @@ def test_a_pass_waits_for_the_units_it_would_change(
         assert not torch.equal(held, before[segment.name])
 
 
-def test_edits_wait_too(nvme: Path, saved: Path, slow: SlowWriter) -> None:
+def test_edit_waits_for_units_being_saved(nvme: Path, saved: Path, slow: SlowWriter) -> None:
     with small_engine(nvme, ON_DISK) as engine:
         train(engine, 1)
         expected = masters(engine)
@@ -167,7 +167,7 @@ def test_edits_wait_too(nvme: Path, saved: Path, slow: SlowWriter) -> None:
         assert float(masters(engine)["norm.weight"][0]) == 7.0
 
 
-def test_close_completes_what_is_being_saved(nvme: Path, saved: Path) -> None:
+def test_close_completes_pending_save(nvme: Path, saved: Path) -> None:
     with small_engine(nvme) as engine:
         train(engine, 1)
         path = engine.save_checkpoint(saved, "mine", {"epoch": 3, "pair": (1, 2.5)})
@@ -176,9 +176,7 @@ def test_close_completes_what_is_being_saved(nvme: Path, saved: Path) -> None:
         assert list(reader.verify()) == []
 
 
-def test_a_dropped_engine_gives_up_what_it_was_saving(
-    nvme: Path, saved: Path, slow: SlowWriter
-) -> None:
+def test_garbage_collected_engine_aborts_save(nvme: Path, saved: Path, slow: SlowWriter) -> None:
     engine, *_ = infinity.initialize(
         torch.nn.Linear(4, 4), {"precision": "fp32", "nvme_path": str(nvme)}
     )
@@ -190,7 +188,7 @@ def test_a_dropped_engine_gives_up_what_it_was_saving(
 
 
 @pytest.mark.parametrize("how", ["save", "finish", "close"])
-def test_what_fails_behind_the_back_is_told(
+def test_background_save_error_is_reported(
     nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     def full(*_: Any, **__: Any) -> None:
@@ -222,7 +220,7 @@ def test_what_fails_behind_the_back_is_told(
     assert not list(saved.glob("*.tmp"))
 
 
-def test_refusals_leave_the_engine_as_it_was(nvme: Path, saved: Path) -> None:
+def test_refused_calls_leave_engine_unchanged(nvme: Path, saved: Path) -> None:
     with small_engine(nvme) as engine:
         train(engine, 1)
         before = masters(engine)
@@ -240,14 +238,14 @@ def test_refusals_leave_the_engine_as_it_was(nvme: Path, saved: Path) -> None:
         train(engine, 1, first=5)
 
 
-def test_nothing_to_load(nvme: Path, saved: Path) -> None:
+def test_load_without_checkpoint_warns(nvme: Path, saved: Path) -> None:
     saved.mkdir()
     expected = pytest.warns(InfinityWarning, match="nothing was loaded")
     with small_engine(nvme) as engine, expected:
         assert engine.load_checkpoint(saved) == (None, None)
 
 
-def test_a_load_that_fails_half_way_can_be_mended_by_another(nvme: Path, saved: Path) -> None:
+def test_failed_load_is_recovered_by_another_load(nvme: Path, saved: Path) -> None:
     with small_engine(nvme) as engine:
         train(engine, 1)
         engine.save_checkpoint(saved, "good", wait=True)
@@ -269,7 +267,7 @@ def test_a_load_that_fails_half_way_can_be_mended_by_another(nvme: Path, saved: 
         train(engine, 1, first=9)
 
 
-def test_registered_state_and_the_loader_go_on(nvme: Path, saved: Path) -> None:
+def test_load_restores_registered_state_and_loader(nvme: Path, saved: Path) -> None:
     class Curriculum:
         def __init__(self) -> None:
             self.level = 0
@@ -326,7 +324,7 @@ class Peer(torch.nn.Module):
 
 @every_placement
 @pytest.mark.parametrize("kind", ["z1-fp32", "z3-fp32", "z2-bf16-w2", "z3-bf16-w2"])
-def test_training_goes_on_from_a_checkpoint_of_the_peer(
+def test_training_resumes_from_imported_deepspeed_checkpoint(
     nvme: Path, saved: Path, kind: str, placement: dict[str, str]
 ) -> None:
     data = Path(__file__).parents[2] / "data/deepspeed" / kind
@@ -354,7 +352,7 @@ def test_training_goes_on_from_a_checkpoint_of_the_peer(
 
 
 @every_placement
-def test_a_loaded_checkpoint_is_committed_at_once(
+def test_loaded_checkpoint_is_committed_immediately(
     nvme: Path, saved: Path, placement: dict[str, str]
 ) -> None:
     with small_engine(nvme, placement) as engine:
@@ -399,7 +397,7 @@ class Buffered(nn.Module):
         return loss
 
 
-def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
+def test_buffers_of_any_kind_round_trip(nvme: Path, saved: Path) -> None:
     """Expanded ones, shared ones that have grown, views; persistent ones keep their dtype."""
     with small_engine(nvme, model=Buffered()) as engine:
         train(engine, 1)
@@ -424,7 +422,7 @@ def test_buffers_of_any_kind_come_back(nvme: Path, saved: Path) -> None:
         assert module.mean.dtype is torch.bfloat16
 
 
-def test_what_is_not_persistent_need_not_be_in_a_checkpoint(nvme: Path, saved: Path) -> None:
+def test_load_checks_only_persistent_buffers(nvme: Path, saved: Path) -> None:
     with small_engine(nvme) as engine:
         engine.save_checkpoint(saved, "one")
         engine.finish_saving()
@@ -445,7 +443,7 @@ def test_what_is_not_persistent_need_not_be_in_a_checkpoint(nvme: Path, saved: P
         engine.load_checkpoint(saved, load_module_strict=False, load_module_only=True)
 
 
-def test_what_no_checkpoint_can_hold_is_told_before(
+def test_unsupported_data_is_refused_before_saving(
     nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = small_model()
@@ -470,7 +468,7 @@ def test_what_no_checkpoint_can_hold_is_told_before(
     assert [path.name for path in nvme.iterdir()] == []
 
 
-def test_older_checkpoints_that_stay_do_not_fail_a_save(
+def test_save_is_published_when_prune_fails(
     nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **__: Any) -> None:

@@ -23,7 +23,7 @@ def plan_of(path: Path, placement: dict[str, str] = AUTO) -> Plan:
         return engine.plan
 
 
-def test_nothing_kept_is_nominal_and_nothing_is_measured(
+def test_initialize_without_cache_uses_nominal_rates(
     tmp_path: Path,
     folder: Path,  # noqa: F811
     measurements: Measurements,  # noqa: F811
@@ -37,7 +37,7 @@ def test_nothing_kept_is_nominal_and_nothing_is_measured(
     assert not folder.exists()
 
 
-def test_what_was_measured_is_used_and_told(
+def test_initialize_uses_and_reports_cached_rates(
     tmp_path: Path,
     folder: Path,  # noqa: F811
     measurements: Measurements,  # noqa: F811
@@ -50,7 +50,7 @@ def test_what_was_measured_is_used_and_told(
     assert measurements.counts == counts
 
 
-def test_a_part_that_was_not_measured_is_named(
+def test_kept_rates_names_unmeasured_disk_as_nominal(
     folder: Path,  # noqa: F811
     measurements: Measurements,  # noqa: F811
 ) -> None:
@@ -64,6 +64,6 @@ def test_a_part_that_was_not_measured_is_named(
     assert kept_rates([], CpuDevice()).nominal == ()  # without a disk its rates are of no use
 
 
-def test_placement_that_was_named_says_nothing_of_rates(tmp_path: Path) -> None:
+def test_explicit_placement_does_not_mention_rates(tmp_path: Path) -> None:
     placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
     assert "chosen by" not in plan_of(tmp_path, placement).describe()

@@ -65,7 +65,7 @@ def drive(tmp_path: Path) -> Path:
     return tmp_path / "drive"
 
 
-def test_a_machine_with_one_memory(drive: Path, folder: Path) -> None:
+def test_measure_rates_unified_memory(drive: Path, folder: Path) -> None:
     before = torch.random.get_rng_state()
     found = cached([drive], num_threads=1, seconds=BRIEF_S).rates
     check(found, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
@@ -75,7 +75,7 @@ def test_a_machine_with_one_memory(drive: Path, folder: Path) -> None:
 
 
 @pytest.mark.parametrize("kernels", [False, True])
-def test_a_machine_with_a_device(
+def test_measure_rates_with_device(
     drive: Path, folder: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Updates of the host are measured while copies go on."""
@@ -105,7 +105,7 @@ def test_a_machine_with_a_device(
     assert device.violations == []
 
 
-def test_two_paths_together(tmp_path: Path) -> None:
+def test_measure_disk_two_paths_together(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
@@ -126,12 +126,12 @@ def test_two_paths_together(tmp_path: Path) -> None:
     assert [list(path.iterdir()) for path in paths] == [[], []]
 
 
-def test_no_path_no_measurement(folder: Path) -> None:
+def test_no_path_uses_nominal_disk_rates(folder: Path) -> None:
     found = cached([], num_threads=1, seconds=0.05).rates
     assert [getattr(found, name) for name in DISK] == [getattr(NOMINAL_CPU, n) for n in DISK]
 
 
-def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_slow_disk_moves_few_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[int] = []
 
     class Spy(Disk):
@@ -148,7 +148,7 @@ def test_a_slow_disk_moves_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(("products", "lost_s"), [(100, 1.0), (200, 0.02), (300, 0.02)])
-def test_measure_disk_busy_counts_the_products_that_were_lost(
+def test_disk_rates_under_load_count_lost_products(
     products: int, lost_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two seconds, in which 200 products could have been done, and 5 GB that moved meanwhile."""
@@ -176,7 +176,9 @@ def test_measure_disk_busy_counts_the_products_that_were_lost(
     assert found == {"disk_read": 1.0, DISK_PER_CPU_S: pytest.approx(5e9 / lost_s)}
 
 
-def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_disk_writes_incompressible_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shares: list[float] = []
 
     class Spy(Disk):
@@ -192,14 +194,14 @@ def test_what_is_written_does_not_repeat(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("kinds", ["eio", "enospc"])
-def test_nothing_is_left_after_an_error(tmp_path: Path, kinds: str) -> None:
+def test_measure_disk_error_removes_files(tmp_path: Path, kinds: str) -> None:
     told = pytest.raises(TransferError, match="the measurement of the disk's speed")
     with told, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
         disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_nothing_is_left_after_an_interruption(
+def test_measure_disk_interrupt_removes_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(*arguments: object) -> float:
@@ -211,7 +213,9 @@ def test_nothing_is_left_after_an_interruption(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_measure_disk_missing_path_or_space_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(MachineError, match="mkdir -p"):
         disk_rates.measure_disk([tmp_path / "none"], IoConfig(), BRIEF_S)
     monkeypatch.setattr("infinity.storage.run_dir.Scratch.free_bytes", lambda self: 4096)
@@ -220,7 +224,7 @@ def test_paths_that_refuse(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_working_set_does_not_fit_into_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_num_chunks_exceeds_cpu_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = read_machine()
 
     def chunks(cache_bytes: int, available_bytes: int) -> int:
@@ -285,7 +289,7 @@ def cached(paths: Sequence[Path] = (), **options: Any) -> KnownRates:
     return cached_rates(paths, options.pop("device", CpuDevice()), **options)
 
 
-def test_measured_once(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+def test_rates_are_measured_once(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
     first = cached([tmp_path])
     assert measurements.counts == (1, 1)
     assert cached([tmp_path]) == first
@@ -297,7 +301,7 @@ def test_measured_once(tmp_path: Path, folder: Path, measurements: Measurements)
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.iterdir())
 
 
-def test_what_was_measured_beside_other_programs_is_not_kept(
+def test_rates_measured_under_load_are_not_cached(
     folder: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They used 1.2 of 2 processors in the first two seconds, and then nothing."""
@@ -324,7 +328,7 @@ def test_what_was_measured_beside_other_programs_is_not_kept(
         (0.05, 0.0, 0.0, ""),  # too short to say
     ],
 )
-def test_other_programs_are_load_where_somebody_waits_for_them(
+def test_load_between_reports_busy_other_programs(
     user_s: float, idle_s: float, own_s: float, word: str
 ) -> None:
     before = ProcessorTimes(1, 2, 0.5, 4)
@@ -334,7 +338,7 @@ def test_other_programs_are_load_where_somebody_waits_for_them(
     assert load_between(None, after) == ""
 
 
-def test_this_process_is_no_other_program() -> None:
+def test_own_cpu_time_is_not_counted_as_load() -> None:
     before = ProcessorTimes.now()
     assert before is not None
     while os.times().user < before.process + 0.2:
@@ -344,7 +348,7 @@ def test_this_process_is_no_other_program() -> None:
     assert after.user - before.user >= after.process - before.process - 0.05
 
 
-def test_refresh_measures_again_and_keeps_it(
+def test_refresh_measures_again_and_caches(
     tmp_path: Path, folder: Path, measurements: Measurements
 ) -> None:
     cached([tmp_path])
@@ -355,7 +359,7 @@ def test_refresh_measures_again_and_keeps_it(
     assert len(list(folder.iterdir())) == 2
 
 
-def test_what_is_something_else_is_measured(
+def test_other_paths_or_settings_are_measured_separately(
     tmp_path: Path, folder: Path, measurements: Measurements
 ) -> None:
     cached([tmp_path])
@@ -375,7 +379,7 @@ def test_what_is_something_else_is_measured(
     assert measurements.counts == (3, 4)
 
 
-def test_another_computer_and_another_mount(
+def test_other_machine_or_mount_is_measured_again(
     tmp_path: Path, folder: Path, measurements: Measurements
 ) -> None:
     def mounts(source: str, kind: str = "ext4") -> dict[str, str]:
@@ -411,7 +415,7 @@ def damaged(text: str) -> list[str]:
     return ["", "{", text[: len(text) // 2], "[" * 100_000, *map(json.dumps, spoilt)]
 
 
-def test_a_damaged_entry_is_none(folder: Path, measurements: Measurements) -> None:
+def test_damaged_cache_entry_is_measured_again(folder: Path, measurements: Measurements) -> None:
     cached()
     (entry,) = folder.iterdir()
     for count, text in enumerate(damaged(entry.read_text()), 2):
@@ -429,7 +433,7 @@ def test_a_damaged_entry_is_none(folder: Path, measurements: Measurements) -> No
     assert list(folder.iterdir()) == [entry], "no half-written file either"
 
 
-def test_a_folder_that_cannot_be_used(
+def test_unusable_cache_directory_is_ignored(
     tmp_path: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "file").write_text("")
@@ -439,7 +443,9 @@ def test_a_folder_that_cannot_be_used(
     assert measurements.counts == (2, 0)
 
 
-def test_the_oldest_day_counts(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+def test_measured_date_is_the_oldest(
+    tmp_path: Path, folder: Path, measurements: Measurements
+) -> None:
     cached([tmp_path])
     for path in folder.iterdir():
         entry = json.loads(path.read_text())
@@ -449,18 +455,18 @@ def test_the_oldest_day_counts(tmp_path: Path, folder: Path, measurements: Measu
     assert cached([]).measured != "2001-02-03"
 
 
-def test_a_path_that_is_not_there(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
+def test_missing_path_is_refused(tmp_path: Path, folder: Path, measurements: Measurements) -> None:
     with pytest.raises(MachineError, match="mkdir -p"):
         cached([tmp_path / "none"])
 
 
-def test_the_default_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_cache_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", "/home/someone")
     assert rate_cache.default_folder() == Path("/home/someone/.cache/infinity/rates")
 
 
-def test_measured_for_real_and_kept(
+def test_measured_rates_round_trip_through_cache(
     drive: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ProcessorTimes, "now", lambda: None)  # other tests may be running

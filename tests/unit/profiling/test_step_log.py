@@ -43,7 +43,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, step_log: StepLog) -> threading.Event
     return released
 
 
-def test_every_record_in_order_after_close(tmp_path: Path) -> None:
+def test_close_writes_every_record_in_order(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here" / "run.jsonl"
     threads = set(threading.enumerate())
     with StepLog(path) as step_log:
@@ -56,14 +56,14 @@ def test_every_record_in_order_after_close(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= threads  # the file threads of the loop are gone too
 
 
-def test_a_second_step_log_appends(tmp_path: Path) -> None:
+def test_second_step_log_appends(tmp_path: Path) -> None:
     for step in range(2):
         with StepLog(tmp_path / "run.jsonl") as step_log:
             step_log.write({"step": step})
     assert lines_of(tmp_path / "run.jsonl") == [{"step": 0}, {"step": 1}]
 
 
-def test_a_record_is_taken_as_it_is_now(tmp_path: Path) -> None:
+def test_write_serializes_record_at_call(tmp_path: Path) -> None:
     record = {"loss": float("nan"), "path": Path("/x"), "more": [float("-inf"), {"a": 1}]}
     with StepLog(tmp_path / "run.jsonl") as step_log:
         step_log.write(record)
@@ -73,7 +73,7 @@ def test_a_record_is_taken_as_it_is_now(tmp_path: Path) -> None:
     ]
 
 
-def test_records_appear_without_close(tmp_path: Path) -> None:
+def test_records_are_flushed_without_close(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
     with StepLog(path) as step_log:
         step_log.write({"step": 1})
@@ -81,7 +81,9 @@ def test_records_appear_without_close(tmp_path: Path) -> None:
         assert lines_of(path) == [{"step": 1}]
 
 
-def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_drops_and_counts_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     step_log = StepLog(tmp_path / "run.jsonl", queue_length=10)
     released = stall(monkeypatch, step_log)
     for step in range(25):
@@ -96,9 +98,7 @@ def test_a_full_queue_drops_and_counts(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
-def test_a_hanging_disk_does_not_hold_up_close(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_close_times_out_on_hanging_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     step_log = StepLog(tmp_path / "run.jsonl")
     released = stall(monkeypatch, step_log)
     step_log.write({"step": 1})
@@ -114,9 +114,7 @@ def test_a_hanging_disk_does_not_hold_up_close(
     step_log._thread.join(HANG_S)
 
 
-def test_an_error_of_the_disk_is_kept_and_counted(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_disk_error_is_stored_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "d").mkdir()
     step_log = StepLog(tmp_path / "d" / "run.jsonl")
     (tmp_path / "d" / "run.jsonl").unlink()
@@ -127,7 +125,7 @@ def test_an_error_of_the_disk_is_kept_and_counted(
     assert step_log.num_dropped == 1
 
 
-def test_after_close_nothing_happens(tmp_path: Path) -> None:
+def test_write_after_close_does_nothing(tmp_path: Path) -> None:
     step_log = StepLog(tmp_path / "run.jsonl")
     step_log.close()
     step_log.close()
@@ -135,7 +133,7 @@ def test_after_close_nothing_happens(tmp_path: Path) -> None:
     assert lines_of(tmp_path / "run.jsonl") == []
 
 
-def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
+def test_unopenable_path_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for path in (tmp_path, tmp_path / "file" / "run.jsonl"):
         with pytest.raises(MachineError, match="cannot be opened"):
@@ -144,7 +142,7 @@ def test_a_path_that_cannot_be_opened(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_does_nothing(tmp_path: Path) -> None:
+def test_forked_child_writes_nothing(tmp_path: Path) -> None:
     held = threading.Lock()
     held.acquire()
     with StepLog(tmp_path / "run.jsonl") as step_log:

@@ -86,7 +86,7 @@ def check_sane(timeline: TraceTimeline) -> None:
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
 @pytest.mark.parametrize("where", list(PLACEMENTS))
-def test_bytes_and_stalls_are_those_of_the_reports(tmp_path: Path, kind: str, where: str) -> None:
+def test_trace_bytes_and_stalls_match_step_reports(tmp_path: Path, kind: str, where: str) -> None:
     timeline, reports = traced(tmp_path, placement=PLACEMENTS[where], kind=kind)
     check_sane(timeline)
     steps = timeline.of("step")
@@ -115,7 +115,7 @@ def test_bytes_and_stalls_are_those_of_the_reports(tmp_path: Path, kind: str, wh
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
-def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) -> None:
+def test_trace_has_compute_and_update_of_every_unit(tmp_path: Path, kind: str) -> None:
     timeline, reports = traced(tmp_path, placement=ON_DISK, kind=kind)
     units = {"embedding", "blocks.0", "blocks.1", "blocks.2", OUTSIDE}
     batches = timeline.of("micro_batch")
@@ -138,7 +138,7 @@ def test_every_unit_has_its_compute_and_its_update(tmp_path: Path, kind: str) ->
 
 
 @pytest.mark.clock
-def test_a_slow_disk_binds(tmp_path: Path) -> None:
+def test_verdict_of_slow_disk_is_disk(tmp_path: Path) -> None:
     timeline, _ = traced(tmp_path, placement=ON_DISK, io={"slow_bytes_per_s": "1MiB"})
     shares = Shares(timeline)
     total = shares.total
@@ -151,7 +151,7 @@ def test_a_slow_disk_binds(tmp_path: Path) -> None:
     assert max(queued) > 0  # some waited for others
 
 
-def test_copies_of_an_accelerator_are_seen(tmp_path: Path) -> None:
+def test_trace_records_accelerator_copies(tmp_path: Path) -> None:
     device = FakeAccelerator(3, max_delay_s=0.004)
     config = settings(tmp_path, MIXED, trace=str(tmp_path / "t.json"))
     with infinity.initialize(small_model(), config, device=device)[0] as engine:
@@ -176,7 +176,7 @@ def test_copies_of_an_accelerator_are_seen(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTINGS, ids=str)
-def test_recomputed_forwards_lie_inside_backwards(
+def test_recomputed_forwards_are_inside_backwards(
     tmp_path: Path, checkpointing: Checkpointing
 ) -> None:
     case = CASES["gpt"]
@@ -199,7 +199,7 @@ def test_recomputed_forwards_lie_inside_backwards(
         assert around.unit == one.unit
 
 
-def test_tracing_changes_no_bit(tmp_path: Path) -> None:
+def test_tracing_does_not_change_results(tmp_path: Path) -> None:
     values = []
     for trace in (None, str(tmp_path / "t.json")):
         with Run(small_model(), make_config(("disk", "host", "disk"), trace=trace)) as run:
@@ -210,7 +210,7 @@ def test_tracing_changes_no_bit(tmp_path: Path) -> None:
     assert all(torch.equal(values[0][name], values[1][name]) for name in values[0])
 
 
-def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
+def test_trace_steps_selects_recorded_steps(tmp_path: Path) -> None:
     config = make_config(("disk", "disk", "disk"), trace=str(tmp_path / "t.json"))
     with Run(small_model(), config | {"trace_steps": [2, 3]}) as run:
         engine = run.engine
@@ -231,7 +231,7 @@ def test_only_the_steps_that_are_asked_for(tmp_path: Path) -> None:
             assert all(begin <= s.begin and s.end <= end for s in timeline.of(track))
 
 
-def test_steps_that_can_be_asked_for() -> None:
+def test_trace_steps_accepted_values() -> None:
     assert load_config({}).trace_steps == (1, 100)
     assert load_config({"trace_steps": 7}).trace_steps == (1, 7)
     assert load_config({}, ["trace_steps=[5, 6]"]).trace_steps == (5, 6)
@@ -241,7 +241,7 @@ def test_steps_that_can_be_asked_for() -> None:
             load_config({"trace_steps": wrong})
 
 
-def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
+def test_no_trace_without_configuration(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK) as engine:
         assert components(engine).transfers.trace is None
         assert components(engine).hooks.saved.timeline is None
@@ -249,7 +249,7 @@ def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
         assert not [t for t in threading.enumerate() if t.name == "infinity-trace"]
 
 
-def test_a_path_that_cannot_be_written_stops_before_anything_is_taken(tmp_path: Path) -> None:
+def test_unwritable_trace_path_leaves_model_unchanged(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     config = settings(tmp_path, ON_DISK, trace=str(tmp_path / "file" / "t.json"))
     model = small_model()
@@ -260,7 +260,7 @@ def test_a_path_that_cannot_be_written_stops_before_anything_is_taken(tmp_path: 
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_after_exceptions_the_trace_goes_on(tmp_path: Path) -> None:
+def test_trace_continues_after_exceptions(tmp_path: Path) -> None:
     config = make_config(("disk", "disk", "disk"), trace=str(tmp_path / "t.json"))
     with Run(small_model(), config) as run:
         engine, block = run.engine, run.model.blocks[1]  # type: ignore[index,union-attr]
@@ -302,7 +302,7 @@ class Watched(FakeAccelerator):
 
 
 @pytest.mark.parametrize("checkpoint", ["none", "units"])
-def test_waiting_for_weights_is_not_computing(tmp_path: Path, checkpoint: str) -> None:
+def test_compute_slices_exclude_waits_for_weights(tmp_path: Path, checkpoint: str) -> None:
     """However long a wait takes, it lies in no slice of compute."""
     (tmp_path / "nvme").mkdir()
     more = {"activations": {"checkpoint": checkpoint}, "prefetch_units": 0, "precision": "bf16"}
@@ -321,7 +321,7 @@ def test_waiting_for_weights_is_not_computing(tmp_path: Path, checkpoint: str) -
     assert not inside
 
 
-def test_saving_and_commits_are_seen(tmp_path: Path) -> None:
+def test_trace_records_saving_and_commits(tmp_path: Path) -> None:
     durable = {"durable": True, "trace": str(tmp_path / "t.json"), "cpu": {"num_threads": 1}}
     (tmp_path / "nvme").mkdir()
     config = settings(tmp_path / "nvme", ON_DISK, **durable)
@@ -345,7 +345,7 @@ def train_for_ever(nvme: Path, trace: Path) -> None:
         engine.step()
 
 
-def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
+def test_killed_run_leaves_valid_trace(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     trace = tmp_path / "t.json"
     with Program(train_for_ever, tmp_path / "nvme", trace) as child:
@@ -365,7 +365,7 @@ def test_a_killed_run_leaves_a_whole_file(tmp_path: Path) -> None:
 # --- stalls ---------------------------------------------------------------------------------------
 
 
-def test_the_table_of_stalls_is_that_of_the_code() -> None:
+def test_stall_table_in_docs_matches_code() -> None:
     page = Path(__file__).parents[3] / "docs" / "ARCHITECTURE.md"
     rows = [f"| `{name}` | {why.meaning} | {why.remedy} |" for name, why in STALLS.items()]
     lines = page.read_text(encoding="utf-8").splitlines()

@@ -55,7 +55,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
-def test_times_are_the_hosts_and_nobody_waits(gpu: Gpu) -> None:
+def test_event_times_are_host_times_without_waiting(gpu: Gpu) -> None:
     stream: Any = None
     before = time.perf_counter_ns()
     clock = CudaClock(stream)
@@ -80,7 +80,7 @@ def test_times_are_the_hosts_and_nobody_waits(gpu: Gpu) -> None:
     assert gpu.waits == 1
 
 
-def test_hours_later_times_are_still_exact(gpu: Gpu) -> None:
+def test_event_times_stay_exact_for_hours(gpu: Gpu) -> None:
     stream: Any = None
     clock = CudaClock(stream)
     start_ms, start_ns = gpu.now_ms, clock._anchor_ns
@@ -99,7 +99,7 @@ def test_hours_later_times_are_still_exact(gpu: Gpu) -> None:
     assert abs(one_float - far_ms) < 4  # what a single anchor would give
 
 
-def test_an_event_that_is_not_timed_is_as_it_was(gpu: Gpu) -> None:
+def test_event_without_timing_is_unchanged(gpu: Gpu) -> None:
     event = CudaEvent(None)  # type: ignore[arg-type]
     assert not event.raw.timing
     assert event.done()

@@ -41,7 +41,7 @@ def filled(path: Path, count: int = 50) -> Trace:
     return trace
 
 
-def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
+def test_trace_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here.json"
     trace = filled(path)
     trace.add("stall", "norm", NO_UNIT, trace.start_ns, trace.start_ns + 5, args={"more": 1})
@@ -61,7 +61,7 @@ def test_what_is_recorded_is_read_back(tmp_path: Path) -> None:
     assert (stall.what, stall.unit, stall.args["more"]) == ("norm", "", 1)
 
 
-def test_the_file_is_json_at_any_moment(tmp_path: Path) -> None:
+def test_trace_file_is_valid_json_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     trace = filled(path, 1)
     seen = set()
@@ -81,7 +81,7 @@ def test_the_file_is_json_at_any_moment(tmp_path: Path) -> None:
     assert sum(e.get("cat") == "update" for e in json.loads(path.read_text())) == 200
 
 
-def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+def test_truncated_trace_is_read_partially(tmp_path: Path) -> None:
     filled(tmp_path / "t.json", 20).close()
     text = (tmp_path / "t.json").read_text()
     whole = list(parse_events(text))
@@ -101,7 +101,7 @@ def test_a_torn_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     assert named == [{"ph": "X"}, {"ph": "i"}]
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_read_non_trace_file_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other.json"
     for text in ("", "[]", '[{"ph": "X", "ts": 1, "dur": 1}]', "no json", "\0"):
         other.write_text(text)
@@ -113,7 +113,9 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         Trace(other / "below" / "a file.json")
 
 
-def test_a_full_queue_drops_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_queue_drops_and_reports_events(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(trace_recorder, "FLUSH_S", 60.0)
     trace = Trace(tmp_path / "t.json", capacity=100)
     for i in range(1000):
@@ -126,7 +128,7 @@ def test_a_full_queue_drops_and_says_so(tmp_path: Path, monkeypatch: pytest.Monk
     assert len(timeline.of("stall")) == 100
 
 
-def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
+def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"], capacity=2000)
     never, flush, flushed = Later(), trace._flush, threading.Event()
     trace._flush = lambda: (flush(), flushed.set())  # type: ignore[method-assign]
@@ -162,7 +164,7 @@ def test_a_long_run_takes_no_more_memory(tmp_path: Path) -> None:
     assert len(timeline.of("disk_write")) + timeline.num_dropped == 22 * 1000
 
 
-def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path) -> None:
+def test_pending_events_are_written_in_track_order(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     at = trace.start_ns
     one, end_of_one, other, end_of_other = (Later() for _ in range(4))
@@ -187,7 +189,7 @@ def test_what_is_known_later_is_written_in_the_order_of_its_track(tmp_path: Path
     assert timeline.num_dropped == 1  # the one that was never over
 
 
-def test_a_device_that_fails_ends_no_thread(tmp_path: Path) -> None:
+def test_failing_device_event_is_dropped(tmp_path: Path) -> None:
     class Broken:
         def time_ns(self) -> int | None:
             raise RuntimeError("device lost")
@@ -202,7 +204,7 @@ def test_a_device_that_fails_ends_no_thread(tmp_path: Path) -> None:
     assert "device lost" in str(trace.failure)
 
 
-def test_the_thread_that_asks_a_device_follows_compute(tmp_path: Path) -> None:
+def test_trace_thread_calls_follow_before_querying_events(tmp_path: Path) -> None:
     """Else its looking at events would break a CUDA graph that the user captures."""
     seen: list[str] = []
 
@@ -223,7 +225,7 @@ def test_the_thread_that_asks_a_device_follows_compute(tmp_path: Path) -> None:
     assert len(read_timeline(trace.path).of("to_device")) == 1
 
 
-def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> None:
+def test_overlapping_slices_are_spread_over_tracks(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     for i in range(40):
         begin = trace.start_ns + 100 * i
@@ -243,7 +245,7 @@ def test_on_one_track_nothing_overlaps_that_does_not_nest(tmp_path: Path) -> Non
     assert set(tracks) <= named
 
 
-def test_a_disk_that_refuses_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disk_full_is_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -263,7 +265,7 @@ def open_paths() -> set[str]:
     return found
 
 
-def test_threads_and_a_forked_child(tmp_path: Path) -> None:
+def test_trace_from_threads_and_forked_child(tmp_path: Path) -> None:
     trace = filled(tmp_path / "t.json", 0)
     assert str(trace.path) in open_paths()
     workers = [
@@ -310,9 +312,7 @@ WHOLE = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "args": {}}
     ],
     ids=str,
 )
-def test_an_event_of_another_making_is_named(
-    tmp_path: Path, changes: dict[str, Any], words: str
-) -> None:
+def test_malformed_event_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     events = [{"name": "trace begins", "ph": "i", "ts": 0, "args": {}}, WHOLE, WHOLE | changes]
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError) as caught:
@@ -321,7 +321,7 @@ def test_an_event_of_another_making_is_named(
     assert words in str(caught.value)
 
 
-def test_a_trace_that_cannot_be_read_says_what_to_give(tmp_path: Path) -> None:
+def test_unreadable_trace_error_has_remedy(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"(?s)nosuch\.json cannot be read.*try: pass the file"):
         read_timeline(tmp_path / "nosuch.json")
     (tmp_path / "deep.json").write_text("[" * 100_000)

@@ -51,7 +51,7 @@ def budget_above_now(nbytes: int) -> dict[str, Any]:
     return {"budget": {"host": own + nbytes}}
 
 
-def test_memory_past_the_budget_is_an_error_with_names_and_numbers(
+def test_exceeded_budget_raises_with_unit_and_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
@@ -73,9 +73,7 @@ def test_memory_past_the_budget_is_an_error_with_names_and_numbers(
         train(engine, 1)  # nothing is lost but the step
 
 
-def test_memory_near_the_budget_is_told_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_memory_near_budget_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     monkeypatch.setattr(memory_watch, "NEAR_SHARE", 0.0)
     given = settings(tmp_path, **budget_above_now(256 * MIB))
@@ -90,7 +88,7 @@ def test_memory_near_the_budget_is_told_once(
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0])
-def test_freed_heap_is_in_no_peak_near_a_budget(
+def test_freed_heap_is_returned_near_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
     calls: list[None] = []
@@ -103,9 +101,7 @@ def test_freed_heap_is_in_no_peak_near_a_budget(
     assert len(calls) == (0 if share else 3 * 2), "before each backward, and after each step"
 
 
-def test_a_full_machine_is_an_error_before_the_kernel_strikes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_low_machine_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
@@ -117,7 +113,7 @@ def test_a_full_machine_is_an_error_before_the_kernel_strikes(
             train(engine, 1)
 
 
-def test_a_reading_that_lags_behind_ends_no_run(
+def test_transient_low_memory_reading_does_not_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     readings = itertools.chain([15] * memory_watch.LOOKS_AGAIN, itertools.repeat(500))
@@ -132,7 +128,7 @@ def test_a_reading_that_lags_behind_ends_no_run(
     assert next(readings) == 500
 
 
-def test_the_first_steps_say_what_activations_took(tmp_path: Path) -> None:
+def test_first_step_reports_include_activation_memory(tmp_path: Path) -> None:
     with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
         for step in range(3):
             train(engine, 1)
@@ -147,7 +143,7 @@ def test_the_first_steps_say_what_activations_took(tmp_path: Path) -> None:
                 assert found["activations"] == max(found["peak"] - found["rests"], 0)
 
 
-def test_few_looks_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watch_samples_at_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
         train(engine, 3)
         watcher = components(engine).hooks.watch
@@ -162,7 +158,7 @@ def test_few_looks_sample(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert all(b - a >= memory_watch.SAMPLE_S for a, b in pairwise(samples))
 
 
-def test_what_another_engine_reserved_later_is_not_held_against_the_first(
+def test_budget_excludes_memory_reserved_by_later_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)

@@ -46,7 +46,7 @@ def python(*command: str) -> str:
 
 
 @pytest.mark.parametrize("chosen", [SOME, pytest.param((), marks=pytest.mark.big)])
-def test_tests_of_a_gpu_pass(chosen: tuple[str, ...]) -> None:
+def test_gpu_tests_pass_on_host(chosen: tuple[str, ...]) -> None:
     words = [f"({' or '.join(chosen)})"] if chosen else []
     words += [f"not {word}" for word in NOT_HERE]
     told = python(
@@ -57,7 +57,7 @@ def test_tests_of_a_gpu_pass(chosen: tuple[str, ...]) -> None:
     assert "skipped" not in told
 
 
-def test_what_nothing_orders_is_told() -> None:
+def test_unordered_accesses_are_reported() -> None:
     told = json.loads(python("-c", "from support import host_cuda, unordered; unordered.main()"))
     assert told.pop("nothing") == 0
     assert len(told) == 6

@@ -86,7 +86,7 @@ def names_in(root: Path) -> list[str]:
     return sorted(os.listdir(root))
 
 
-def test_a_private_directory_with_a_record(tmp_path: Path) -> None:
+def test_scratch_directory_is_private_and_has_record(tmp_path: Path) -> None:
     with Scratch.create(tmp_path) as scratch:
         assert names_in(tmp_path) == [scratch.directory.name]
         assert scratch.directory.name.startswith(f"infinity-run-{os.getpid()}-")
@@ -102,7 +102,7 @@ def test_a_private_directory_with_a_record(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_remove_takes_everything_and_may_be_called_twice(tmp_path: Path) -> None:
+def test_remove_deletes_everything_and_is_idempotent(tmp_path: Path) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "keep").write_text("x")
@@ -120,7 +120,7 @@ def test_remove_takes_everything_and_may_be_called_twice(tmp_path: Path) -> None
     assert descriptors() <= before
 
 
-def test_two_engines_in_one_process(tmp_path: Path) -> None:
+def test_two_scratch_directories_in_one_process(tmp_path: Path) -> None:
     first, second = Scratch.create(tmp_path), Scratch.create(tmp_path)
     assert first.directory != second.directory
     assert remove_dead_runs(tmp_path) == []
@@ -130,7 +130,7 @@ def test_two_engines_in_one_process(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_who_cleans_up_does_not_touch_the_lock_of_a_durable_run(
+def test_cleanup_does_not_lock_durable_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another rank, or another process, may be about to go on with it."""
@@ -151,7 +151,7 @@ def test_who_cleans_up_does_not_touch_the_lock_of_a_durable_run(
     assert names_in(tmp_path) == [durable.directory.name]
 
 
-def test_a_killed_run_is_removed_by_the_next_and_a_live_one_never(tmp_path: Path) -> None:
+def test_next_run_removes_killed_run_but_not_live_one(tmp_path: Path) -> None:
     with live_run(tmp_path) as (process, living):
         dead = killed_run(tmp_path)
         scratch = Scratch.create(tmp_path)
@@ -164,7 +164,7 @@ def test_a_killed_run_is_removed_by_the_next_and_a_live_one_never(tmp_path: Path
     assert names_in(tmp_path) == []
 
 
-def test_a_durable_run_and_one_that_cannot_be_read_are_kept(tmp_path: Path) -> None:
+def test_cleanup_keeps_durable_and_unreadable_runs(tmp_path: Path) -> None:
     durable, broken, plain = killed_runs(tmp_path, 3)
     edit_record(durable, durable=True)
     (broken / "run.json").write_text('{"durable": fal')
@@ -177,7 +177,7 @@ def test_a_durable_run_and_one_that_cannot_be_read_are_kept(tmp_path: Path) -> N
     assert (broken / "state").exists()
 
 
-def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
+def test_interrupted_removal_is_completed(tmp_path: Path) -> None:
     first, second, third = killed_runs(tmp_path, 3)
     (first / "state").unlink()
     for name in ("state", "run.json"):
@@ -188,7 +188,7 @@ def test_a_removal_that_was_cut_short_is_finished(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_nothing_outside_the_pattern_is_touched(tmp_path: Path) -> None:
+def test_cleanup_ignores_other_names(tmp_path: Path) -> None:
     dead = killed_run(tmp_path)
     kept = {}
     for name in (
@@ -212,7 +212,7 @@ def test_nothing_outside_the_pattern_is_touched(tmp_path: Path) -> None:
     assert link.is_symlink()
 
 
-def test_a_link_in_place_of_the_lock_or_the_record_is_not_followed(tmp_path: Path) -> None:
+def test_symlinked_lock_or_record_is_not_followed(tmp_path: Path) -> None:
     first, second = killed_runs(tmp_path, 2)
     for directory, name in ((first, "lock"), (second, "run.json")):
         target = tmp_path / f"target-{name}"
@@ -221,7 +221,7 @@ def test_a_link_in_place_of_the_lock_or_the_record_is_not_followed(tmp_path: Pat
     assert remove_dead_runs(tmp_path) == []
 
 
-def test_another_users_directory_is_left_alone(tmp_path: Path) -> None:
+def test_cleanup_ignores_directory_of_other_user(tmp_path: Path) -> None:
     dead = killed_run(tmp_path)
     try:
         os.chown(dead, 65534, 65534)
@@ -232,7 +232,7 @@ def test_another_users_directory_is_left_alone(tmp_path: Path) -> None:
     assert remove_dead_runs(tmp_path) == [dead]
 
 
-def test_a_half_made_directory_is_removed_only_when_old(tmp_path: Path) -> None:
+def test_incomplete_directory_is_removed_only_when_old(tmp_path: Path) -> None:
     names = [f".infinity-new-1-{digit * 16}" for digit in "abc"]
     for name in names:
         (tmp_path / name).mkdir()
@@ -246,7 +246,7 @@ def test_a_half_made_directory_is_removed_only_when_old(tmp_path: Path) -> None:
     assert remove_dead_runs(tmp_path) == [tmp_path / name for name in names]
 
 
-def test_the_directory_cannot_be_seen_before_it_is_locked(
+def test_directory_is_locked_before_it_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_record = module.write_record
@@ -263,7 +263,7 @@ def test_the_directory_cannot_be_seen_before_it_is_locked(
     assert seen == [[], []]
 
 
-def test_many_starting_at_once_beside_the_dead(tmp_path: Path) -> None:
+def test_concurrent_starts_with_killed_runs(tmp_path: Path) -> None:
     killed_runs(tmp_path, 3)
     script = RUN.replace("sys.stdin.read()", "assert scratch.path('state').exists()")
     script = script.replace(
@@ -278,7 +278,7 @@ def test_many_starting_at_once_beside_the_dead(tmp_path: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
+def test_forked_child_removes_nothing(tmp_path: Path) -> None:
     scratch = Scratch.create(tmp_path)
     pid = os.fork()
     if pid == 0:
@@ -296,7 +296,7 @@ def test_a_forked_child_removes_nothing(tmp_path: Path) -> None:
     assert names_in(tmp_path) == []
 
 
-def test_a_child_that_no_hook_has_seen_removes_nothing(
+def test_child_without_fork_hook_removes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Scratch.create(tmp_path) as scratch:
@@ -307,7 +307,7 @@ def test_a_child_that_no_hook_has_seen_removes_nothing(
     assert names_in(tmp_path) == []
 
 
-def test_an_orphaned_worker_does_not_keep_a_killed_run_alive(tmp_path: Path) -> None:
+def test_orphaned_worker_does_not_keep_run_locked(tmp_path: Path) -> None:
     with live_run(tmp_path, "with a worker") as (process, directory):
         assert process.stdout is not None
         worker = int(process.stdout.readline())

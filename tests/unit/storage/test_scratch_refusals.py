@@ -27,7 +27,7 @@ def refusal(path: Path) -> InfinityError:
     return caught.value
 
 
-def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
+def test_missing_path_or_file_is_refused(tmp_path: Path) -> None:
     error = refusal(tmp_path / "none")
     assert isinstance(error, MachineError)
     assert error.remedy == f"mkdir -p {tmp_path / 'none'}"
@@ -51,7 +51,7 @@ def test_a_missing_path_and_a_file(tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("place", ["mkdir", "flock", "record"])
-def test_a_refusing_disk(
+def test_os_error_is_explained_and_leaves_nothing(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
@@ -79,7 +79,7 @@ def test_a_refusing_disk(
     assert names_in(tmp_path) == []
 
 
-def test_a_directory_that_this_user_may_not_write() -> None:
+def test_directory_without_permission_is_refused() -> None:
     script = """
 import os, sys
 from infinity.storage.run_dir import Scratch
@@ -99,9 +99,7 @@ except MachineError as error: print(error)
     assert "user id 65534" in done.stdout
 
 
-def test_an_interrupted_making_leaves_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_create_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(path: Path) -> None:
         raise KeyboardInterrupt
 
@@ -111,7 +109,7 @@ def test_an_interrupted_making_leaves_nothing(
     assert names_in(tmp_path) == []
 
 
-def test_space_is_checked_with_numbers(tmp_path: Path) -> None:
+def test_check_space_error_has_sizes(tmp_path: Path) -> None:
     with Scratch.create(tmp_path) as scratch:
         scratch.check_space(0)
         scratch.check_space(4096)

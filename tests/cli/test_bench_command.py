@@ -1,4 +1,4 @@
-"""`infinity bench`: its verdict, its rows, wrong bytes, and nothing left behind."""
+"""Tests of the `infinity bench` command: verdict, rows, wrong data and cleanup."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 @pytest.fixture
 def brief(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Samples of milliseconds; the load of other programs is not seen."""
+    """Shorten samples to milliseconds; ignore the load of other programs."""
     monkeypatch.setattr(comparison, "SAMPLE_S", 0.01)
     monkeypatch.setattr(comparison, "TRIAL_S", 0.01)
     monkeypatch.setattr(comparison.ProcessorTimes, "now", lambda: None)
@@ -55,7 +55,7 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def kept_rates(quick_rates: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The processors' rates are measured once and kept, the disk's never."""
+    """Measure rates of processors only, never of disks."""
     describe = doctor.describe
     monkeypatch.setattr(doctor, "describe", lambda paths, refresh: describe([]))
 
@@ -73,7 +73,7 @@ def some_drive(path: Path, **changes: Any) -> Drive:
 
 
 def test_verdict_follows_from_rates(drive: Path) -> None:
-    """A model of 8.03e9 parameters has 12 bytes of state each, read and written once a step."""
+    """A model of 8.03e9 parameters reads and writes 12 bytes of state each per step."""
 
     def of(read: float, write: float, mixed: float, *drives: Drive) -> str:
         return verdict({"read": read, "write": write, "mixed": mixed}, drives)
@@ -173,7 +173,7 @@ def test_bench_json_holds_all_numbers(drive: Path) -> None:
 
 
 def lose(*arguments: Any) -> None:
-    """Move nothing, at a rate that leaves loads of a finite length."""
+    """Transfer nothing, but take time, so that the measured rate is finite."""
     time.sleep(0.01)
 
 

@@ -1,4 +1,4 @@
-"""The command line: help, exit codes, one JSON object, signals, and nothing left behind."""
+"""Tests of the command line: help, completion, exit codes, errors and stdout."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_console_script_is_declared() -> None:
 
 
 def test_import_of_cli_does_not_import_torch() -> None:
-    """The package itself is replaced by an empty one: only what the command line does counts."""
+    """The package is replaced by an empty one, so that only imports of the CLI count."""
     folder = Path(infinity.__file__).parent
     code = f"""
 import sys, types
@@ -89,7 +89,7 @@ assert not heavy, heavy
 def test_shell_completion_of_verbs_and_options(
     shell: str, words: list[str], found: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As the scripts that `--install-completion` writes ask; of a verb only the table is read."""
+    """Called as scripts of `--install-completion` do; only the verbs typed are imported."""
     loaded: list[str] = []
     load = main.load
     monkeypatch.setattr(main, "load", lambda verb: loaded.append(verb) or load(verb))
@@ -125,7 +125,7 @@ def test_errors_and_warnings_are_colored_on_a_terminal(
 
 
 def test_hub_retries_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its own six tries at a port where nobody listens."""
+    """The client tries six times to reach a closed port."""
     library = pytest.importorskip("huggingface_hub.utils")
     with pytest.raises(Exception, match="refused"), terminal.command():
         library.http_backoff("HEAD", "http://127.0.0.1:9/", base_wait_time=0)

@@ -1,4 +1,4 @@
-"""`infinity plan ds_config.json`: the key table, and the plan as for our own configuration."""
+"""Tests of `infinity plan ds_config.json`: key table, and equality with a native plan."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from cli.test_plan_command import DESKTOP, GIB, TINY, answer, run
 
-HF = {  # as Hugging Face's documentation writes it: what a Trainer fills in is auto
+HF = {  # as in the Hugging Face documentation: values that a Trainer fills in are auto
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
     "gradient_accumulation_steps": "auto",
@@ -38,7 +38,7 @@ HF = {  # as Hugging Face's documentation writes it: what a Trainer fills in is 
 
 @pytest.fixture(autouse=True)
 def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A GPU that is not here is planned for, so rates are nominal."""
+    """Fail if rates are measured: plans for an absent GPU use nominal rates."""
 
     def never(*arguments: Any, **more: Any) -> None:
         raise AssertionError("this machine was measured")
@@ -48,7 +48,7 @@ def _nothing_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
-    """A DeepSpeed configuration and a model."""
+    """Return the paths of a DeepSpeed configuration and of a model."""
     (tmp_path / "ds_config.json").write_text(json.dumps(HF))
     (tmp_path / "config.json").write_text(json.dumps(TINY))
     return str(tmp_path / "ds_config.json"), str(tmp_path / "config.json")

@@ -1,4 +1,4 @@
-"""`infinity doctor`: what it tells, and the exit code of each thing that stops a run."""
+"""Tests of the `infinity doctor` command: report, problems and exit codes, machine files."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_os_error_of_path_is_explained(
 
 @contextmanager
 def tmpfs(place: Path, options: str) -> Iterator[None]:
-    """A small file system; skips the test where this process may not mount."""
+    """Mount a small file system; skip the test if this process may not mount."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
     command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
@@ -243,7 +243,7 @@ def test_memory_bound_of_cgroup(tmp_path: Path) -> None:
 
 @pytest.fixture
 def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A cache of its own, and little to measure."""
+    """Use a separate cache and shorten measurements."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
     monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 1)
@@ -251,7 +251,7 @@ def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64,))
     monkeypatch.setattr(processor_rates, "_WIDTH", {True: 64, False: 64})
     monkeypatch.setattr(processor_rates, "_NUM_LOGITS", 512)
-    monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda: None)  # tests run beside
+    monkeypatch.setattr(calibration.ProcessorTimes, "now", lambda: None)  # other tests run
 
 
 @pytest.mark.usefixtures("_brief")

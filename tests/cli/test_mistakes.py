@@ -1,7 +1,6 @@
-"""Mistakes of users' first hours, and the messages: what is wrong, and a way on.
+"""Tests of error messages for common mistakes of new users.
 
-Each message names the thing that was typed and something that can be typed instead. No command
-ends in a traceback.
+Each message names the wrong input and a replacement. No command ends in a traceback.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import infinity
 from infinity.cli.main import app
 from infinity.errors import InfinityError
 
-# What is typed after `infinity`, the exit code, and what stderr has, in this order.
+# Arguments of `infinity`, the exit code, and the texts in stderr, in this order.
 COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
     "verb": ("trian a.yaml", 2, ("'trian'", "did you mean 'train'?")),
     "verb of a group": ("checkpoint exprot . out", 2, ("'exprot'", "'export'")),
@@ -75,7 +74,7 @@ def test_command_mistake_is_named(
     typed, code, texts = COMMANDS[name]
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path / "text.txt")
-    (tmp_path / "run.yaml").write_text(str(settings(tmp_path)))  # YAML has JSON in it
+    (tmp_path / "run.yaml").write_text(str(settings(tmp_path)))  # JSON is valid YAML
     (tmp_path / "ds.json").write_text('{"train_batch_size": 8, "zero_optimization": {"stage": 3}}')
     (tmp_path / "engine.yaml").write_text("precision: bf16")
     (tmp_path / "broken.yaml").write_text("run_dir: a\n  model: b\n")
@@ -88,7 +87,7 @@ def test_command_mistake_is_named(
         left = left.partition(text)[2]
     assert not (tmp_path / "run" / "run.json").exists()
     if name == "drive":
-        assert not (tmp_path / "run" / "data").exists()  # before hours of tokens
+        assert not (tmp_path / "run" / "data").exists()  # fails before tokenising
 
 
 def model(width: int = 16) -> nn.Module:
@@ -167,4 +166,4 @@ def test_training_loop_mistake_is_named(name: str, tmp_path: Path) -> None:
     for text in texts:
         assert text in left, str(caught.value)
         left = left.partition(text)[2]
-    assert caught.value.__cause__ is None  # one traceback
+    assert caught.value.__cause__ is None  # a single traceback

@@ -1,4 +1,4 @@
-"""`infinity plan` through the real command: targets, sizes, exit codes, and no weights."""
+"""Tests of the `infinity plan` command: targets, machines, advice, ranks and errors."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ TOP_KEYS = {"schedule", "ranks",
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's rates are round numbers, and known without measuring."""
+    """Replace measured rates of this machine by round numbers."""
 
     def known(paths: Any, device: Any, **more: Any) -> KnownRates:
         numbers = nominal(device.unified).numbers() | {"update.fp32": 1e9, "disk_read": 2e9}
         return KnownRates(Rates.of(numbers), "2026-01-02")
 
     monkeypatch.setattr("infinity.profiling.calibration.cached_rates", known)
-    monkeypatch.setattr(plan_report, "_adapters", lambda *_: [])  # two more searches
+    monkeypatch.setattr(plan_report, "_adapters", lambda *_: [])  # saves two searches
     monkeypatch.setattr("infinity.cli.plan.report_of", planned_once)
 
 
 def once() -> Callable[..., dict[str, Any]]:
-    """A page and its JSON are of one report."""
+    """Return a cached `report_of`, so that a page and its JSON share one report."""
     known: dict[Any, dict[str, Any]] = {}
 
     def planned(wishes: SearchOptions, rated: int, *more: Any) -> dict[str, Any]:
@@ -70,13 +70,13 @@ planned_once = once()
 
 @pytest.fixture
 def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
-    """LoRA and QLoRA are among the advice."""
+    """Include LoRA and QLoRA in the advice."""
     monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
     monkeypatch.setattr("infinity.cli.plan.report_of", once())
 
 
 def no_more_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is typed from here on only the plan is wanted."""
+    """Disable the search for advice in later commands."""
     for name in ("faster", "_adapters"):
         monkeypatch.setattr(plan_report, name, lambda *_, **__: [])
     monkeypatch.setattr("infinity.cli.plan.report_of", once())
@@ -103,16 +103,16 @@ def tiny(tmp_path: Path) -> str:
 
 
 def lower(path: Path, name: str, **layers: int) -> str:
-    """A model we know, with fewer layers: the search for a plan takes so much less."""
+    """Write a config of a known model with changed sizes, for a faster search."""
     (path / "config.json").write_text(json.dumps(NAMED[name] | layers))
     return str(path)
 
 
 def test_offload_without_effect_keeps_schedule(tiny: str, tmp_path: Path) -> None:
-    """Where RAM computes nothing can wait in RAM; nor where nothing is recomputed."""
+    """Offloading to RAM has no effect if the CPU computes, or if nothing is recomputed."""
     told = []
     for offload in ("none", "host"):
-        path = tmp_path / f"{offload}.json"  # the same question is planned once
+        path = tmp_path / f"{offload}.json"  # equal options would be cached
         path.write_text(json.dumps({"activations": {"offload": offload}}))
         found = answer(str(path), "--model", tiny, "--host", "8GiB", "--tokens", "2048")
         told.append((found["schedule"]["line"], found["step"]["seconds"]))
@@ -129,7 +129,7 @@ def test_offload_without_effect_keeps_schedule(tiny: str, tmp_path: Path) -> Non
 def test_search_tries_more_micro_batches_for_less_recomputation(
     tmp_path: Path,
 ) -> None:
-    """Eight look slower than four until it is known how few blocks must be recomputed."""
+    """Eight micro-batches look slower than four before recomputed blocks are counted."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8000}  # fmt: skip
     model = lower(tmp_path, "8b", **sizes)
@@ -156,12 +156,12 @@ def test_invalid_slices_or_micro_batches_are_refused(
     assert words in error
 
 
-# --- the answer ----------------------------------------------------------------------------------
+# --- report --------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("with_adapters")
 def test_plan_of_70b_matches_hand_calculation() -> None:
-    """docs/bytes.md: all on disk is 16 bytes read and 14 written, less what RAM holds."""
+    """docs/bytes.md: all on disk is 16 bytes read and 14 written, less the bytes in RAM."""
     arguments = ["70b", *DESKTOP, "--tokens", "2048", "--recompute"]
     report = answer(*arguments)
     assert report["fits"]
@@ -212,7 +212,7 @@ def test_words_are_not_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_default_tokens_per_step(tiny: str) -> None:
-    """Then it is that of the presets; with so many micro-batches named a sample in each."""
+    """The default is that of the presets; with --micro-batches, one sample in each."""
     report = answer(tiny, *DESKTOP)
     assert report["work"]["tokens_per_step"] == 65536
     assert report["work"]["assumed_tokens"]
@@ -290,7 +290,7 @@ def test_target_is_name_file_or_directory(tiny: str) -> None:
 
 
 def test_adapters_on_quantised_base(tmp_path: Path) -> None:
-    """By hand, of two layers like those of 8b."""
+    """Sizes are computed by hand for two layers of 8b."""
     layers = lower(tmp_path, "8b", num_hidden_layers=2)
     arguments = ["--device", "24GiB", "--host", "32GiB", "--disk", "1TiB", "--lora", "8"]
     plain = answer(layers, *arguments, "--tokens", "2048")
@@ -467,8 +467,8 @@ def test_plan_for_this_machine_uses_measured_rates(
     assert machine["disk_bytes"] > 0
     assert report["plan"]["budget"]["device"] is None
     assert machine["assumed_disk"] is None
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # of no other test's rates
-    monkeypatch.chdir(tmp_path)  # nobody named a drive: it is not written to, its space is known
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))  # no cached rates
+    monkeypatch.chdir(tmp_path)  # no drive given: nothing is written, free space is used
     bare = answer(tiny, "--tokens", "64")
     assert bare["machine"]["disk_bytes"] > 0
     assert set(bare["machine"]["nominal"]) == {"disk_read", "disk_write", "disk_mixed"}
@@ -481,7 +481,7 @@ def test_plan_for_this_machine_uses_measured_rates(
 
 
 def test_cheapest_remedy_comes_first_if_everything_is_short() -> None:
-    """More RAM alone would do: a hundred times as dear as some, and a disk."""
+    """More RAM alone would suffice, but costs a hundred times as much as some RAM and a disk."""
     report = answer("7b", "--host", "1GiB", "--disk", "0", code=3)
     first = report["ways"][0]["how"]
     host, disk = (re.search(rf"--{tier} (\d+)(GiB|MiB)", first) for tier in ("host", "disk"))
@@ -519,11 +519,11 @@ def test_machine_file_with_size_overrides(tiny: str, tmp_path: Path) -> None:
     assert changed["machine"]["rates"] == report["machine"]["rates"]
 
 
-# --- what does not fit ---------------------------------------------------------------------------
+# --- misfits and advice --------------------------------------------------------------------------
 
 
 def options(how: str) -> list[str]:
-    """What to type, from a way that is options only."""
+    """Split a remedy that consists of options into arguments."""
     return shlex.split(how)
 
 
@@ -646,7 +646,7 @@ def test_plan_shows_chosen_schedule_and_runner_up(tmp_path: Path) -> None:
     parts = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
     roomy = [lowered, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
     assert (work["context"], "2,048 a sample" in out) == (2048, True)
-    assert (work["tokens"] // work["slices"]) % 2048 == 0  # no slice is less than a sample
+    assert (work["tokens"] // work["slices"]) % 2048 == 0  # slices are whole samples
     shorter = answer(*arguments, "--tokens", "32768", "--sequence", "1024")
     assert shorter["work"]["context"] == 1024
     assert shorter["step"]["seconds"] < report["step"]["seconds"]
@@ -677,7 +677,7 @@ ENCODER_DECODER = {"model_type": "t5", "d_model": 256, "d_kv": 32, "d_ff": 512, 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
 def test_slightly_different_blocks_are_blocks(tmp_path: Path, layers: int) -> None:
-    """The first one of each stack holds the bias of positions."""
+    """The first block of each stack holds the relative position bias."""
     depth = {"num_layers": layers, "num_decoder_layers": layers}
     (tmp_path / "config.json").write_text(json.dumps(ENCODER_DECODER | depth))
     report = answer(str(tmp_path), "--device", "600MiB", "--host", "2GiB", "--disk", "1TiB")
@@ -687,7 +687,7 @@ def test_slightly_different_blocks_are_blocks(tmp_path: Path, layers: int) -> No
         assert report["model"]["units"] == 2 * layers + 2, "the table, and what is left"
 
 
-# --- nothing is allocated ------------------------------------------------------------------------
+# --- allocation and processes --------------------------------------------------------------------
 
 
 def test_plan_allocates_no_weights() -> None:
@@ -710,7 +710,7 @@ def test_plan_runs_as_a_process(tiny: str) -> None:
     assert json.loads(found.stdout)["fits"]
 
 
-# --- what is no question -------------------------------------------------------------------------
+# --- invalid paths -------------------------------------------------------------------------------
 
 
 def test_path_must_be_a_directory(tiny: str, tmp_path: Path) -> None:
@@ -738,7 +738,7 @@ FOUR = ["70b", "--gpus", "4", "--device", "24GiB", "--host", "256GiB", "--disk",
 
 
 def test_four_gpus_share_node_and_units() -> None:
-    """By hand: 69.0e9 parameters, of which a rank has a quarter, and fetches each twice."""
+    """By hand: a rank has a quarter of 69.0e9 parameters, and gathers all of them twice."""
     report = answer(*FOUR, "--link", "25GB/s")
     assert report["fits"]
     parameters, plan, moved = report["model"]["parameters"], report["plan"], report["moved"]
@@ -753,11 +753,11 @@ def test_four_gpus_share_node_and_units() -> None:
     assert report["ranks"]["node_bytes"] == {tier: 4 * used[tier] for tier in ("host", "disk")}
     pinned = used["host"] - plan["memory"]["host"]["process"]
     assert report["ranks"]["pinned_bytes"] == pinned
-    # At rest a quarter of 12 bytes and of an fp32 sum, on some tier or other.
+    # Stored per rank: a quarter of 12 bytes and of an fp32 sum, over all tiers.
     rests = sum(at["bytes"] for kind in plan["placement"].values() for at in kind.values())
     assert rests == pytest.approx((12 + 4) * parameters / 4, rel=2e-3)
-    # Three quarters of bf16 weights for each forward and backward (the last stay in between), and
-    # of bf16 gradients once.
+    # Three quarters of bf16 weights for each forward and backward (the last units stay in
+    # between), and of bf16 gradients once.
     received = 2 * parameters * 3 / 4
     assert 1.9 * received < moved["all_gather"]["bytes"] <= 2.01 * received
     assert moved["all_to_all"]["bytes"] == pytest.approx(received, rel=2e-3)
@@ -805,7 +805,7 @@ def test_slow_link_binds_and_faster_link_helps(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_nodes_share_network_bandwidth(tmp_path: Path) -> None:
-    """Of 2 x 2 ranks: a ring brings all into a node once, two ranks share what two others send."""
+    """2 x 2 ranks: a ring enters a node once; in all-to-all two ranks receive from two others."""
     model = lower(tmp_path, "1.3b", n_layer=6)
     arguments = [model, "--gpus", "2", "--nodes", "2", "--device", "8GiB", "--host", "32GiB",
                  "--link", "25GB/s", "--tokens", "8192"]  # fmt: skip
@@ -846,14 +846,14 @@ def test_inconsistent_rank_options_are_refused(tiny: str, arguments: list[str], 
 
 
 def test_expert_range_minimizes_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the commands with each of the sizes that are tried answer; 10 is that of the rule."""
+    """Compared with plans for each candidate size; 10 is the default rule."""
     no_more_advice(monkeypatch)
     model = lower(tmp_path, "gpt-oss-120b", num_hidden_layers=3)
     adapted = ["--lora", "16", "--rest", "nf4", "--tokens", "4096"]
     machine = ["--device", "11GiB", "--host", "64GiB", "--disk", "2TiB"]
     found, seconds = answer(model, *adapted, *machine), {}
     for experts in (5, 10, 19):
-        path = tmp_path / f"{experts}.json"  # the same question is planned once
+        path = tmp_path / f"{experts}.json"  # equal options would be cached
         named = {"experts_per_unit": experts, "activations": {"logits": "chunked"}}
         path.write_text(json.dumps(named))
         report = answer(str(path), "--model", model, *adapted, *machine)

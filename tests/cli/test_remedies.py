@@ -1,4 +1,4 @@
-"""What is to be typed for a change is an option, or a key with a value, that the verb takes."""
+"""Tests of remedies: each change maps to options or settings that the command accepts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "slices": (2,),
     "recompute": ("all", 2, 0),
     "offload": ("disk", "none"),
-    "batch": ((8 * LENGTH, 2, 2 * LENGTH),),  # of two ranks
+    "batch": ((8 * LENGTH, 2, 2 * LENGTH),),  # for two ranks
     "finer_units": (None,),
     "adapter": ((16, None), (16, "nf4")),
     "gpus": (2,),
@@ -89,5 +89,5 @@ def test_batch_change_is_global(tmp_path: Path) -> None:
 
 
 def as_it_was(run: RunConfig, change: Change) -> bool:
-    """Whether the run has that value already."""
+    """Return True if the run already has the value of the change."""
     return change.value in (None, 0, "none", "fp32") or change.name in ("placement", "batch")

@@ -1,4 +1,4 @@
-"""Shares and verdicts against a slow obvious computation on traces made by hand."""
+"""Tests of trace shares and verdicts against a slow reference on synthetic traces."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SPAN = 4000  # ticks
 
 
 def ticks(intervals: list[Interval]) -> set[int]:
-    """The slow and obvious set: every whole number inside."""
+    """Return all integers inside the intervals, as a slow reference."""
     return {t for begin, end in intervals for t in range(int(begin), int(end))}
 
 
@@ -65,7 +65,7 @@ Spans = dict[str, list[tuple[int, int]]]  # track (or "stall:cause") -> spans in
 
 
 def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> TraceTimeline:
-    """A trace file with these slices, read back."""
+    """Write a trace file with these slices and read it back."""
     trace = Trace(path, ["unit"], facts)
 
     def at(tick: float) -> int:
@@ -76,7 +76,7 @@ def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any
     for name, ranges in spans.items():
         track, _, cause = name.partition(":")
         for begin, end in ranges:
-            submitted = at(begin - 5) if track.startswith("disk") else None  # 5 in the queue
+            submitted = at(begin - 5) if track.startswith("disk") else None  # queued for 5 ticks
             trace.add(track, cause or "what", 0, at(begin), at(end), 1, submitted=submitted)
     trace.close()
     return read_timeline(path)
@@ -135,7 +135,7 @@ def test_shares_match_counting_ticks(tmp_path: Path, seed: int) -> None:
         assert stall.resource_seconds == pytest.approx(most * TICK_S, abs=1e-6)
 
 
-# (what is going on in a step of 1000 ticks, what binds, words of the verdict)
+# (spans of a step of 1000 ticks, the binding track, start of the verdict)
 BY_HAND: dict[str, tuple[Spans, str, str]] = {
     "a disk that reads": (
         {"compute": [(0, 1000)], "stall:update": [(100, 700)], "disk_read": [(20, 950)]},
@@ -207,7 +207,7 @@ def test_verdict_of_handmade_traces(tmp_path: Path, name: str) -> None:
 def test_device_clock_waits_are_gaps_between_slices(tmp_path: Path) -> None:
     spans: Spans = {
         "compute": [(0, 300), (700, 1000)],
-        "stall:update": [(100, 200)],  # the host waits while the device computes: no matter
+        "stall:update": [(100, 200)],  # a host wait during device compute does not count
         "to_device": [(250, 680)],
     }
     (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)], host_clock=False)).steps
@@ -251,7 +251,7 @@ def test_trace_command(tmp_path: Path) -> None:
 
 
 def test_trace_command_json(tmp_path: Path) -> None:
-    """One object, of which every number is that of the text."""
+    """The JSON object has the numbers of the text report."""
     steps = [(0, 400), (400, 1000)]
     spans: Spans = {"compute": [(0, 300), (500, 900)], "stall:slot": [(500, 600)]}
     spans["disk_read"] = [(480, 640)]

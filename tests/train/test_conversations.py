@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: which tokens have a loss, packing, the best weights, adapters."""
+"""Tests of fine-tuning on conversations: loss masks, packing, best weights and adapters."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "
 
 @pytest.fixture(scope="module")
 def wrapped() -> Any:
-    """A tokenizer with merges over characters of several bytes, and special tokens."""
+    """Return a tokenizer with merges inside multi-byte characters, and special tokens."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = tokenizers.decoders.ByteLevel()
@@ -77,7 +77,7 @@ def encoded(wrapped: Any, row: Any, template: str = CHATML, everything: bool = F
 
 
 def slowly(wrapped: Any, parts: list[tuple[str, bool]]) -> list[tuple[int, bool]]:
-    """Tokens of a text in parts that have a loss or not, byte by byte of what each stands for."""
+    """Return (token, has loss) for segments of a text, derived byte by byte as a reference."""
     wanted = [trained for text, trained in parts for _ in text.encode()]
     tokens = wrapped.encode("".join(text for text, _ in parts), add_special_tokens=False)
     bytes_of = {c: b for b, c in bytes_to_unicode().items()}
@@ -95,7 +95,7 @@ def as_pairs(words: Any) -> list[tuple[int, bool]]:
     return [(int(w & TOKEN), bool(w & TRAINED)) for w in words]
 
 
-# --- which tokens have a loss --------------------------------------------------------------------
+# --- loss mask -----------------------------------------------------------------------------------
 
 
 def test_loss_covers_only_assistant_messages(wrapped: Any) -> None:
@@ -112,13 +112,13 @@ def test_loss_covers_only_assistant_messages(wrapped: Any) -> None:
         assert as_pairs(encoded(wrapped, row, MARKED)) == expected
         everything = slowly(wrapped, [("".join(text for text, _ in parts), True)])
         assert as_pairs(encoded(wrapped, row, everything=True)) == everything
-        # The same, told as a prompt and what completes it: only that has a loss.
+        # The same messages as prompt and completion: only the completion has a loss.
         row = {"prompt": messages[:3], "completion": messages[3:]}
         start = len("".join(text for text, _ in parts[:6])) + len("<|assistant|>\n")
         whole = "".join(text for text, _ in parts)
         if first == 0:
             with pytest.raises(ConfigError, match="where message 4 begins"):
-                encoded(wrapped, row)  # its completion begins with what a user says
+                encoded(wrapped, row)  # the completion starts with a user message
         row = {"prompt": messages[:4], "completion": messages[4:]}
         start = len("".join(text for text, _ in parts[:9]))
         expected = slowly(wrapped, [(whole[:start], False), (whole[start:], True)])
@@ -157,7 +157,7 @@ def test_alpaca_and_sharegpt_rows_are_conversations(
 
 
 def test_template_rendering_last_turn_differently(wrapped: Any) -> None:
-    """As those do that leave out what was thought before earlier answers."""
+    """As in templates that omit the reasoning of earlier answers."""
     for first in range(len(TEXTS)):
         said = [TEXTS[(first + i) % len(TEXTS)] for i in range(6)]
         parts = []
@@ -176,13 +176,13 @@ def test_loss_covers_completion_and_end_token(wrapped: Any) -> None:
     for prompt, completion in pairwise(TEXTS[:5]):
         plain = slowly(wrapped, [(prompt, False), (completion, True)])
         found = as_pairs(encoded(wrapped, {"prompt": prompt, "completion": completion}))
-        assert found[0] == (0, False)  # what the tokenizer itself begins with
+        assert found[0] == (0, False)  # the BOS token
         assert found[1:-1] == [(plain[0][0], False), *plain[1:]]
         assert found[-1] == (1, True)
 
 
 def test_loss_mask_matches_transformers(wrapped: Any) -> None:
-    """But for the last character, where that has several tokens: transformers marks the first."""
+    """Masks differ only in a multi-token last character: transformers marks its first token."""
     row = {"messages": [{"role": r, "content": TEXTS[1]} for r in ("user", "assistant")]}
     pairs = as_pairs(encoded(wrapped, row, MARKED))
     theirs = wrapped.apply_chat_template(
@@ -329,7 +329,7 @@ def llama(**more: Any) -> Any:
 
 
 def alone(model: Any, windows: Packed) -> Tensor:
-    """The mean loss of all conversations, each by itself and without padding."""
+    """Return the mean loss of all conversations, each run separately without padding."""
     total, count = torch.zeros(()), 0
     for start, length in zip(windows.documents.starts, windows.documents.lengths, strict=True):
         words = torch.from_numpy(windows.corpus.read(int(start), int(length)))
@@ -366,7 +366,7 @@ def test_packed_conversations_do_not_attend_to_each_other(
         assert compute(model, batches).item() == pytest.approx(expected.item(), rel=1e-5)
         total = sum(compute(model, b[None]) * w for b, w in zip(batches, weights, strict=True))
         assert total.item() / sum(weights) == pytest.approx(expected.item(), rel=1e-5)
-        # Not a bit of one is changed by what another says.
+        # Changing one conversation does not change the logits of the others.
         window = batches[:1].clone()
         begins = window[0, 2].eq(0).nonzero().flatten().tolist()
         kept = {"position_ids": window[:, 2], "use_cache": False}
@@ -380,7 +380,7 @@ def test_packed_conversations_do_not_attend_to_each_other(
 
 
 def test_packed_step_matches_unpacked_step(tmp_path: Path) -> None:
-    """One step over all conversations, in windows of one and of many: its loss and gradient."""
+    """Loss and gradient norm of one step over all conversations, packed and one per window."""
     llama().save_pretrained(tmp_path / "base")
     facts = []
     for packing in (True, False):
@@ -440,7 +440,7 @@ def test_long_conversations_are_truncated_or_dropped_with_notes(tmp_path: Path) 
     filled, first, second = prepared.notes
     assert filled.startswith("91% of a window are tokens")  # 13 + 16 of 32
     raw["data"]["held_out"], raw["run_dir"] = 0.5, str(tmp_path / "held")
-    with Run(load_run_config(raw)) as run:  # what is held out is counted with it
+    with Run(load_run_config(raw)) as run:  # counts include held-out windows
         assert run.prepare().notes[1:] == [first, second]
     assert "2 conversations are longer than the 16 tokens" in first
     assert "1 conversations have nothing to train on" in second
@@ -474,7 +474,7 @@ def test_windows_do_not_depend_on_chunk_size(
     assert found[0] == found[1] == found[2]
 
 
-# --- the best, and the end -----------------------------------------------------------------------
+# --- best weights and early stop -----------------------------------------------------------------
 
 
 def chat_run(folder: Path, **more: Any) -> dict[str, Any]:
@@ -492,7 +492,7 @@ def chat_run(folder: Path, **more: Any) -> dict[str, Any]:
 def test_best_weights_and_early_stop_survive_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where it was stopped on the way, with its state on disk: bit for bit."""
+    """Also bitwise equal after stops and crashes, from checkpoints and with state on disk."""
     told = {0: 9.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 4.2}
     evaluate = runs_loop.Loop.evaluate
     asked: list[int] = []
@@ -545,7 +545,7 @@ def test_best_weights_and_early_stop_survive_resume(
         assert (again.steps, again.stopped_early) == (10, True)
         assert any("larger training.early_stop goes on" in note for note in watcher.notes)
     elsewhere = raw | {"run_dir": str(tmp_path / "elsewhere")}
-    told[10] = 4.1  # worse than the best so far, but nothing is kept there
+    told[10] = 4.1  # worse than the best, but the new run has none saved
     found, _ = train(elsewhere, str(whole / "run" / "checkpoints" / "step8"))
     assert (found.best_step, found.best_model) == (4, tmp_path / "elsewhere" / "best")
     raw["training"]["early_stop"] = 5
@@ -600,7 +600,7 @@ def test_run_without_space_for_checkpoint_is_refused(
     assert any("there are 3 while one is written" in note for note in watcher.notes)
     assert result.checkpoint is not None
     saved = sum(p.stat().st_size for p in result.checkpoint.glob("*.safetensors"))
-    assert saved == pytest.approx(137 << 10, rel=0.1)  # and headers
+    assert saved == pytest.approx(137 << 10, rel=0.1)  # files also have headers
 
 
 def test_keep_best_and_early_stop_require_evaluation(tmp_path: Path) -> None:
@@ -618,7 +618,7 @@ def test_keep_best_and_early_stop_require_evaluation(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "qlora"])
 def test_adapters_train_on_conversations(kind: str, tmp_path: Path) -> None:
-    """Those of qlora over a base of the values that rested as nf4."""
+    """With qlora the base has the values stored as nf4."""
     llama().save_pretrained(tmp_path / "base")
     raw = chat_run(
         tmp_path, model={"path": str(tmp_path / "base")}, training__early_stop=2,

@@ -1,4 +1,4 @@
-"""Pages: they hold the numbers of what they are made of, and fetch nothing."""
+"""Tests of `infinity report`: numbers of the page, escaping, and no external resources."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def data_of(page: str) -> Any:
 
 
 def written(folder: Path, *records: dict[str, Any], plan: Any = None) -> Path:
-    """A run's directory that tells this."""
+    """Write a run directory with these metrics and plan."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
     if plan is not None:
@@ -66,7 +66,7 @@ def step(number: int, **more: Any) -> dict[str, Any]:
 
 
 def test_report_page_contains_numbers_of_metrics(tmp_path: Path) -> None:
-    """One that stopped and went on; the file stands alone."""
+    """The run is stopped and resumed; the page is self-contained."""
     pytest.importorskip("vl_convert")
     train(settings(tmp_path), stop_after=2)
     train(settings(tmp_path), resume="auto")
@@ -79,12 +79,12 @@ def test_report_page_contains_numbers_of_metrics(tmp_path: Path) -> None:
         assert [row[name] for row in rows["steps"]] == [record[name] for record in steps], name
     evaluations = [r for r in told if r["event"] == "evaluation"]
     assert [e["loss"] for e in rows["evaluations"]] == [e["loss"] for e in evaluations]
-    assert rows["starts"] == [{"step": 2}]  # a grey line
+    assert rows["starts"] == [{"step": 2}]  # drawn as a grey line
     assert "complete: 6 of 6 steps" in page
     assert "started 2 times" in page
-    ours = re.sub(r"<script>.*?</script>", "", page, flags=re.S)  # the library names its home
+    ours = re.sub(r"<script>.*?</script>", "", page, flags=re.S)  # scripts contain URLs
     assert not re.search(r"https?:|src=|@import|url\(", ours)
-    assert "default-src 'none'" in ours  # and the browser would not let it fetch
+    assert "default-src 'none'" in ours  # the browser would block requests
 
 
 def test_report_states_how_run_ended(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_report_waits_memory_wear_and_mfu(tmp_path: Path) -> None:
     bars = {(bar["what"], bar["share"]) for bar in page.datasets["tiers"]}
     assert bars == {("process", 0.5), ("buffers", 0.1), ("activations, estimated", 0.05)}
     marks = {(mark["kind"], mark["share"]) for mark in page.datasets["marks"]}
-    assert marks == {("budget", 1.0), ("measured", 0.8)}  # no empty tier, none that is not there
+    assert marks == {("budget", 1.0), ("measured", 0.8)}  # no marks for empty or absent tiers
     assert [row["written"] * 2**30 for row in page.datasets["steps"]] == [1024, 2048]
     assert model_flop_share(PLAN, 128.0) == (0.64, "of 1 GFLOP/s, measured")
     figures = " ".join(page.figures)
@@ -177,7 +177,7 @@ def test_report_of_long_run_averages_and_flags_non_finite(tmp_path: Path) -> Non
     assert rows[-1]["loss"] == steps[-2]["loss"]
     assert any("loss of 1 steps is not finite" in text for text in page.head)
     assert any("loss of the last step</small><b>not finite" in text for text in page.head)
-    assert not page.datasets.get("tiers")  # no plan: nothing is made up
+    assert not page.datasets.get("tiers")  # without a plan there are no tiers
 
 
 def test_report_of_directory_without_run_is_refused(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def test_report_of_directory_without_run_is_refused(tmp_path: Path) -> None:
 
 
 def test_report_escapes_error_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names of files may be any bytes, which Python has as halves of surrogate pairs."""
+    """File names may be any bytes, which Python decodes to lone surrogates."""
     monkeypatch.setattr("infinity.train.report.page._library", str)
     why = "/data/\udcff</script><b>$body is gone"
     began, ended = {"event": "began", "step": 0}, {"event": "ended", "step": 0, "why": why}

@@ -1,4 +1,4 @@
-"""Corpora of runs: files to tokens, tokens to windows, and what can be wrong with them."""
+"""Tests of corpora of runs: files to tokens, tokens to windows, tokenizers and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_documents_of_all_formats_end_with_end_token(tmp_path: Path) -> None:
 def test_tokens_do_not_depend_on_batch_boundaries(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Small pieces and batches, so that every boundary is crossed."""
+    """Text slices and batches are small, so that every boundary is crossed."""
     monkeypatch.setattr(texts, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(data, "_BATCH_CHARACTERS", 120)
     monkeypatch.setattr(data, "_CHUNK", 7)
@@ -105,7 +105,7 @@ def test_tokens_are_cached_until_file_changes(
     assert identity() == first
     assert not made
     os.utime(text, ns=(1, 1))
-    assert identity() == first  # the same words
+    assert identity() == first  # same content, other time stamp
     text.write_text("zwei")
     assert identity() != first
     assert identity(end=None) != first
@@ -119,7 +119,7 @@ def test_failed_prepare_removes_partial_files(tmp_path: Path) -> None:
         (cache / name).mkdir(parents=True)
         (cache / f"{name}.lock").touch()
     with (
-        LockFile(cache / "0123.partial-cd.lock"),  # somebody else is at it
+        LockFile(cache / "0123.partial-cd.lock"),  # in use by another process
         pytest.raises(ConfigError, match="line 2: the field 'text' is 3, no text"),
     ):
         prepare(recipe(tmp_path / "a.jsonl"), cache)
@@ -221,11 +221,11 @@ def test_disk_full_error_has_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert list((tmp_path / "cache").iterdir()) == []
 
 
-# --- the package datasets -------------------------------------------------------------------------
+# --- the datasets package -------------------------------------------------------------------------
 
 
 class Datasets:
-    """Stands in for the package; every dataset has the same rows."""
+    """Replaces the package; every dataset has the same rows."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -300,7 +300,7 @@ def test_tokenizer_ignores_saved_truncation_and_padding(tmp_path: Path) -> None:
     ByteTokenizer().save_pretrained(tmp_path / "plain")
     plain = transformers.AutoTokenizer.from_pretrained(tmp_path / "plain")
     texts = ["a", "dä cab " * 5]
-    plain(texts, padding=True, truncation=True, max_length=6)  # its backend remembers
+    plain(texts, padding=True, truncation=True, max_length=6)  # the backend stores these settings
     plain.save_pretrained(tmp_path / "cutting")
     kept = json.loads((tmp_path / "cutting" / "tokenizer.json").read_text())
     assert kept["truncation"]["max_length"] == 6
@@ -339,7 +339,7 @@ def test_remote_code_is_refused_without_prompt(
 
 
 def test_failed_hub_download_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is the network that failed: no word of what a tokenizer should have."""
+    """The error names the network failure, not requirements of tokenizers."""
     asked: list[str] = []
 
     def download(name: str, **more: Any) -> str:

@@ -1,4 +1,4 @@
-"""Runs of `infinity train`, in this process: the loop, going on, placement, the export."""
+"""Tests of runs of `infinity train` in this process: loop, resume, placement and export."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from infinity.train.windows import BatchIterator, split
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
-    """An ordinary run that nobody stopped, and its losses."""
+    """Return the directory and losses of an uninterrupted run."""
     folder = tmp_path_factory.mktemp("plain")
     result, watcher = train(settings(folder))
     assert result.steps == 6
@@ -52,7 +52,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
 
 
 def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]:
-    """The same windows, plain torch, written anew."""
+    """Train on the same windows in plain torch; return the losses and the model."""
     (directory,) = [path for path in data.iterdir() if path.is_dir()]
     corpus = Corpus(directory)
     windows, _ = split(corpus, LENGTH, 0.1)
@@ -116,14 +116,14 @@ def test_run_matches_plain_loop_and_exports_model(tmp_path: Path) -> None:
 
 
 def left_to_the_plan(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run that says only model, data, and how many tokens a step has."""
+    """Return settings with model, data and tokens per step, but without micro-batches."""
     raw = settings(folder, training__tokens_per_step=8 * LENGTH, **NO_DROPOUT, **changes)
     del raw["training"]["micro_batch"], raw["engine"]["gradient_accumulation_steps"]
     return raw
 
 
 def test_plan_chooses_micro_batches_and_resume_keeps_them(tmp_path: Path) -> None:
-    """One micro-batch where all fits; and that of the run where it goes on, whatever fits now."""
+    """One micro-batch if everything fits; a resumed run keeps the micro-batches it had."""
     raw = left_to_the_plan(tmp_path)
     train(raw)
     with Run(load_run_config(raw), "auto") as run:
@@ -140,7 +140,7 @@ def test_plan_chooses_micro_batches_and_resume_keeps_them(tmp_path: Path) -> Non
 def test_slices_match_losses_of_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where activations are what is short; the model is the same, but for rounding."""
+    """The model is the same up to rounding."""
     asked = {
         "slices": BatchSchedule(micro_batches=1, slices=4, recompute=1),
         "micro-batches": BatchSchedule(micro_batches=8, slices=1),
@@ -160,7 +160,7 @@ def _chosen(wish: BatchSchedule, case: Any, _: Any, samples: int | None, others:
 
 
 def test_evaluation_is_loss_of_held_out_windows(tmp_path: Path) -> None:
-    result, watcher = train(settings(tmp_path))  # with dropout, which evaluation must not have
+    result, watcher = train(settings(tmp_path))  # dropout must be off in evaluation
     (directory,) = (tmp_path / "run" / "data").iterdir()
     corpus = Corpus(directory)
     _, held = split(corpus, LENGTH, 0.1)
@@ -206,7 +206,7 @@ def test_resume_after_stop_is_exact(plain: tuple[Path, list[Any]], tmp_path: Pat
     assert watcher.done == 3
     assert result.steps == 6
     assert losses_of(tmp_path) == plain[1]
-    again, watcher = train(raw, "auto")  # complete: nothing is left to do
+    again, watcher = train(raw, "auto")  # complete: no steps remain
     assert not watcher.steps
     assert again.model is not None
     assert losses_of(tmp_path) == plain[1]
@@ -215,7 +215,7 @@ def test_resume_after_stop_is_exact(plain: tuple[Path, list[Any]], tmp_path: Pat
 def test_resume_with_more_steps_extends_schedule(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    """`auto` follows: rates are those of the longer run; a number that is named is kept."""
+    """`auto` follows the longer run; an explicit number of steps is kept."""
     train(settings(tmp_path))
     raw = settings(tmp_path, training__steps=10)
     result, watcher = train(raw, "auto", stop_after=2)
@@ -238,7 +238,7 @@ def test_resume_with_more_steps_extends_schedule(
                 with pytest.raises(ConfigError, match=words):
                     run.prepare()
             else:
-                run.prepare()  # the same number, said another way
+                run.prepare()  # the same number, given explicitly
 
 
 def test_resume_with_fixed_schedule_and_more_steps_is_refused(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_resume_from_named_checkpoint(plain: tuple[Path, list[Any]], tmp_path: P
 def test_resume_before_first_checkpoint_uses_starting_checkpoint(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    """At the checkpoint that was named, not at new weights."""
+    """It restarts from the named checkpoint, not from new weights."""
     folder, losses = plain
     raw = settings(tmp_path, training__checkpoint_every=6)
     with pytest.raises(KeyboardInterrupt):
@@ -304,7 +304,7 @@ def test_resume_before_first_checkpoint_uses_starting_checkpoint(
 def test_checkpoint_of_run_with_other_settings_is_refused(
     plain: tuple[Path, list[Any]], tmp_path: Path
 ) -> None:
-    """Its optimizer goes on as it was: nothing that is told otherwise may look as if it acted."""
+    """The optimizer resumes unchanged, so settings that would have no effect are refused."""
     start = str(plain[0] / "run" / "checkpoints" / "step4")
     for changes, words in (
         ({"engine__optimizer__lr": 1e-3}, "lr is 0.01 in the checkpoint, and 0.001 in this run"),
@@ -325,7 +325,7 @@ def test_checkpoint_of_run_with_other_settings_is_refused(
 def test_state_on_disk_is_bitwise_equal(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    waits = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # its tokens are known
+    waits = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # tokens are known
     raw = settings(
         tmp_path,
         engine__placement="disk",
@@ -355,7 +355,7 @@ def test_durable_run_resumes_without_checkpoints(
     result, _ = train(raw, stop_after=3)
     assert result.checkpoint is None
     moved = tmp_path / "moved"
-    (tmp_path / "run").rename(moved)  # its state is found by what it was called
+    (tmp_path / "run").rename(moved)  # its state is found by the original name
     _, watcher = train(raw | {"run_dir": str(moved)}, "auto")
     assert watcher.done == 3
     moved.rename(tmp_path / "run")
@@ -394,8 +394,9 @@ def test_durable_state_from_checkpoint_chooses_new_expert_ranges(
 def test_durable_resume_keeps_expert_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, named: bool
 ) -> None:
-    """Its state is found by its units, and another machine would choose others; also where the
-    micro-batches that were chosen are `named` from now on.
+    """State is matched by units, and another machine would choose other ranges.
+
+    Also if the chosen micro-batches are `named` in the configuration from now on.
     """
     choose_the_last(monkeypatch)
     raw = left_to_the_plan(
@@ -448,7 +449,7 @@ def test_resume_with_changed_settings_is_refused(plain: tuple[Path, list[Any]]) 
 def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     raw = settings(tmp_path)
     train(raw, stop_after=2)
-    os.utime(tmp_path / "text.txt")  # the same words again: tokenised anew, and equal
+    os.utime(tmp_path / "text.txt")  # same content: tokenised again, and equal
     train(raw, "auto", stop_after=1)
     write_text(tmp_path / "text.txt", seed=1)
     with (
@@ -462,7 +463,7 @@ def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
 
 
 def test_run_directory_is_excluded_from_data(tmp_path: Path) -> None:
-    """Where its directory lies below that of the texts."""
+    """The run directory is below the data directory."""
     raw = settings(tmp_path, data__train=str(tmp_path))
     train(raw, stop_after=1)
     (tmp_path / "run" / "notes.txt").write_text("no data")
@@ -536,7 +537,7 @@ def test_missing_tracker_package_is_refused(
 def test_tracker_receives_metrics_and_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that accelerate has, with a package in the place of its own; it fails at the fourth."""
+    """A tracker of accelerate with a fake package, which fails at the fourth step."""
     told: list[tuple[int, dict[str, Any]]] = []
 
     class Board:
@@ -575,7 +576,7 @@ def configuration(folder: Path, raw: dict[str, Any]) -> str:
 
 
 def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
-    """Train in a process of its own, and kill it after some steps and a first checkpoint."""
+    """Train in a child process; kill it after `count` steps and a first checkpoint."""
     metrics, latest = folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints" / "latest"
 
     def enough() -> bool:

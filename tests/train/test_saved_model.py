@@ -1,4 +1,4 @@
-"""`infinity checkpoint export` and `infinity generate`: the models of runs and of checkpoints."""
+"""Tests of `infinity checkpoint export` and `infinity generate` for runs and checkpoints."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def values_of(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on plain text, from random values."""
+    """Train on plain text from random weights; return the run directory."""
     folder = tmp_path_factory.mktemp("trained")
     train(settings(folder))
     return folder / "run"
 
 
 def adapter_run(folder: Path, kind: str, **more: Any) -> Path:
-    """A run that trained adapters on conversations."""
+    """Train adapters on conversations; return the run directory."""
     base = FAMILIES["qwen3_moe" if kind == "experts" else "llama"].config()
     base.vocab_size, base.max_position_embeddings = 257, 64
     torch.manual_seed(1)
@@ -88,7 +88,7 @@ def adapter_run(folder: Path, kind: str, **more: Any) -> Path:
 
 
 def test_export_checkpoint_equals_model_of_run(trained: Path, tmp_path: Path) -> None:
-    """The same files, byte for byte, that the run itself wrote at its end."""
+    """The files are byte for byte those that the run wrote at its end."""
     said = export(trained, tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(trained / "model")
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
@@ -222,7 +222,7 @@ def test_merge_adapters_of_tied_weights_is_refused(tmp_path: Path) -> None:
 
 
 def continuation(model: Any, tokens: Any, **options: Any) -> str:
-    """What transformers alone writes."""
+    """Return the continuation that transformers generates."""
     given = {"max_new_tokens": 12, "pad_token_id": 256, **options}
     torch.manual_seed(3)
     found = model.eval().generate(torch.tensor([list(tokens)]), **given)
@@ -265,7 +265,7 @@ def test_generate_with_adapters_applies_chat_template(kind: str, tmp_path: Path)
     expected = continuation(model, b"[u]ab;[a]")
     assert generate(directory) == expected
     assert generate(directory, "--raw") == continuation(model, b"ab")
-    if kind == "lora":  # a directory of adapters does not say in what format the base rested
+    if kind == "lora":  # an adapter directory does not record the format of its base
         assert generate(directory / "model") == expected
     assert list((tmp_path / "nvme").iterdir()) == []
 

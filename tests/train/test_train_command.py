@@ -1,4 +1,4 @@
-"""`infinity train` and `infinity init` through the command line: mistakes, presets, the page."""
+"""Tests of the `infinity train` and `infinity init` commands: errors, presets and progress."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from infinity.train.settings import load_run_config
 
 @pytest.fixture(autouse=True)
 def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is measured here."""
+    """Replace measuring by nominal rates."""
 
     def known(paths: Any, device: Any, **more: Any) -> KnownRates:
         return KnownRates(Rates.of(nominal(device.unified).numbers()), "2026-01-02")
 
     monkeypatch.setattr("infinity.profiling.calibration.cached_rates", known)
-    transformers.logging.set_verbosity_error()  # its handler keeps the first stderr it saw
+    transformers.logging.set_verbosity_error()  # its handler keeps the first stderr
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -51,7 +51,7 @@ def write(folder: Path, **changes: Any) -> str:
     return str(path)
 
 
-# --- the whole -----------------------------------------------------------------------------------
+# --- complete runs -------------------------------------------------------------------------------
 
 
 def test_train_prints_plan_steps_and_result(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_train_reports_misfit_before_writing_run(tmp_path: Path) -> None:
     assert not (run_dir / "checkpoints").exists()
 
 
-# --- mistakes ------------------------------------------------------------------------------------
+# --- errors --------------------------------------------------------------------------------------
 
 
 def refusal(folder: Path, *options: str, code: int = 2, **changes: Any) -> str:
@@ -177,7 +177,7 @@ def test_required_sections_and_conflicts() -> None:
 def test_published_model_keys_are_accepted_and_typos_refused(
     name: str,
 ) -> None:
-    """Some have no default in transformers' class, which reads them all the same."""
+    """Some keys have no default in the class of transformers, which still reads them."""
     found = _from_keys(NAMED[name], None)
     assert found.num_hidden_layers == NAMED[name].get(
         "num_hidden_layers", NAMED[name].get("n_layer")
@@ -279,7 +279,7 @@ def test_every_preset_is_valid_and_plannable(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    for name_of in ("faster", "_adapters"):  # take longest
+    for name_of in ("faster", "_adapters"):  # the slowest parts
         monkeypatch.setattr(f"infinity.cli.plan_report.{name_of}", lambda *_, **__: [])
     path = tmp_path / "train.yaml"
     code, _, error = run("init", "--preset", name, "--out", str(path))
@@ -372,7 +372,7 @@ def test_plan_accepts_overrides_of_runs(tmp_path: Path) -> None:
 
 
 def test_remedies_of_train_work(tmp_path: Path) -> None:
-    """No options of `infinity plan`, nothing that this machine is not."""
+    """Remedies are settings, not options of `infinity plan` or other hardware."""
     config = write(tmp_path, engine__budget={"host": "326MiB"})
     code, out, error = run("train", config)
     assert code == 3, out + error
@@ -388,7 +388,7 @@ def test_remedies_of_train_work(tmp_path: Path) -> None:
 
 
 def test_plan_of_run_matches_training_batches(tmp_path: Path) -> None:
-    """On any number of ranks, and in windows as long as its model sees."""
+    """For any number of ranks, and for windows of the context length of the model."""
     sizes = ["--device", "4GiB", "--host", "16GiB", "--disk", "64GiB", "--json"]
     batches = {"engine__gradient_accumulation_steps": None, "training__micro_batch": 2}
     path = write(tmp_path, training__tokens_per_step=4 * 2 * LENGTH, **batches)
@@ -415,7 +415,7 @@ def test_plan_of_invalid_run_reports_errors(tmp_path: Path) -> None:
     assert "engine.placment: unknown key; did you mean 'engine.placement'?" in error
 
 
-# --- the page ------------------------------------------------------------------------------------
+# --- progress page -------------------------------------------------------------------------------
 
 
 def test_format_step_line() -> None:
@@ -448,4 +448,4 @@ def test_narrow_terminal_shows_bar_and_eta() -> None:
     shown = [line for line in lines if "ETA 4 min 24 s" in line]
     assert shown
     assert all("━" in line and len(line.rstrip("\r")) <= 80 for line in shown)
-    assert all(not line.strip() or "ETA" in line for line in lines)  # one line, not two
+    assert all(not line.strip() or "ETA" in line for line in lines)  # a single line

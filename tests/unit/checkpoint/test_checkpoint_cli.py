@@ -1,4 +1,4 @@
-"""`infinity checkpoint` through the real command: what it says, writes, removes and refuses."""
+"""Tests of the `infinity checkpoint` commands: output, exported files, pruning and errors."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(data)
 
 
-# --- joining -----------------------------------------------------------------------------------
+# --- join and split ----------------------------------------------------------------------------
 
 
 def test_join_and_split_match_kernels_bitwise() -> None:
@@ -95,10 +95,10 @@ def test_inspect_reports_checkpoint_contents(root: Path) -> None:
     assert report["nbytes"] == sum(
         path.stat().st_size for path in (root / "s1").iterdir() if path.name != "manifest.json"
     )
-    assert run("inspect", root / "s1", "--json")[1] == out  # the directory of one works as well
+    assert run("inspect", root / "s1", "--json")[1] == out  # the checkpoint directory works as well
     run_dir = root.parent / "run_dir"
     run_dir.mkdir()
-    root.rename(run_dir / "checkpoints")  # and that of a run of `infinity train`
+    root.rename(run_dir / "checkpoints")  # as in a run directory of `infinity train`
     code, told, _ = run("inspect", run_dir, "--tag", "s1", "--json")
     assert (code, json.loads(told)["streams"]) == (0, report["streams"])
     assert run("verify", run_dir, "--all")[0] == 0
@@ -138,7 +138,7 @@ def value(made: Any, stream: str, name: str, dtype: torch.dtype) -> torch.Tensor
 
 
 def finite(seed: int) -> Any:
-    """Weights that are numbers, small enough for fp16."""
+    """Return a sample with finite weights, small enough for fp16."""
     made = sample(seed, shapes={"wte": (40, 16), "big": (3000, 500), "scalar": ()})
     for (stream, name), data in made.content.items():
         if stream == "model":
@@ -236,7 +236,7 @@ def test_prune_dry_run_and_removal(root: Path) -> None:
     assert sorted(path.name for path in root.iterdir()) == ["latest", "s2"]
 
 
-# --- mistakes ----------------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 def test_invalid_arguments_report_errors_without_traceback(root: Path, tmp_path: Path) -> None:

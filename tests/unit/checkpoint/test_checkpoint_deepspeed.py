@@ -1,4 +1,4 @@
-"""ZeRO checkpoints become ours: real ones of DeepSpeed 0.19.8, lookalikes, and hostile ones."""
+"""Tests of importing ZeRO checkpoints: real ones of DeepSpeed 0.19.8, synthetic, and hostile."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ DECAY = ("emb", "w", "none")
 
 
 def tensors(root: Path, tag: str) -> tuple[dict[str, Tensor], Any]:
-    """Masters, moments, frozen and buffers by "stream/name"; and the manifest."""
+    """Return all tensors of a checkpoint by "stream/name", and its manifest."""
     found = {}
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
@@ -47,7 +47,7 @@ def tensors(root: Path, tag: str) -> tuple[dict[str, Tensor], Any]:
 
 
 def test_import_real_stage_1_and_3_checkpoints_agree(tmp_path: Path) -> None:
-    """One model, trained alike: what the stages saved is the same, laid out differently."""
+    """The model and its training are the same, so the stages differ only in file layout."""
     files = DATA / "z1-fp32/global_step3"
     module = torch.load(files / "mp_rank_00_model_states.pt", weights_only=True)["module"]
     results = {}
@@ -76,7 +76,7 @@ def test_import_real_stage_1_and_3_checkpoints_agree(tmp_path: Path) -> None:
 
 
 def test_import_real_bf16_checkpoints_of_two_ranks(tmp_path: Path) -> None:
-    """The weights are the bits that DeepSpeed computed with; the masters are finer."""
+    """Weights equal those DeepSpeed computed with; residuals hold the extra bits of masters."""
     model = DATA / "z2-bf16-w2/global_step3/mp_rank_00_model_states.pt"
     module = torch.load(model, weights_only=True)["module"]
     results = {}
@@ -93,18 +93,18 @@ def test_import_real_bf16_checkpoints_of_two_ranks(tmp_path: Path) -> None:
     assert all(torch.equal(value, results[3][name]) for name, value in results[2].items())
 
 
-# --- lookalikes, of several ranks --------------------------------------------------------------
+# --- synthetic checkpoints of several ranks ----------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Modules of DeepSpeed for pickling; gone before anything is read."""
+    """Check that the fake DeepSpeed modules are removed before anything is read."""
     yield
     assert not pretended()
 
 
 def classes() -> dict[str, type]:
-    """Classes that pickle under DeepSpeed's names."""
+    """Return fake classes that pickle under the names of DeepSpeed classes."""
     made = {}
     for path in (
         "deepspeed.runtime.zero.config.ZeroStageEnum",
@@ -122,7 +122,7 @@ def classes() -> dict[str, type]:
 
 
 def pretended() -> list[str]:
-    """Modules of that package; others may begin with its name."""
+    """Return the loaded `deepspeed` modules, without packages that only share the prefix."""
     return [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
 
 
@@ -145,7 +145,7 @@ def lookalike(
     gap: int = 0,
     **change: Any,
 ) -> dict[str, dict[str, Tensor]]:
-    """Files as DeepSpeed lays them out, straight from its definition of the partitions."""
+    """Write files in DeepSpeed's layout, from its definition of partitions; return the values."""
     made, known = values(stage), classes()
     directory.mkdir(parents=True)
     frozen = torch.arange(7.0).to(dtype)
@@ -220,7 +220,7 @@ def part(
 
 
 def lean_part(made: dict[str, Tensor], group: list[str], rank: int, ranks: int, gap: int) -> Tensor:
-    """Without the padding, which is at the end of the last rank."""
+    """Return the partition without padding, which is at the end of the last rank."""
     total = sum(prod(SHAPES[name]) + gap for name in group)
     whole = part(made, group, 1, rank, ranks, gap)
     return whole[: max(total - rank * whole.numel(), 0)].clone()
@@ -276,7 +276,7 @@ def test_import_without_moments_keeps_weights(tmp_path: Path) -> None:
     assert {p.step for p in manifest.parameters if p.trained} == {9}  # of 11, 2 were skipped
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- errors ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("universal", [False, True])

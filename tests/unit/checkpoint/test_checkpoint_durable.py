@@ -1,4 +1,4 @@
-"""`infinity checkpoint` on the directory of a durable run, through the real command."""
+"""Tests of the `infinity checkpoint` commands on directories of durable runs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def paths_of(root: Path, more: dict[str, Any]) -> list[Path]:
 
 
 def train(paths: list[Path], more: dict[str, Any], steps: int = 2) -> dict[str, torch.Tensor]:
-    """A run that is over; returns the fp32 masters of its state dict."""
+    """Complete a run and return the fp32 masters of its state dict."""
     with durable_engine(paths, gated(), **more) as engine:
         for _ in range(steps):
             step(engine)
@@ -99,7 +99,7 @@ def test_inspect_verify_and_export_durable_run(tmp_path: Path, case: str) -> Non
 
 
 def compare(target: Path, masters: dict[str, torch.Tensor], dtype: torch.dtype) -> None:
-    """What was exported are the masters, rounded once; tied weights once, buffers as they are."""
+    """Check that exports are masters rounded once, tied weights once, and buffers unchanged."""
     with WeightFiles(target) as files:
         there = set(files.facts)
         assert there == set(masters) - {"inner.head.weight"}
@@ -117,13 +117,12 @@ def test_export_initial_state_before_first_commit(tmp_path: Path) -> None:
     masters = train([path], {"placement": PLACEMENTS["all on disk"]}, steps=0)
     assert "the initial state: no step was committed" in run("inspect", path)[1]
     assert run("export", path, tmp_path / "out")[0] == 0
-    del masters["inner.offset"]  # buffers come with the first step
+    del masters["inner.offset"]  # buffers are committed with the first step
     compare(tmp_path / "out", masters, torch.float32)
 
 
 def test_verify_locates_any_flipped_bit(tmp_path: Path) -> None:
-    """In each part of the committed state; bits of the other side and of padding behind it are
-    nobody's."""
+    """Applies to all committed state. Bits of the inactive copy and of padding are ignored."""
     (path,) = paths_of(tmp_path, {})
     train([path], VERIFIED)
     (directory,) = path.iterdir()
@@ -201,7 +200,7 @@ def test_directory_resolution_and_ambiguity(tmp_path: Path) -> None:
     code, out, _ = run("verify", path, "--all")
     assert code == 0
     assert all(f"{one}: sound" in out for one in runs)
-    with durable_engine(path / "..", gated(), durable=False) as engine:  # checkpoints come first
+    with durable_engine(path / "..", gated(), durable=False) as engine:  # checkpoints have priority
         engine.save_checkpoint(path, "t", wait=True)
     assert f"{path / 't'}, the latest" in run("inspect", path)[1]
     assert f"{runs[0]}, a durable run" in run("inspect", runs[0])[1]

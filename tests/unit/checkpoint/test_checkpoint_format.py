@@ -1,4 +1,4 @@
-"""The format: what docs/checkpoint-format.md says, and what others read of it."""
+"""Tests of the checkpoint format against docs/checkpoint-format.md and other readers."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_cut_splits_shards_between_tensors() -> None:
 
 
 class Model(nn.Module):
-    """Trained, frozen and tied weights, and both kinds of buffers."""
+    """Module with trained, frozen and tied weights, and both kinds of buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,13 +200,13 @@ def write_model(root: Path, model: Model, *, small: bool = False) -> Path:
 
 
 def test_checkpoint_directory_loads_as_weights(tmp_path: Path) -> None:
-    """Strictly: persistent buffers and frozen parameters are there, other buffers are not."""
+    """Frozen parameters and persistent buffers are included; other buffers are not."""
     model, other = Model(), Model()
     path = write_model(tmp_path, model)
     index = json.loads((path / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"]) == {"one.weight", "fixed", "kept"}
     assert index["metadata"]["total_size"] == 4 * (12 + 2 + 3)
-    # Hugging Face takes model.safetensors, if it is there, and then looks at no index.
+    # Hugging Face prefers model.safetensors and would ignore the index.
     assert not (path / "model.safetensors").exists()
     with WeightFiles(path) as files:
         assert set(files.facts) == {"one.weight", "fixed", "kept"}

@@ -1,4 +1,4 @@
-"""Python data goes through JSON and comes back the same, types and bits; nothing else does."""
+"""Tests of encoding plain Python data as JSON, with exact types and bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def through(value: Any) -> Any:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal in type, value, order and bits."""
+    """Return True if both are equal in type, value, order and bits."""
     if type(one) is not type(other):
         return False
     if isinstance(one, float):
@@ -38,7 +38,7 @@ def same(one: Any, other: Any) -> bool:
             and raw(one).tolist() == raw(other).tolist()
         )
     if isinstance(one, np.longdouble):
-        return bool(one == other)  # some of its bytes are nobody's
+        return bool(one == other)  # some of its bytes are padding
     if isinstance(one, np.ndarray | np.generic):
         return one.dtype == other.dtype and one.shape == other.shape and bits(one) == bits(other)
     if isinstance(one, list | tuple) and not isinstance(one, torch.Size):
@@ -215,7 +215,7 @@ def test_encode_unsupported_value_names_its_path(value: Any, place: str) -> None
 
 
 def file_of(dtype: str, shape: str, nbytes: int) -> str:
-    """An .npy file, whatever it claims."""
+    """Return a base64 .npy file with this header, valid or not."""
     header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
     data = b"\x93NUMPY\1\0" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n"
     return base64.b64encode(data + bytes(nbytes)).decode()
@@ -312,7 +312,7 @@ def test_decode_random_json_succeeds_or_raises_checkpoint_error(value: Any) -> N
 def test_decode_plain_arrays_does_not_parse_header(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Threads may read at the same time: CPython's parser fails there now and then."""
+    """Threads may read concurrently, where CPython's parser fails occasionally."""
     monkeypatch.setattr(np.lib.format, "read_array_header_1_0", lambda file: pytest.fail("parsed"))
     state = np.random.default_rng(1).bit_generator.state
     for value in (np.arange(624, dtype=np.uint32), np.asfortranarray(np.eye(3)[:2]), np.array("x")):

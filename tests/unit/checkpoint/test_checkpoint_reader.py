@@ -1,4 +1,4 @@
-"""What is read is what was written, each block once, in little memory, whatever the drive does."""
+"""Tests of `CheckpointReader`: correct data, single reads of blocks, memory, and I/O faults."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def test_files_are_readable_by_safetensors(saved: tuple[Path, Sample]) -> None:
 
 @needs_peak
 def test_read_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
-    """Blocks of both files on their way; each file has 48 MiB."""
+    """The bound is the block buffers of two files, which have 48 MiB each."""
     save(tmp_path, "t", sample(3, shapes={"a": (24 << 20,)}, moments=()))
     rings = 2 * blocks.RING_BLOCKS * BLOCK_BYTES
     assert forked.call(peak_of_reading, tmp_path) < rings + SMALL_BYTES
@@ -163,7 +163,7 @@ def test_read_invalid_arguments_are_refused(saved: tuple[Path, Sample]) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_read_with_io_faults_is_correct_or_raises(saved: tuple[Path, Sample], seed: int) -> None:
-    """Right bytes or the right error; and a read that failed may be repeated."""
+    """A read returns correct data or the right error, and may be retried."""
     root, made = saved
     kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
     faults = f"seed={seed},kinds={kinds},rate=0.3"
@@ -172,7 +172,7 @@ def test_read_with_io_faults_is_correct_or_raises(saved: tuple[Path, Sample], se
         reader = CheckpointReader(root, "t")
     with reader:
         for (stream, name), expected in made.content.items():
-            for _ in range(2000):  # all 9 blocks of the longest are right 1 time in 25
+            for _ in range(2000):  # all 9 blocks of the longest tensor succeed once in 25 tries
                 target = torch.empty_like(expected)
                 try:
                     reader.read_into(stream, name, 0, target)
@@ -204,7 +204,7 @@ def test_verify_reports_io_errors(saved: tuple[Path, Sample]) -> None:
 
 
 def test_read_files_with_other_block_sizes(saved: tuple[Path, Sample], tmp_path: Path) -> None:
-    """The size of a block belongs to the file, not to the reader."""
+    """The block size is a property of the file, not of the reader."""
     from support.checkpoint_files import checksum
 
     made = sample(4)

@@ -1,4 +1,4 @@
-"""Files that a checkpoint shares with the one before, and all that must keep it from sharing."""
+"""Tests of files shared with the previous checkpoint, and of when they must not be shared."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FROZEN = "frozen.safetensors"
 def write(
     root: Path, tag: str, made: Sample, before: Written | None = None, **more: Any
 ) -> CheckpointWriter:
-    """A checkpoint of a sample whose frozen stream is said to be as before."""
+    """Write a checkpoint of a sample, with the frozen stream declared unchanged."""
     writer = CheckpointWriter(root, tag, made.streams, before=before, same=("frozen",), **more)
     for (stream, _), data in made.content.items():
         if not writer.shares(stream):
@@ -44,7 +44,7 @@ def inode(path: Path) -> int:
 
 
 def check(root: Path, tag: str, made: Sample) -> None:
-    """Whole, and every tensor is as it was given."""
+    """Check that the checkpoint is valid and has every tensor of the sample."""
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
         for (stream, name), data in made.content.items():
@@ -162,7 +162,7 @@ def test_unsupported_hard_link_falls_back_to_writing(
 
 
 def test_reflink_is_preferred_to_hard_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the file system has them: here one that copies."""
+    """Reflinks are used where the file system has them; this fake one copies."""
     made = sample(1)
     one = write(tmp_path, "a", made)
 
@@ -193,7 +193,7 @@ def test_other_root_or_other_shapes_are_not_shared(tmp_path: Path) -> None:
     writer.abort()
 
 
-# --- an engine -----------------------------------------------------------------------------------
+# --- engine --------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -204,12 +204,12 @@ def nvme(tmp_path: Path) -> Path:
 
 
 def save(engine: Engine, root: Path, tag: str, **more: Any) -> int:
-    """The inode of its frozen file."""
+    """Save a checkpoint and return the inode of its frozen file."""
     return inode(engine.save_checkpoint(root, tag, wait=True, **more) / FROZEN)
 
 
 def whole(root: Path, tag: str, engine: Engine) -> None:
-    """Frozen parameters are in the checkpoint as they are in the engine."""
+    """Check that frozen parameters in the checkpoint equal those of the engine."""
     here = engine.state_dict()
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
@@ -262,14 +262,14 @@ def test_engine_writes_edited_frozen_parameters_again(
 
 
 def test_save_after_in_place_edit_of_device_weight_raises(tmp_path: Path, nvme: Path) -> None:
-    """Weights that rest on the device are what modules compute with: they can be changed there."""
+    """Modules compute with weights placed on the device, so these can be edited in place."""
     root = tmp_path / "saved"
     with small_engine(nvme, ON_DEVICE, gated()) as engine:
         save(engine, root, "a")
         engine.backward(engine(batch(0)))
         engine.step()
         bare: Tensor = engine.module.fixed.weight.data
-        assert bare.stride() == (16, 1)  # bound to its bytes at rest, and no placeholder
+        assert bare.stride() == (16, 1)  # bound to the stored weight, not to a placeholder
         bare[3, 5] += 1
         with pytest.raises(ResidencyError, match=r"'fixed.weight' was edited in place .* has chan"):
             save(engine, root, "b")

@@ -1,4 +1,4 @@
-"""A checkpoint is complete under its name or not there; whatever happens, the former one is."""
+"""Tests of `CheckpointWriter`: atomic publication, errors, stale files and pruning."""
 
 from __future__ import annotations
 
@@ -44,12 +44,12 @@ def test_latest_is_complete_after_kill_at_random_lines(in_memory: Path) -> None:
     draw = random.Random(1)
     lines = [draw.randrange(1, 12_000) for _ in range(12)]
     seen = forked.call(checkpoint_crash.kill_often, in_memory / "root", lines)
-    assert seen["lock+tmp"] > 3  # many died in the middle
+    assert seen["lock+tmp"] > 3  # many were killed in the middle
 
 
 def test_latest_is_complete_after_exit_before_each_call(in_memory: Path) -> None:
     seen = forked.call(checkpoint_crash.die_at_every_call, in_memory)
-    # Each of these states was met, and cleaned up.
+    # Each of these states occurred and was cleaned up.
     assert set(seen) == {"nothing", "lock", "lock+tmp", "lock+tmp+new", "lock+new"}
 
 
@@ -68,7 +68,7 @@ def listed(root: Path) -> list[str]:
 
 
 def test_write_any_chunk_size_gives_identical_files(tmp_path: Path) -> None:
-    """A block is 1 MiB, and a shard here 2: tensors that end within, and that go across."""
+    """Blocks of 1 MiB and shards of 2 MiB: tensors end inside blocks and cross their borders."""
     large = {"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)}
     for root, made, shard, pieces in (
         (tmp_path / "x", sample(1, large, ("8bit",)), 1 << 21, (4096, 99_991, 1 << 20, 1_048_577)),
@@ -123,7 +123,7 @@ def test_write_non_contiguous_data(tmp_path: Path) -> None:
 
 @needs_peak
 def test_write_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
-    """Blocks on their way, and one that is filled for each of two streams, which have 48 MiB."""
+    """The bound is the writes in flight and one block of each of two streams of 48 MiB."""
     pool = (blocks.WRITES_IN_FLIGHT + 2) * BLOCK_BYTES
     assert forked.call(peak_of_writing, tmp_path) < pool + SMALL_BYTES
 
@@ -170,7 +170,7 @@ def pages_in_cache(path: Path) -> int | None:
         return None if failed else sum(v & 1 for v in vector)
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- invalid arguments -------------------------------------------------------------------------
 
 
 def test_existing_tag_is_refused(tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ def test_second_writer_of_a_tag_is_refused(tmp_path: Path) -> None:
     one = CheckpointWriter(tmp_path, "t", made.streams)
     with pytest.raises(CheckpointError, match="being written"):
         CheckpointWriter(tmp_path, "t", made.streams)
-    other = CheckpointWriter(tmp_path, "u", made.streams)  # and removes nothing of the first
+    other = CheckpointWriter(tmp_path, "u", made.streams)  # removes no file of the first
     for writer in (one, other):
         feed(writer, made)
         writer.finish(made.manifest)
@@ -312,7 +312,7 @@ def test_checkpoint_larger_than_free_space_is_refused(tmp_path: Path) -> None:
     assert listed(tmp_path) == []
 
 
-# --- what the system refuses -------------------------------------------------------------------
+# --- errors of the system ----------------------------------------------------------------------
 
 
 def whole(root: Path, tag: str = "former") -> bool:
@@ -323,7 +323,7 @@ def whole(root: Path, tag: str = "former") -> bool:
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """Mount a file system of 8 MiB."""
     place = tmp_path / "disk"
     place.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
@@ -378,7 +378,7 @@ def end(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
 
 
 def test_file_size_limit_is_reported(tmp_path: Path) -> None:
-    """RLIMIT_FSIZE needs no privileges; the limit is a process's, so in a child."""
+    """RLIMIT_FSIZE needs no privileges; it is per process, so a child sets it."""
     save(tmp_path, "former", sample(2))
     child = multiprocessing.get_context("fork").Process(target=limited, args=(tmp_path,))
     child.start()
@@ -409,7 +409,7 @@ def test_read_only_root_is_refused(tmp_path: Path) -> None:
     try:
         with pytest.raises(MachineError, match=r"read-only|permissions"):
             CheckpointWriter(place, "t", sample(1).streams)
-        assert whole(place)  # and reading needs no writing
+        assert whole(place)  # reading needs no write permission
         assert listed(place) == ["former", "latest"]
     finally:
         if os.geteuid() == 0:
@@ -419,7 +419,7 @@ def test_read_only_root_is_refused(tmp_path: Path) -> None:
 
 
 def read_only(place: Path) -> Path:
-    """For root, permissions are no obstacle: a read-only mount of the directory on itself."""
+    """Mount the directory read-only on itself, because root ignores permissions."""
     for step in (["--bind", str(place), str(place)], ["-o", "remount,bind,ro", str(place)]):
         done = subprocess.run(["mount", *step], capture_output=True, text=True)
         if done.returncode:
@@ -465,7 +465,7 @@ def test_replaced_directory_is_not_published(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_write_with_io_faults_is_correct_or_removes_files(tmp_path: Path, seed: int) -> None:
-    """Right bytes, or an error that leaves nothing behind."""
+    """A write gives a correct checkpoint, or an error that leaves no files."""
     save(tmp_path, "former", sample(2))
     made = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
     kinds = ("eio", "enospc", "short+delay+reorder")[seed % 3]
@@ -525,7 +525,7 @@ def test_keyboard_interrupt_removes_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert listed(tmp_path) == []
 
 
-# --- what is left, and whose it is -------------------------------------------------------------
+# --- stale files -------------------------------------------------------------------------------
 
 
 def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
@@ -548,7 +548,7 @@ def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
     assert (tmp_path / "linked/model.safetensors").exists()
     assert listed(tmp_path / "mixed.tmp") == ["notes.txt"]
     assert (tmp_path / "live.tmp").exists()
-    with pytest.raises(MachineError, match="not empty"):  # not ours to remove
+    with pytest.raises(MachineError, match="not empty"):  # has a foreign file
         CheckpointWriter(tmp_path, "mixed", made.streams)
     feed(live, made)
     live.finish(made.manifest)
@@ -556,7 +556,7 @@ def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
 
 
 def dead(root: Path, tag: str) -> None:
-    """What a writer leaves that is killed in the middle."""
+    """Create what a writer leaves if it is killed in the middle."""
 
     def write() -> None:
         made = sample(5)
@@ -578,7 +578,7 @@ def test_reader_removes_stale_files(tmp_path: Path) -> None:
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
-    """Else a DataLoader worker would keep what a killed run left looking alive."""
+    """Otherwise a DataLoader worker would make files of a killed run look in use."""
     made = sample(1)
     writer = CheckpointWriter(tmp_path, "t", made.streams)
     context = multiprocessing.get_context("fork")
@@ -627,7 +627,7 @@ def test_permissions_follow_umask_without_group_write(
     assert stat.S_IMODE((tmp_path / "latest").stat().st_mode) == file
 
 
-# --- latest, and how many are kept -------------------------------------------------------------
+# --- latest, keep_last and prune ---------------------------------------------------------------
 
 
 def test_latest_is_one_line_written_on_request(tmp_path: Path) -> None:

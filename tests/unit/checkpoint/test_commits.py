@@ -1,4 +1,4 @@
-"""The commit record, its two slots, and reading what they speak of by parameter name."""
+"""Tests of commit records, their two files, and reading durable state by parameter name."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_record_with_invalid_copies_is_reported_with_the_reason(tmp_path: Path) 
 
 
 def test_torn_commit_writes_leave_a_valid_record(tmp_path: Path) -> None:
-    """Documents grow and shrink; each write is torn, each file damaged, and the run goes on."""
+    """Records of varying size are written; each write is torn and each file lost once."""
     choose = random.Random(0)
     files, names = CommitFiles(tmp_path), [tmp_path / name for name in COMMIT_NAMES]
     files.reserve()
@@ -100,7 +100,7 @@ def test_torn_commit_writes_leave_a_valid_record(tmp_path: Path) -> None:
         before = [path.read_bytes() for path in names]
         write(files, record)
         after = [path.read_bytes() for path in names]
-        for number, path in enumerate(names):  # power is lost while this one is written
+        for number, path in enumerate(names):  # power loss while this file is written
             torn = bytearray(after[number])
             for start in range(0, len(torn), 512):
                 old = before[number][start : start + 512].ljust(512, b"\0")[: len(torn) - start]
@@ -110,7 +110,7 @@ def test_torn_commit_writes_leave_a_valid_record(tmp_path: Path) -> None:
                 other.write_bytes(torn if other == path else text)
             newest = record if number or bytes(torn) == after[0] else whole
             assert last_commit(tmp_path, "r") == newest
-            files.repair(newest)  # and then either may be lost
+            files.repair(newest)  # afterwards either file may be lost
             for lost, kept in permutations(names):
                 text = lost.read_bytes()
                 lost.write_bytes(b"")
@@ -140,7 +140,7 @@ def test_commit_files_open_and_read_errors(tmp_path: Path) -> None:
 
 
 def facts_of(engine: Engine) -> dict[tuple[str, str], Tensor]:
-    """(stream, parameter) -> its bytes, from the placement of an engine."""
+    """Return the bytes of each (stream, parameter) of an engine, from its plan."""
     found: dict[tuple[str, str], list[Tensor]] = {}
 
     def put(stream: str, name: str, value: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Durable steps: after any crash a run goes on from its last commit, with the bits it had."""
+"""Tests of durable runs: resuming bitwise-equal from the last commit after any crash."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def arguments(case: str) -> dict[str, Any]:
 
 
 def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None) -> int:
-    """Resume; the state must be that of its step, and go on well. Returns that step."""
+    """Resume, check the state of its step and optionally train on; return the resumed step."""
     precision = more.get("precision", "fp32")
     with durable_engine(paths, gated(), **{"resume": "auto", **more}) as engine:
         found = engine.global_steps
@@ -96,13 +96,13 @@ def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None
     return found
 
 
-# --- power loss at any moment --------------------------------------------------------------------
+# --- power loss ----------------------------------------------------------------------------------
 
 
 def record(
     case: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Path], list[Entry]]:
-    """Train over a recorded disk; returns its paths as they were after commit 0, and the log."""
+    """Train with recorded disk writes; return the paths and the log of writes since commit 0."""
     more, recorder = arguments(case), Recorder(monkeypatch)
     (root / "run").mkdir()
     paths = paths_for(root / "run", more)
@@ -120,7 +120,7 @@ def record(
 
 
 def commits_before(log: list[Entry], cut: int) -> int:
-    """How many records had been written and synced, twice, before the cut."""
+    """Return how many commits were written and synced to both files before the cut."""
     synced = [e for e in log[:cut] if e.what == "sync" and e.path.endswith(COMMIT_NAMES[1])]
     return len(synced)
 
@@ -150,7 +150,7 @@ def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -
     seen = set()
     for number in range(cuts):
         cut = choose.randrange(len(log) + 1) if number else len(log)
-        if number % 2:  # inside a commit: its record is written, and not yet synced
+        if number % 2:  # inside a commit: record written, not yet synced
             cut = choose.choice(inside)
         originals = [root / "base" / path.name for path in paths]
         target = root / f"cut{number}"
@@ -169,12 +169,12 @@ def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -
     assert len(seen) > 1
 
 
-# --- going on ------------------------------------------------------------------------------------
+# --- resuming ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_closed_run_resumes_from_last_step(tmp_path: Path, case: str) -> None:
-    """Several times; also from a step that no commit was due for."""
+    """Resumed twice, once from a step at which no commit was due."""
     more = arguments(case)
     paths = paths_for(tmp_path, more)
     with durable_engine(paths, gated(), **more) as engine:
@@ -189,7 +189,7 @@ def test_closed_run_resumes_from_last_step(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize(("placement", "seed"), diagonal([*PLACEMENTS], range(2)))
 def test_resume_with_separate_device_memory(tmp_path: Path, placement: str, seed: int) -> None:
-    """Kinds that rest there are copied out for a commit, and back in."""
+    """State placed on the device is copied out for a commit, and back on resume."""
     more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
     at = 0
     for _ in range(2):
@@ -213,7 +213,7 @@ def batch_step(engine: Engine) -> None:
 
 
 def test_durable_moves_same_bytes_as_non_durable(tmp_path: Path) -> None:
-    """Every step of a run whose state rests on disk; the state itself is kept twice."""
+    """With all state on disk, no step moves more bytes; the disk holds the state twice."""
     moved = {}
     for durable in (False, True):
         path = tmp_path / str(durable)
@@ -271,7 +271,7 @@ def test_commit_every_auto_depends_on_placement(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("placement", "precision"), diagonal([*PLACEMENTS], ["fp32", "bf16"]))
 def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
-    """Of trained and of frozen parameters; before that commit it never happened."""
+    """Trained and frozen parameters are edited; a crash before the commit undoes the edit."""
     more: dict[str, Any] = {
         "placement": PLACEMENTS[placement],
         "precision": precision,
@@ -294,7 +294,7 @@ def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: 
         assert equal(state_of(engine), before)
         edit(engine)
         assert equal(state_of(engine), edited)
-        edit(engine)  # in place now
+        edit(engine)  # in place this time
         assert equal(state_of(engine), edited)
         step(engine)
         assert equal(state_of(engine), after)
@@ -305,7 +305,7 @@ def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: 
 
 
 def undisturbed_edit(precision: str) -> tuple[State, State, State]:
-    """The states before and after an edit, and after one more step, without a disk."""
+    """Return the states before and after an edit and after one more step, without a disk."""
     given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
     del given["nvme_path"]
     with infinity.initialize(gated(), given)[0] as engine:
@@ -338,7 +338,7 @@ def test_close_does_not_commit_edits_without_document(tmp_path: Path) -> None:
 
 
 def test_edit_committed_explicitly_is_resumed(tmp_path: Path) -> None:
-    """As it is after a checkpoint was loaded."""
+    """As after loading a checkpoint."""
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
         edit(engine)
@@ -354,12 +354,12 @@ def test_edit_committed_explicitly_is_resumed(tmp_path: Path) -> None:
         assert equal(state_of(engine), edited)
 
 
-# --- which run -----------------------------------------------------------------------------------
+# --- choice of the run to resume -----------------------------------------------------------------
 
 
 @pytest.fixture
 def finished(tmp_path: Path) -> Path:
-    """The directory of a durable run of one step."""
+    """Return the directory of a durable run of one step."""
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         step(engine)
     (directory,) = tmp_path.iterdir()
@@ -459,7 +459,7 @@ def test_resume_with_missing_drive_names_it(tmp_path: Path) -> None:
         check_resumed(paths, {**more, "resume": str(first)})
     with pytest.raises(CheckpointError, match=r"not a durable run"):
         check_resumed(paths, {**more, "resume": str(paths[0])})
-    away.rename(paths[0] / there.name)  # another mount: found by its tie
+    away.rename(paths[0] / there.name)  # as if mounted elsewhere: found by the run in its record
     with durable_engine(paths, gated(), **{**more, "resume": str(paths[0] / there.name)}) as engine:
         assert engine.global_steps == 1
         assert equal(state_of(engine), undisturbed(1))
@@ -483,7 +483,7 @@ def test_resume_with_damaged_files_is_refused(tmp_path: Path, finished: Path, wh
 
 
 def test_damage_between_runs_is_detected(tmp_path: Path) -> None:
-    """Checksums are kept with the commit; without (io.verify), they are taken on resuming."""
+    """Checksums are stored with the commit; without io.verify they are computed on resume."""
     verify: dict[str, Any] = {"placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path, gated(), **verify) as engine:
         step(engine)

@@ -1,4 +1,4 @@
-"""Resuming a durable run: loads within an accumulation window, and who draws random numbers."""
+"""Tests of resuming durable runs: loads within accumulation windows, and random state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def quiet() -> Any:
 
 
 def alike(one: Ending, other: Ending, losses: int) -> list[str]:
-    """What differs; of the losses so many last ones count."""
+    """Return the differences, comparing only the last `losses` losses."""
     one.losses[:] = one.losses[-losses:]
     other.losses[:] = other.losses[-losses:]
     return one.differences(other)
@@ -49,7 +49,7 @@ WINDOW = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """A checkpoint after four micro-batches: the second window has one of three."""
+    """Save a checkpoint after four micro-batches: one of three of the second window."""
     with WINDOW.engine(tmp_path / "first", SIMPLEST, seed=1) as engine:
         for index in range(4):
             micro_step(engine, index)
@@ -62,18 +62,18 @@ def saved(tmp_path: Path) -> Path:
 def test_load_within_window_is_committed_immediately(
     tmp_path: Path, saved: Path, place: Any, more: int
 ) -> None:
-    """A crash afterwards goes on from there, not from what the run held before the load."""
+    """A run resumed after a crash starts from the load, not from the state before it."""
     expected = straight(tmp_path, WINDOW, 8)
     path = tmp_path / "second"
     with quiet(), durable(WINDOW).engine(path, place, seed=2) as engine:
         micro_step(engine, 70)
         engine.load_checkpoint(saved)
-        for index in range(4, 4 + more):  # a window that is not over is no step
+        for index in range(4, 4 + more):  # an incomplete window is no step
             micro_step(engine, index)
         engine.settle()
         (directory,) = path.glob("infinity-run-*")
         shutil.copytree(directory, tmp_path / "copy")
-    shutil.rmtree(directory)  # what closing does is not what a crash does
+    shutil.rmtree(directory)  # undo what close() committed
     shutil.move(tmp_path / "copy", directory)
     record = read_run(directory).record
     window = Document.from_json(record.document).window
@@ -115,7 +115,7 @@ def test_resume_requires_checkpoint_of_the_window(tmp_path: Path, saved: Path, w
 
 
 def test_resume_run_with_old_unit_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leftovers outside blocks were called "rest"; the names are in its plan.json."""
+    """The unit outside blocks was once named "rest"; names are stored in plan.json."""
     run = durable(Run({"precision": "bf16"}), resume="auto")
     with monkeypatch.context() as before:
         before.setattr("infinity.model.partitioner.OUTSIDE", "rest")
@@ -139,13 +139,13 @@ def draw() -> None:
 
 
 def nothing() -> None:
-    """A loop that draws nothing of its own."""
+    """Draw no random numbers."""
 
 
 def run_and_resume(
     root: Path, between: Callable[[Engine], None], inside: Callable[[], None]
 ) -> tuple[Ending, Ending]:
-    """Six steps straight, and three and three; `inside` is what the loop does before each step."""
+    """Run six steps at once, and three plus three resumed; call `inside` before each step."""
     ends = []
     for name, cuts in (("straight", (6,)), ("resumed", (3, 6))):
         at = 0
@@ -168,7 +168,7 @@ def run_and_resume(
 @pytest.mark.parametrize("inside", [nothing, draw])
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 def test_resume_restores_random_state(tmp_path: Path, inside: Callable[[], None]) -> None:
-    """Generators are where the committed step left them when `initialize` returns."""
+    """When `initialize` returns, generators have the state of the committed step."""
     one, other = run_and_resume(tmp_path, lambda engine: None, inside)
     assert alike(one, other, 3) == []
 

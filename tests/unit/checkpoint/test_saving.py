@@ -1,4 +1,4 @@
-"""Saving while training goes on: what is saved, what waits, and what a failure leaves."""
+"""Tests of asynchronous saving: snapshots, waits, errors, loading and buffers."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 class SlowWriter:
-    """Makes every write of a checkpoint wait until it is allowed."""
+    """Makes every background write of a checkpoint wait for the event `go`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = threading.Event()
@@ -81,7 +81,7 @@ class SlowWriter:
         monkeypatch.setattr(CheckpointWriter, "write", slow)
 
     def on_wait(self, engine: Engine, act: Callable[[], None]) -> None:
-        """Do this when somebody begins to wait for bytes that are not copied yet."""
+        """Call `act` when a thread starts to wait for bytes that are not copied yet."""
         changed = components(engine).saver._changed
         wait = changed.wait
 
@@ -111,10 +111,10 @@ def test_save_stores_state_at_time_of_call(
     with small_engine(nvme, placement, precision="bf16") as engine:
         train(engine, 2)
         expected = masters(engine)
-        engine.save_checkpoint(saved)  # nothing is copied yet when this returns
+        engine.save_checkpoint(saved)  # returns before anything is copied
         assert not (saved / "latest").exists()
         slow.on_wait(engine, slow.go.set)
-        loss = engine(batch(5))  # a forward and a backward need not wait
+        loss = engine(batch(5))  # forward and backward do not wait
         engine.backward(loss)
         assert not slow.go.is_set()
         engine.step()
@@ -140,7 +140,7 @@ def test_optimizer_pass_waits_for_units_being_saved(
         engine.backward(engine(batch(5)))
         engine.step()
         assert waits.acquire(timeout=60)
-        # The update has not begun: all state is as it was.
+        # The update has not started: all state is unchanged.
         segment = engine.plan.units[0].trained_segments[0]
         at_rest = components(engine).store.units[0].in_ram(Kind.WEIGHT)
         assert at_rest is not None
@@ -211,7 +211,7 @@ def test_background_save_error_is_reported(
             if how == "save":
                 with pytest.raises(DoesNotFitError):
                     engine.save_checkpoint(saved)
-                engine.save_checkpoint(saved)  # told once
+                engine.save_checkpoint(saved)  # the error is raised once
             if how == "finish":
                 with pytest.raises(DoesNotFitError):
                     engine.finish_saving()
@@ -305,7 +305,7 @@ def test_load_restores_registered_state_and_loader(nvme: Path, saved: Path) -> N
 
 
 class Peer(torch.nn.Module):
-    """The model that the checkpoints in tests/data/deepspeed are of."""
+    """Model of the checkpoints in tests/data/deepspeed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -364,7 +364,7 @@ def test_loaded_checkpoint_is_committed_immediately(
     train(engine, 1, first=7)
     engine.load_checkpoint(saved)
     with engine.materialized(engine.module.norm), torch.no_grad():
-        engine.module.norm.weight.fill_(7.0)  # not committed, neither now nor at the end
+        engine.module.norm.weight.fill_(7.0)  # never committed
     engine.close()
     engine, *_ = infinity.initialize(small_model(seed=8), {**given, "resume": "auto"})
     with engine:
@@ -373,11 +373,11 @@ def test_loaded_checkpoint_is_committed_immediately(
         assert same(masters(engine), expected)
 
 
-# --- buffers, and what is beside tensors ----------------------------------------------------------
+# --- buffers and data other than tensors ----------------------------------------------------------
 
 
 class Buffered(nn.Module):
-    """Around a small model: buffers as models have them."""
+    """Small model with expanded, shared, conjugated and persistent buffers."""
 
     def __init__(self, theta: float = 1.0) -> None:
         super().__init__()
@@ -398,13 +398,13 @@ class Buffered(nn.Module):
 
 
 def test_buffers_of_any_kind_round_trip(nvme: Path, saved: Path) -> None:
-    """Expanded ones, shared ones that have grown, views; persistent ones keep their dtype."""
+    """Covers expanded, shared, resized and conjugated buffers; persistent ones keep their dtype."""
     with small_engine(nvme, model=Buffered()) as engine:
         train(engine, 1)
         module: Any = engine.module
         for part in (module.first, module.second):
             part.cache = part.cache.new_ones(6) if part is module.first else module.first.cache
-        module.mean = torch.full((4,), 2.0)  # wider than it begins
+        module.mean = torch.full((4,), 2.0)  # wider dtype than at registration
         module.theta = torch.full((4,), 1.0, dtype=torch.float64)
         engine.save_checkpoint(saved, "one")
         engine.finish_saving()
@@ -450,7 +450,7 @@ def test_unsupported_data_is_refused_before_saving(
     model.register_buffer("odd", torch.zeros(2, dtype=torch.complex128), persistent=False)
     model.register_buffer("table", torch.zeros(40, 8))
     with small_engine(nvme, model=model) as engine:
-        engine.save_checkpoint(saved, "one")  # without the odd one
+        engine.save_checkpoint(saved, "one")  # without the buffer `odd`
         engine.register_state("much", SimpleNamespace(state_dict=lambda: "x" * 9000))
         monkeypatch.setattr(writer, "MAX_MANIFEST_BYTES", 9000)
         with pytest.raises(ConfigError, match="data other than tensors comes to"):

@@ -1,4 +1,4 @@
-"""`initialize` weighs resources by rates that were measured before; it measures nothing itself."""
+"""Tests of cached rates in `initialize`, which never measures rates itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_kept_rates_names_unmeasured_disk_as_nominal(
     found = kept_rates([elsewhere], CpuDevice())
     assert found.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert "nominal, not measured: disk_read" in found.origin
-    assert kept_rates([], CpuDevice()).nominal == ()  # without a disk its rates are of no use
+    assert kept_rates([], CpuDevice()).nominal == ()  # no path: disk rates are not needed
 
 
 def test_explicit_placement_does_not_mention_rates(tmp_path: Path) -> None:

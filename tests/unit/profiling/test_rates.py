@@ -1,4 +1,4 @@
-"""Measured rates: positive and finite, nothing left behind; the cache forgets when it should."""
+"""Tests of measured rates and of their cache."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BRIEF_S = 0.2
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Less to measure: what comes out need not be right here."""
+    """Shorten measurements; the measured rates need not be accurate."""
     monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
     monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 1)
     monkeypatch.setattr(processor_rates, "_MOST_CHUNKS", 1)
@@ -78,7 +78,7 @@ def test_measure_rates_unified_memory(drive: Path, folder: Path) -> None:
 def test_measure_rates_with_device(
     drive: Path, folder: Path, kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Updates of the host are measured while copies go on."""
+    """Host updates are measured while copies run."""
     device, copied = FakeAccelerator(kernels=kernels), threading.Event()
     copy_rate, host_updates = processor_rates._copy_rate, processor_rates._host_updates
 
@@ -109,7 +109,7 @@ def test_measure_disk_two_paths_together(tmp_path: Path) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
     for path in paths:
         path.mkdir()
-    io = IoConfig(weights=(1.0, 1.0))  # one device: without weights only the first is used
+    io = IoConfig(weights=(1.0, 1.0))  # same drive: without weights only the first path is used
     seen: list[tuple[Path, ...]] = []
 
     class Spy(Disk):
@@ -151,7 +151,7 @@ def test_measure_slow_disk_moves_few_bytes(tmp_path: Path, monkeypatch: pytest.M
 def test_disk_rates_under_load_count_lost_products(
     products: int, lost_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two seconds, in which 200 products could have been done, and 5 GB that moved meanwhile."""
+    """In two seconds 200 products are possible, while 5 GB are transferred."""
 
     @contextmanager
     def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
@@ -248,7 +248,7 @@ def test_num_chunks_exceeds_cpu_caches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Measurements:
-    """Stands in for measuring, and counts."""
+    """Counts measurements, in place of measuring."""
 
     def __init__(self) -> None:
         self.processors = 0
@@ -304,7 +304,7 @@ def test_rates_are_measured_once(tmp_path: Path, folder: Path, measurements: Mea
 def test_rates_measured_under_load_are_not_cached(
     folder: Path, measurements: Measurements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They used 1.2 of 2 processors in the first two seconds, and then nothing."""
+    """Other programs use 1.2 of 2 processors in the first measurement, and none later."""
     busy = ProcessorTimes(10.0, 5.0, 1.0, 2), ProcessorTimes(13.8, 5.2, 2.4, 2)
     quiet = ProcessorTimes(20.0, 6.0, 3.0, 2), ProcessorTimes(23.1, 6.9, 6.0, 2)
     times = iter([*busy, *quiet])
@@ -324,8 +324,8 @@ def test_rates_measured_under_load_are_not_cached(
         (4.0, 0.0, 4.0, ""),
         (4.0, 0.0, 3.5, ""),
         (4.0, 0.0, 2.0, "2.0 of 4"),
-        (20.0, 40.0, 4.0, ""),  # a large machine, with processors to spare
-        (0.05, 0.0, 0.0, ""),  # too short to say
+        (20.0, 40.0, 4.0, ""),  # large machine with idle processors
+        (0.05, 0.0, 0.0, ""),  # too short to tell
     ],
 )
 def test_load_between_reports_busy_other_programs(
@@ -403,7 +403,7 @@ def test_other_machine_or_mount_is_measured_again(
 
 
 def damaged(text: str) -> list[str]:
-    """The text of an entry, spoilt in several ways."""
+    """Return damaged variants of a cache entry."""
     entry = json.loads(text)
     spoilt: list[Any] = [entry | {"of": {}}, entry | {"measured": "yesterday"}, [], 3, None]
     spoilt += [entry | {"rates": value} for value in ({}, [], None, {"x": 1.0}, {"update.fp32": 1})]

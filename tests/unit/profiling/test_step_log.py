@@ -1,4 +1,4 @@
-"""The step log: never in the way, complete after close, silent in a child."""
+"""Tests of `StepLog`: order, dropped records, disk errors and forked children."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_close_writes_every_record_in_order(tmp_path: Path) -> None:
     assert lines_of(path) == [{"step": step} for step in range(3000)]
     assert step_log.num_dropped == 0
     assert not step_log_threads()
-    assert set(threading.enumerate()) <= threads  # the file threads of the loop are gone too
+    assert set(threading.enumerate()) <= threads  # worker threads of the event loop ended too
 
 
 def test_second_step_log_appends(tmp_path: Path) -> None:
@@ -107,7 +107,7 @@ def test_close_times_out_on_hanging_disk(tmp_path: Path, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(step_log._thread, "join", lambda limit: (joined.append(limit), join(limit)))
         step_log.close(timeout_s=0.2)
-    assert joined == [0.2]  # and then it went on, though the disk hangs
+    assert joined == [0.2]  # close() returned although the disk hangs
     assert not released.is_set()
     assert step_log.num_dropped == 2
     released.set()
@@ -146,7 +146,7 @@ def test_forked_child_writes_nothing(tmp_path: Path) -> None:
     held = threading.Lock()
     held.acquire()
     with StepLog(tmp_path / "run.jsonl") as step_log:
-        # The writer may hold the lock at this very moment; in the child nobody would give it back.
+        # The writer thread may hold the lock during the fork; the child could never acquire it.
         pid = os.fork()
         if pid == 0:
             code = 1

@@ -1,4 +1,4 @@
-"""A traced run: what the trace says is what happened, and it changes nothing."""
+"""Tests of traces of runs: they match step reports and do not affect training."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def traced(
     steps: int = 4,
     **more: Any,
 ) -> tuple[TraceTimeline, list[Any]]:
-    """The trace of a run of some steps of two micro-batches, and their reports."""
+    """Train `steps` steps of two micro-batches; return the trace and the step reports."""
     more = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **more}
     (path / "nvme").mkdir(exist_ok=True)
     config = settings(path / "nvme", placement, **more)
@@ -63,7 +63,7 @@ def traced(
 
 
 def check_nesting(slices: Sequence[Slice]) -> None:
-    """Of any two slices of a thread one holds the other, or they do not touch."""
+    """Check that any two slices of a track are nested or disjoint."""
     open_until: list[float] = []
     for one in sorted(slices, key=lambda s: (s.begin, -s.end)):
         while open_until and open_until[-1] <= one.begin + 1e-9:
@@ -81,7 +81,7 @@ def check_sane(timeline: TraceTimeline) -> None:
             assert "failed" not in one.args
     for track in ("compute", "stall", "optimizer_pass", "step", "micro_batch"):
         check_nesting(timeline.of(track))
-    check_nesting(timeline.of("optimizer_pass", "update"))  # one thread, where the host updates
+    check_nesting(timeline.of("optimizer_pass", "update"))  # one thread if the host updates
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
@@ -130,7 +130,7 @@ def test_trace_has_compute_and_update_of_every_unit(tmp_path: Path, kind: str) -
         assert backward.index("blocks.2") < backward.index("blocks.1") < backward.index("blocks.0")
     first, *later = timeline.of("step")
     assert not [s for s in timeline.of("update") if s.begin < first.end]
-    for step in later:  # the update of a step runs behind the next forward
+    for step in later:  # the update of a step overlaps the next forward
         updated = [s for s in timeline.of("update") if step.begin <= s.begin < step.end]
         assert {s.unit for s in updated} == units
     assert {s.what for s in timeline.of("disk_read")} == {"state", "weight", "gradient"}
@@ -148,7 +148,7 @@ def test_verdict_of_slow_disk_is_disk(tmp_path: Path) -> None:
     said = [verdict(step) for step in [*shares.steps[1:], total]]
     assert all("disk" in text and "binds" in text for text in said), said
     queued = [s.begin - s.submitted for s in timeline.of("disk_read", "disk_write")]
-    assert max(queued) > 0  # some waited for others
+    assert max(queued) > 0  # some requests were queued
 
 
 def test_trace_records_accelerator_copies(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_trace_records_accelerator_copies(tmp_path: Path) -> None:
     copies = timeline.of("to_device", "from_device")
     assert {s.what for s in copies} >= {"weight", "gradient"}
     late = [s for s in copies if s.begin - s.submitted > 0.0005]
-    assert len(late) > len(copies) / 4  # they run when their time comes, not in the call
+    assert len(late) > len(copies) / 4  # copies are asynchronous
     total = Shares(timeline).total
     assert total is not None
     assert total.busy["to_device"] > 0
@@ -268,7 +268,7 @@ def test_trace_continues_after_exceptions(tmp_path: Path) -> None:
         def refuse(*args: Any) -> None:
             raise ValueError("the user's own")
 
-        # Inside the block, so that our own hook after it is not called.
+        # Raise inside the block, so that the hook of the engine after it is not called.
         for moment in (block.down.register_forward_hook, block.register_full_backward_hook):
             engine.backward(engine(batch(0)))
             engine.step()
@@ -287,7 +287,7 @@ def test_trace_continues_after_exceptions(tmp_path: Path) -> None:
 
 
 class Watched(FakeAccelerator):
-    """A device whose trace has compute's own clock, as CUDA's has; it remembers when it waited."""
+    """Device with a separate compute clock, as on CUDA; records its waits."""
 
     host_clock = False
 
@@ -303,7 +303,7 @@ class Watched(FakeAccelerator):
 
 @pytest.mark.parametrize("checkpoint", ["none", "units"])
 def test_compute_slices_exclude_waits_for_weights(tmp_path: Path, checkpoint: str) -> None:
-    """However long a wait takes, it lies in no slice of compute."""
+    """No wait is inside a compute slice, however long it takes."""
     (tmp_path / "nvme").mkdir()
     more = {"activations": {"checkpoint": checkpoint}, "prefetch_units": 0, "precision": "bf16"}
     config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **more)
@@ -351,7 +351,7 @@ def test_killed_run_leaves_valid_trace(tmp_path: Path) -> None:
     with Program(train_for_ever, tmp_path / "nvme", trace) as child:
         state = Path(f"/proc/{child.process.pid}/stat")
         assert wait_until(lambda: trace.is_file() and trace.read_text().count('"cat":"step"') > 1)
-        child.signal(signal.SIGSTOP)  # lets a write that is under way end, as SIGKILL may not
+        child.signal(signal.SIGSTOP)  # completes a write in progress, which SIGKILL may not
         assert wait_until(lambda: state.read_text().rpartition(")")[2].split()[0] == "T")
         assert json.loads(trace.read_text())
         child.signal(signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""CUDA's event times on the host's clock, with events that are played by numbers."""
+"""Tests of converting CUDA event times to host time, with simulated events."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from infinity.storage.cuda_events import FAR_MS, CudaClock, CudaEvent, CudaSpan,
 
 
 class Gpu:
-    """A device whose clock and progress the test sets; counts what makes the host wait."""
+    """Simulated device clock and progress; counts host waits."""
 
     def __init__(self) -> None:
-        self.now_ms = 7_000_000.0  # of the device: it began long before us
-        self.done_ms = self.now_ms  # everything before it has happened
+        self.now_ms = 7_000_000.0  # device clock: started long before the process
+        self.done_ms = self.now_ms  # events up to this time are complete
         self.waits = 0
 
 
 class PlayedEvent:
-    """`torch.cuda.Event` by its contract: times are 32-bit floats of milliseconds."""
+    """Simulated `torch.cuda.Event`; times are 32-bit floats of milliseconds."""
 
     gpu: Gpu
 
@@ -60,7 +60,7 @@ def test_event_times_are_host_times_without_waiting(gpu: Gpu) -> None:
     before = time.perf_counter_ns()
     clock = CudaClock(stream)
     after = time.perf_counter_ns()
-    assert gpu.waits == 1  # the one that ties both clocks
+    assert gpu.waits == 1  # the wait that aligns both clocks
     gpu.now_ms += 5
     begin = CudaStamp(clock, stream)
     gpu.now_ms += 2

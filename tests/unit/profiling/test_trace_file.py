@@ -1,4 +1,4 @@
-"""The file of a trace: whole at any moment, bounded in memory, read back also where it is torn."""
+"""Tests of trace files: valid at any time, bounded memory, and truncated files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infinity.profiling.trace_recorder import NO_UNIT, SPREAD, Trace
 
 
 class Later:
-    """A stamp that is known once `at` is set."""
+    """Time stamp that is pending until `at` is set."""
 
     def __init__(self) -> None:
         self.at: int | None = None
@@ -74,8 +74,8 @@ def test_trace_file_is_valid_json_at_any_time(tmp_path: Path) -> None:
 
     for i in range(200):
         trace.add("update", "update", 0, trace.start_ns + i, trace.start_ns + i + 1, 7)
-        assert wait_until(whole)  # not in the middle of a write, which ends at once
-        if i % 50 == 49:  # it has grown
+        assert wait_until(whole)  # retries if read in the middle of a write
+        if i % 50 == 49:  # the file has grown
             assert wait_until(lambda flushes=i // 50 + 1: whole() and len(seen) > flushes)
     trace.close()
     assert sum(e.get("cat") == "update" for e in json.loads(path.read_text())) == 200
@@ -143,7 +143,7 @@ def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
             for i in range(500):
                 now = trace.start_ns + i
                 trace.add("disk_write", "state", 0, now, now + 900, 4096, submitted=now)
-                trace.add("to_device", "weight", 0, now, never, 64)  # a track that hangs
+                trace.add("to_device", "weight", 0, now, never, 64)  # a track that never completes
             assert wait_until(lambda: not trace._queue)
 
     record(5)
@@ -159,7 +159,7 @@ def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
     assert peak - before < 2_000_000
     assert len(trace._pending["to_device"]) <= 2000
     trace.close()
-    # Everything is in the file, or counted.
+    # Every event is in the file or counted as dropped.
     timeline = read_timeline(trace.path)
     assert len(timeline.of("disk_write")) + timeline.num_dropped == 22 * 1000
 
@@ -186,7 +186,7 @@ def test_pending_events_are_written_in_track_order(tmp_path: Path) -> None:
     assert copies == [(10, 100, 300), (20, 500, 600)]
     compute = {s.what: (round(s.begin * 1e9), round(s.end * 1e9)) for s in timeline.of("compute")}
     assert compute == {"forward": (100, 500), "backward": (1, 2)}
-    assert timeline.num_dropped == 1  # the one that was never over
+    assert timeline.num_dropped == 1  # the copy that never completed
 
 
 def test_failing_device_event_is_dropped(tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_failing_device_event_is_dropped(tmp_path: Path) -> None:
 
 
 def test_trace_thread_calls_follow_before_querying_events(tmp_path: Path) -> None:
-    """Else its looking at events would break a CUDA graph that the user captures."""
+    """Otherwise querying events would break a CUDA graph capture of the user."""
     seen: list[str] = []
 
     class Event:
@@ -257,10 +257,10 @@ def test_disk_full_is_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def open_paths() -> set[str]:
-    """What this process has open."""
+    """Return the paths of open files of this process."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(FileNotFoundError):  # the one that lists them
+        with suppress(FileNotFoundError):  # the descriptor of this listing
             found.add(os.readlink(f"/proc/self/fd/{name}"))
     return found
 

@@ -1,4 +1,4 @@
-"""What was not reserved is measured, compared, and stopped before it is too much."""
+"""Tests of the memory watch: budgets, low machine memory, and reported activations."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 
 class Hoarder(Block):
-    """Takes memory in its forward, as much as it is told to."""
+    """Block that allocates `wanted` bytes in each forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
@@ -41,12 +41,12 @@ class Hoarder(Block):
 def hoarding_model() -> SmallModel:
     torch.manual_seed(0)
     model = SmallModel()
-    model.blocks = nn.ModuleList(Hoarder(WIDTH) for _ in range(3))  # alike, so units as before
+    model.blocks = nn.ModuleList(Hoarder(WIDTH) for _ in range(3))  # one class: same units
     return model
 
 
 def budget_above_now(nbytes: int) -> dict[str, Any]:
-    """A host budget so much above what a small engine will plan."""
+    """Return a host budget `nbytes` above what a small engine will plan."""
     own = max(psutil.Process().memory_info().rss, 320 * MIB)
     return {"budget": {"host": own + nbytes}}
 
@@ -70,7 +70,7 @@ def test_exceeded_budget_raises_with_unit_and_sizes(
             assert part in text, text
         hoarder.wanted = 0
         hoarder.hoard.clear()
-        train(engine, 1)  # nothing is lost but the step
+        train(engine, 1)  # only the failed step is lost
 
 
 def test_memory_near_budget_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_freed_heap_is_returned_near_budget(
     monkeypatch.setattr(memory_watch, "TRIM_SHARE", share)
     given = settings(tmp_path, **budget_above_now(1 << 30))
     with infinity.initialize(hoarding_model(), given)[0] as engine:
-        train(engine, 2)  # after each of the first two steps it is given back anyway
+        train(engine, 2)  # the first two steps always return freed memory
         monkeypatch.setattr(memory_watch, "return_freed_memory", lambda: calls.append(None))
         train(engine, 3)
     assert len(calls) == (0 if share else 3 * 2), "before each backward, and after each step"
@@ -162,7 +162,7 @@ def test_budget_excludes_memory_reserved_by_later_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
-    wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all that rests
+    wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all state
     given = settings(tmp_path, **budget_above_now(128 * MIB))
     placement = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
     with (

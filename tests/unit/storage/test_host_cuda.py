@@ -1,7 +1,7 @@
-"""The engine on a CUDA device without a GPU: `CudaDevice` itself, on torch's device of that name.
+"""Tests of `CudaDevice` without a GPU, on an emulated "cuda" device of torch.
 
-Its tensors are the device's own to torch, a backward runs on the device's thread, and what nothing
-orders is told; see `support/host_cuda.py`.
+Tensors belong to that device, a backward runs on the device's thread, and unordered accesses are
+reported; see `support/host_cuda.py`.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ pytestmark = [
     pytest.mark.skipif(not torch.__version__.startswith("2.13."), reason="written for torch 2.13"),
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
 ]
-# What takes a GPU's time, captures or compiles is not for this one.
+# GPU tests that measure time, capture or compile cannot run here.
 NOT_HERE = ("compiled", "capture", "queued", "cache", "square", "many")
-# One of each sort.
+# One test of each kind.
 SOME = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
 SOME += ("another_thread", "bad_input", "cpu_adam", "that_copies")
 
 
 def python(*command: str) -> str:
-    """What it printed; it must end well."""
+    """Run a Python command, check that it succeeds, and return its stdout."""
     paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, *command],

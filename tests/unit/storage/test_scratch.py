@@ -1,4 +1,4 @@
-"""The scratch directory: private, cleaned up after the dead, never taken from the living."""
+"""Tests of scratch directories: privacy, locks, and cleanup of killed runs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from infinity.common.checksummed_json import read_sealed, write_sealed
 from infinity.storage import run_dir as module
 from infinity.storage.run_dir import Scratch, remove_dead_runs
 
-# Bare packages: what `infinity/__init__.py` imports, torch above all, would take seconds a run.
+# Empty packages: importing `infinity/__init__.py`, mainly torch, would take seconds per process.
 BARE = """
 import sys, types
 for name in ("infinity", "infinity.storage"):
@@ -65,7 +65,7 @@ def live_run(root: Path, *arguments: str) -> Iterator[tuple[subprocess.Popen[str
 
 
 def killed_runs(root: Path, count: int) -> list[Path]:
-    """Start so many runs together, since each would remove the dead before it; kill them all."""
+    """Start `count` runs and kill them together, since each start removes killed runs."""
     with ExitStack() as stack:
         runs = [stack.enter_context(live_run(root)) for _ in range(count)]
     assert all((directory / "state").exists() for _, directory in runs)
@@ -133,7 +133,7 @@ def test_two_scratch_directories_in_one_process(tmp_path: Path) -> None:
 def test_cleanup_does_not_lock_durable_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another rank, or another process, may be about to go on with it."""
+    """Another rank or process may be about to resume it."""
     durable, other = Scratch.create(tmp_path), Scratch.create(tmp_path)
     durable.keep({})
     durable.remove()
@@ -159,7 +159,7 @@ def test_next_run_removes_killed_run_but_not_live_one(tmp_path: Path) -> None:
         assert (living / "state").stat().st_size == 4096
         assert remove_dead_runs(tmp_path) == []
         scratch.remove()
-        process.communicate()  # ends its input: it removes its own
+        process.communicate()  # closes stdin: the run removes its directory
         assert process.returncode == 0
     assert names_in(tmp_path) == []
 
@@ -172,7 +172,7 @@ def test_cleanup_keeps_durable_and_unreadable_runs(tmp_path: Path) -> None:
     assert (durable / "state").exists()
     assert (broken / "state").exists()
     edit_record(durable, durable=False)
-    (broken / "run.json").unlink()  # no record at all, but data: not ours to judge
+    (broken / "run.json").unlink()  # data without a record is never removed
     assert remove_dead_runs(tmp_path) == [durable]
     assert (broken / "state").exists()
 
@@ -253,7 +253,7 @@ def test_directory_is_locked_before_it_is_visible(
     seen: list[list[Path]] = []
 
     def look_around(path: Path) -> None:
-        # What a second process that starts right now would do.
+        # As a second process starting at this moment.
         seen.append(remove_dead_runs(tmp_path))
         write_record(path)
         seen.append(remove_dead_runs(tmp_path))
@@ -291,7 +291,7 @@ def test_forked_child_removes_nothing(tmp_path: Path) -> None:
             os._exit(code)
     assert os.waitpid(pid, 0)[1] == 0
     assert scratch.directory.is_dir()
-    assert remove_dead_runs(tmp_path) == []  # the child's end did not unlock it
+    assert remove_dead_runs(tmp_path) == []  # the exit of the child did not release the lock
     scratch.remove()
     assert names_in(tmp_path) == []
 

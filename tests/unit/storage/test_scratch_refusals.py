@@ -1,4 +1,4 @@
-"""A scratch directory that cannot be made: what, because, remedy, and nothing left behind."""
+"""Tests of errors when a scratch directory cannot be created."""
 
 from __future__ import annotations
 

@@ -75,23 +75,23 @@ def some_drive(path: Path, **changes: Any) -> Drive:
 def test_verdict_follows_from_rates(drive: Path) -> None:
     """A model of 8.03e9 parameters reads and writes 12 bytes of state each per step."""
 
-    def of(read: float, write: float, mixed: float, *drives: Drive) -> str:
+    def verdict_of(read: float, write: float, mixed: float, *drives: Drive) -> str:
         return verdict({"read": read, "write": write, "mixed": mixed}, drives)
 
     good = some_drive(drive)
     assert step_seconds(24 * 8.03e9) == pytest.approx(1.0)
-    assert of(1.4e9, 0.6e9, 1.0e9, good) == (
+    assert verdict_of(1.4e9, 0.6e9, 1.0e9, good) == (
         "1.40 GB/s read, 600.00 MB/s write, 1.00 GB/s mixed: slow for this, PCIe 4 drives reach 5 "
         "to 7 GB/s; an AdamW step of an 8B model with its state on disk takes at least 3 min 13 s"
     )
-    assert of(3e9, 3e9, 3e9, good).endswith("takes at least 1 min 04 s")
-    assert " mixed: fair for this, " in of(3e9, 3e9, 3e9, good)
-    assert " mixed: fast for this; " in of(7e9, 5e9, 6e9, good)
-    both = of(9e9, 9e9, 9e9, good, some_drive(drive, file_system="tmpfs"))
+    assert verdict_of(3e9, 3e9, 3e9, good).endswith("takes at least 1 min 04 s")
+    assert " mixed: fair for this, " in verdict_of(3e9, 3e9, 3e9, good)
+    assert " mixed: fast for this; " in verdict_of(7e9, 5e9, 6e9, good)
+    both = verdict_of(9e9, 9e9, 9e9, good, some_drive(drive, file_system="tmpfs"))
     assert both.startswith("2 paths together: 9.00 GB/s read")
     assert "fast" not in both
     assert "RAM and no drive" in both
-    assert "through the page cache" in of(9e9, 9e9, 9e9, some_drive(drive, direct=False))
+    assert "through the page cache" in verdict_of(9e9, 9e9, 9e9, some_drive(drive, direct=False))
 
 
 def test_notes_name_full_drive_and_missing_backend(drive: Path) -> None:
@@ -120,8 +120,8 @@ def test_bench_prints_verdict_and_rows_and_keeps_rates(drive: Path) -> None:
     assert re.match(r"[\d.]+ .B/s read, [\d.]+ .B/s write, [\d.]+ .B/s mixed: ", out)
     rows = re.findall(r"^ (\w+) +([\d.]+ .B/s) +([\d.]+ .B/s) +[\d.]+ *$", out, re.MULTILINE)
     assert [row[0] for row in rows] == list(MODES)
-    for mode, ours, _ in rows:
-        assert f"{ours} {mode}" in out.splitlines()[0], "the verdict is of our rates"
+    for mode, rate, _ in rows:
+        assert f"{rate} {mode}" in out.splitlines()[0], "the verdict is of our rates"
     assert "rates for plans: measured 2" in out
     for detail in ("io_uring", "threads", "compute", "CPU"):
         assert detail not in out
@@ -145,8 +145,8 @@ def test_bench_verbose_adds_ranges_settings_and_rates(drive: Path) -> None:
     code, out, error = run("bench", str(drive), *SMALL, "-v")
     assert code == 0, error
     assert len(re.findall(r"[\d.]+ \([\d.]+-[\d.]+\) *$", out, re.MULTILINE)) == 3
-    for part in ("the defaults of `io`", "plain 1.00 MiB x 8 threads", "CPU s/GiB", "compute: bf1"):
-        assert part in out
+    for text in ("the defaults of `io`", "plain 1.00 MiB x 8 threads", "CPU s/GiB", "compute: bf1"):
+        assert text in out
     assert str(drive) in out
 
 
@@ -172,7 +172,7 @@ def test_bench_json_holds_all_numbers(drive: Path) -> None:
     assert [*drive.iterdir(), *second.iterdir()] == []
 
 
-def lose(*arguments: Any) -> None:
+def transfer_nothing(*arguments: Any) -> None:
     """Transfer nothing, but take time, so that the measured rate is finite."""
     time.sleep(0.01)
 
@@ -184,7 +184,7 @@ def lose(*arguments: Any) -> None:
 def test_bench_refuses_wrong_bytes(
     drive: Path, monkeypatch: pytest.MonkeyPatch, contender: type, method: str
 ) -> None:
-    monkeypatch.setattr(contender, method, lose)
+    monkeypatch.setattr(contender, method, transfer_nothing)
     code, out, error = run("bench", str(drive), *SMALL)
     assert (code, out) == (1, "")
     assert "transferred wrong bytes" in error

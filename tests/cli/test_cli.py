@@ -94,10 +94,10 @@ def test_shell_completion_of_verbs_and_options(
     load = main.load
     monkeypatch.setattr(main, "load", lambda verb: loaded.append(verb) or load(verb))
     typed = " ".join(["infinity", *words])
-    asked = {"_INFINITY_COMPLETE": f"complete_{shell}", "COMP_CWORD": str(len(words))}
-    asked |= {"COMP_WORDS": typed, "_TYPER_COMPLETE_ARGS": typed}
-    asked |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
-    out = CliRunner().invoke(app, [], env=asked).stdout
+    environment = {"_INFINITY_COMPLETE": f"complete_{shell}", "COMP_CWORD": str(len(words))}
+    environment |= {"COMP_WORDS": typed, "_TYPER_COMPLETE_ARGS": typed}
+    environment |= {"_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    out = CliRunner().invoke(app, [], env=environment).stdout
     for word in [*main.VERBS, "import-deepspeed", "verify", "--out"]:
         assert (re.search(rf"(?m)(^|\"){word}(\t|\"|$)", out) is not None) == (word in found)
     assert loaded == words[:-1]
@@ -106,7 +106,7 @@ def test_shell_completion_of_verbs_and_options(
 def test_errors_and_warnings_are_colored_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def said(**environment: str) -> str:
+    def stderr_of(**environment: str) -> str:
         for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
             monkeypatch.delenv(name, raising=False)
         for name, value in environment.items():
@@ -117,11 +117,11 @@ def test_errors_and_warnings_are_colored_on_a_terminal(
         return capsys.readouterr().err
 
     plain = "warning: a [b]: c\nerror: d\n"
-    assert said() == plain
-    terminal_of = {"FORCE_COLOR": "1", "TERM": "xterm"}
+    assert stderr_of() == plain
+    with_color = {"FORCE_COLOR": "1", "TERM": "xterm"}
     colored = "\x1b[33mwarning: \x1b[0ma [b]: c\n\x1b[31merror: \x1b[0md\n"
-    assert said(**terminal_of) == colored
-    assert said(**terminal_of, NO_COLOR="1") == plain
+    assert stderr_of(**with_color) == colored
+    assert stderr_of(**with_color, NO_COLOR="1") == plain
 
 
 def test_hub_retries_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,8 +129,8 @@ def test_hub_retries_are_one_warning(capsys: pytest.CaptureFixture[str]) -> None
     library = pytest.importorskip("huggingface_hub.utils")
     with pytest.raises(Exception, match="refused"), terminal.command():
         library.http_backoff("HEAD", "http://127.0.0.1:9/", base_wait_time=0)
-    told = capsys.readouterr().err.splitlines()
-    assert [line for line in told if "Hub does not answer" in line] == told[:1] == told
+    lines = capsys.readouterr().err.splitlines()
+    assert [line for line in lines if "Hub does not answer" in line] == lines[:1] == lines
 
 
 BARS = """
@@ -145,8 +145,8 @@ def test_progress_bars_of_libraries_are_off_in_logs(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(BARS)
     unset = {k: v for k, v in os.environ.items() if k not in terminal.BARS}
-    for asked, bars in (({}, False), (dict.fromkeys(terminal.BARS, ""), True)):
-        done = run_process("-m", "infinity.cli", "run", str(script), env=unset | asked)
+    for environment, bars in (({}, False), (dict.fromkeys(terminal.BARS, ""), True)):
+        done = run_process("-m", "infinity.cli", "run", str(script), env=unset | environment)
         assert done.returncode == 0, done.stderr
         assert done.stdout == f"{bars}\n"
         assert ("3/3" in done.stderr) == bars
@@ -172,11 +172,11 @@ def test_invalid_arguments_are_explained(
 ) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dir").mkdir()
-    places = {name: str(tmp_path / name) for name in ("file", "dir", "absent")}
-    found, out, error = run(*(argument.format(**places) for argument in arguments))
+    paths = {name: str(tmp_path / name) for name in ("file", "dir", "absent")}
+    found, out, error = run(*(argument.format(**paths) for argument in arguments))
     assert found == code
     assert out == ""
-    assert part.format(**places) in " ".join(error.split())
+    assert part.format(**paths) in " ".join(error.split())
     assert "Traceback" not in error
     assert list((tmp_path / "dir").iterdir()) == []
 
@@ -210,7 +210,9 @@ def test_odd_file_names_never_give_a_traceback(
     (tmp_path / "run.json").write_text(json.dumps(given))
     before = set(os.listdir())
     for odd in ODD:
-        result = CliRunner().invoke(app, [odd if part == "ODD" else part for part in verb])
+        result = CliRunner().invoke(
+            app, [odd if argument == "ODD" else argument for argument in verb]
+        )
         assert isinstance(result.exception, SystemExit), (odd, result.exception)
         assert result.exit_code in (2, 4, 5) or verb[0] == "doctor", odd
         assert "error: " in result.stderr.lower() or verb[0] == "doctor", odd
@@ -234,10 +236,10 @@ def test_system_errors_are_explained(
         raise error
 
     monkeypatch.setattr("infinity.cli.doctor.describe", fail)
-    found, out, told = run("bench")
+    found, out, stderr = run("bench")
     assert (found, out) == (code, "")
-    assert told.startswith("error: ")
-    assert text in told
+    assert stderr.startswith("error: ")
+    assert text in stderr
 
 
 def test_internal_error_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,30 +60,33 @@ def test_key_table_precedes_plan(files: tuple[str, str]) -> None:
     table, _, plan = out.partition("\n\n")
     assert table.startswith("the DeepSpeed configuration, key by key:")
     assert len(table.splitlines()) == 1 + 24
-    for part in (
+    for text in (
         '  zero_optimization.offload_optimizer.device     "nvme"',
         "done      optimizer state: on disk",
         "auto: a plan does not depend on it",
         "left out of the plan: total_num_steps, warmup_num_steps is auto",
         "auto was not resolved: bf16",
     ):
-        assert part in table, part
+        assert text in table, text
     assert "memory      device" in plan
 
 
 def test_plan_equals_plan_of_equivalent_configuration(
     files: tuple[str, str], tmp_path: Path
 ) -> None:
-    theirs = answer(files[0], "--model", files[1], *DESKTOP)
-    ours = {"placement": {"weights": "host", "optimizer_state": "disk"}, "nvme_path": "/local_nvme",
-            "gradient_accumulation_steps": 1}  # fmt: skip
-    (tmp_path / "ours.json").write_text(json.dumps(ours))
+    imported = answer(files[0], "--model", files[1], *DESKTOP)
+    native = {
+        "placement": {"weights": "host", "optimizer_state": "disk"},
+        "nvme_path": "/local_nvme",
+        "gradient_accumulation_steps": 1,
+    }
+    (tmp_path / "ours.json").write_text(json.dumps(native))
     expected = answer(str(tmp_path / "ours.json"), "--model", files[1], *DESKTOP)
-    rows = theirs.pop("deepspeed")
+    rows = imported.pop("deepspeed")
     assert "deepspeed" not in expected
-    assert theirs == expected
-    assert theirs["machine"]["device_bytes"] == 24 * GIB
-    assert set(theirs["plan"]["placement"]["moments and residual"]) == {"disk"}
+    assert imported == expected
+    assert imported["machine"]["device_bytes"] == 24 * GIB
+    assert set(imported["plan"]["placement"]["moments and residual"]) == {"disk"}
     assert {row["key"]: row["verdict"] for row in rows}["zero_optimization.stage"] == "done"
     assert all(set(row) == {"key", "given", "verdict", "note"} for row in rows)
 

@@ -40,8 +40,14 @@ def test_doctor_reports_that_a_run_could_start(tmp_path: Path) -> None:
     code, out = doctor("--path", str(tmp_path))
     assert code == 0, out
     assert out.endswith("a run could start here\n")
-    for part in (f"infinity   {infinity.__version__}", "torch ", "device ", "memlock ", "NUMA "):
-        assert part in out
+    for expected in (
+        f"infinity   {infinity.__version__}",
+        "torch ",
+        "device ",
+        "memlock ",
+        "NUMA ",
+    ):
+        assert expected in out
     assert f"path       {tmp_path}" in out
     assert "\x1b" not in out, "plain text, to be pasted"
     assert list(tmp_path.iterdir()) == []
@@ -57,12 +63,12 @@ def test_doctor_json(tmp_path: Path) -> None:
     assert bool(facts["torch"]["no_accelerator_because"]) != torch.cuda.is_available()
     assert facts["kernels"]["chosen"] in facts["kernels"]["isas"]
     assert facts["io"]["backend"] in ("io_uring", "threads")
-    (place,) = facts["drives"]
+    (drive,) = facts["drives"]
     space = os.statvfs(tmp_path)
-    assert place["total_bytes"] == space.f_blocks * space.f_frsize
-    assert place["parameters"] == place["free_bytes"] // 12
-    assert set(place["backends"]) == {"io_uring", "threads"}
-    assert place["direct"] == (place["direct_reason"] == "")
+    assert drive["total_bytes"] == space.f_blocks * space.f_frsize
+    assert drive["parameters"] == drive["free_bytes"] // 12
+    assert set(drive["backends"]) == {"io_uring", "threads"}
+    assert drive["direct"] == (drive["direct_reason"] == "")
     memory = facts["memory"]
     assert 0 < memory["budget_bytes"] < memory["usable_bytes"] <= memory["physical_bytes"]
 
@@ -116,17 +122,17 @@ def test_os_error_of_path_is_explained(
 
 
 @contextmanager
-def tmpfs(place: Path, options: str) -> Iterator[None]:
+def tmpfs(mount_point: Path, options: str) -> Iterator[None]:
     """Mount a small file system; skip the test if this process may not mount."""
     if os.geteuid() != 0:
         pytest.skip("mounting a small file system needs root")
-    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(place)]
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount_point)]
     if subprocess.run(command, check=False, capture_output=True).returncode != 0:
         pytest.skip("this container may not mount")
     try:
         yield
     finally:
-        subprocess.run(["umount", str(place)], check=True)
+        subprocess.run(["umount", str(mount_point)], check=True)
 
 
 def test_full_file_system(tmp_path: Path) -> None:
@@ -208,13 +214,13 @@ def test_too_little_memory_is_a_problem(tmp_path: Path) -> None:
 def test_numa_nodes_match_kernels(tmp_path: Path) -> None:
     cpus = sorted(os.sched_getaffinity(0))
     lists = [str(cpus[0]), ",".join(map(str, cpus[1:]))]
-    files = {f"sys/devices/system/node/node{i}/cpulist": some for i, some in enumerate(lists)}
+    files = {f"sys/devices/system/node/node{i}/cpulist": cpulist for i, cpulist in enumerate(lists)}
     files["proc/meminfo"] = MEMINFO.format(total=64 << 20, free=64 << 20)
     facts = doctor_module.examine([], computer(tmp_path, files))
     several = len(cpus) > 1
     assert facts["kernels"]["cpus_by_node"] == ([cpus[:1], cpus[1:]] if several else [cpus])
-    told = f"1+{len(cpus) - 1} CPUs" if several else "no"
-    assert f"NUMA       {told}\n" in text_of(facts)
+    expected = f"1+{len(cpus) - 1} CPUs" if several else "no"
+    assert f"NUMA       {expected}\n" in text_of(facts)
 
 
 def test_memory_bound_of_cgroup(tmp_path: Path) -> None:
@@ -256,26 +262,26 @@ def _brief(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("_brief")
 def test_machine_file_with_path(tmp_path: Path) -> None:
-    place, out = tmp_path / "drive", tmp_path / "rig.json"
-    place.mkdir()
-    arguments = ("--path", str(place), "--machine-file", str(out))
+    drive, out = tmp_path / "drive", tmp_path / "rig.json"
+    drive.mkdir()
+    arguments = ("--path", str(drive), "--machine-file", str(out))
     code, text = doctor(*arguments)
     assert code == 0, text
     machine = read_machine_file(out)
     assert machine.nominal == ()
     assert f"rates      measured {machine.measured}" in text
-    for part in ("disk: read ", "mixed ", "update: fp32 ", "parameters/s", "compute: bf16 "):
-        assert part in text
+    for expected in ("disk: read ", "mixed ", "update: fp32 ", "parameters/s", "compute: bf16 "):
+        assert expected in text
     assert text.endswith("a run could start here\n")
-    assert os.listdir(place) == []
+    assert os.listdir(drive) == []
     assert sorted(os.listdir(tmp_path)) == ["cache", "drive", "rig.json"]
 
-    kept = machine.rates
+    rates = machine.rates
     code, facts = facts_of(*arguments)
-    assert read_machine_file(out).rates == kept, "measured once"
+    assert read_machine_file(out).rates == rates, "measured once"
     assert facts["machine_file"] == json.loads(out.read_text())
     doctor(*arguments, "--refresh")
-    assert read_machine_file(out).rates != kept
+    assert read_machine_file(out).rates != rates
 
 
 @pytest.mark.usefixtures("_brief")

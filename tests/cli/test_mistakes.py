@@ -81,10 +81,10 @@ def test_command_mistake_is_named(
     result = CliRunner().invoke(app, typed.split())
     assert isinstance(result.exception, SystemExit), result.exception
     assert result.exit_code == code, result.stderr
-    left = result.stderr
+    remaining = result.stderr
     for text in texts:
-        assert text in left, result.stderr
-        left = left.partition(text)[2]
+        assert text in remaining, result.stderr
+        remaining = remaining.partition(text)[2]
     assert not (tmp_path / "run" / "run.json").exists()
     if name == "drive":
         assert not (tmp_path / "run" / "data").exists()  # fails before tokenising
@@ -111,7 +111,7 @@ def with_engine(act: Callable[[Any], object]) -> Callable[[Path], object]:
 X = torch.ones(4, 8)
 
 
-def loads_another(folder: Path) -> None:
+def load_checkpoint_of_other_model(folder: Path) -> None:
     with engine() as saved:
         saved.save_checkpoint(folder / "saved")
     other = infinity.initialize(model(32), {"precision": "fp32", "gradient_clipping": 1.0})[0]
@@ -119,7 +119,7 @@ def loads_another(folder: Path) -> None:
         other.load_checkpoint(folder / "saved")
 
 
-def uses_a_closed_one(folder: Path) -> None:
+def call_closed_engine(folder: Path) -> None:
     made = engine()
     made.close()
     made(X)
@@ -150,9 +150,9 @@ LOOPS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
         with_engine(lambda e: infinity.initialize(e.module, {})), ("another engine", "close"),
     ),
     "checkpoint of another model": (
-        loads_another, ("does not fit this engine", "(16, 8), not (32, 8)"),
+        load_checkpoint_of_other_model, ("does not fit this engine", "(16, 8), not (32, 8)"),
     ),
-    "closed engine": (uses_a_closed_one, ("the engine is closed", "make a new one")),
+    "closed engine": (call_closed_engine, ("the engine is closed", "make a new one")),
 }  # fmt: skip
 
 
@@ -162,8 +162,8 @@ def test_training_loop_mistake_is_named(name: str, tmp_path: Path) -> None:
     act, texts = LOOPS[name]
     with pytest.raises(InfinityError) as caught:
         act(tmp_path)
-    left = str(caught.value)
+    remaining = str(caught.value)
     for text in texts:
-        assert text in left, str(caught.value)
-        left = left.partition(text)[2]
+        assert text in remaining, str(caught.value)
+        remaining = remaining.partition(text)[2]
     assert caught.value.__cause__ is None  # a single traceback

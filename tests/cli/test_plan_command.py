@@ -50,36 +50,36 @@ def _measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("infinity.profiling.calibration.cached_rates", known)
     monkeypatch.setattr(plan_report, "_adapters", lambda *_: [])  # saves two searches
-    monkeypatch.setattr("infinity.cli.plan.report_of", planned_once)
+    monkeypatch.setattr("infinity.cli.plan.report_of", shared_report)
 
 
-def once() -> Callable[..., dict[str, Any]]:
+def make_cached_report() -> Callable[..., dict[str, Any]]:
     """Return a cached `report_of`, so that a page and its JSON share one report."""
-    known: dict[Any, dict[str, Any]] = {}
+    reports: dict[Any, dict[str, Any]] = {}
 
-    def planned(wishes: SearchOptions, rated: int, *more: Any) -> dict[str, Any]:
-        if (wishes, rated) not in known:
-            known[wishes, rated] = report_of(wishes, rated, *more)
-        return known[wishes, rated]
+    def cached(search: SearchOptions, rated: int, *more: Any) -> dict[str, Any]:
+        if (search, rated) not in reports:
+            reports[search, rated] = report_of(search, rated, *more)
+        return reports[search, rated]
 
-    return planned
+    return cached
 
 
-planned_once = once()
+shared_report = make_cached_report()
 
 
 @pytest.fixture
 def with_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     """Include LoRA and QLoRA in the advice."""
     monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
-    monkeypatch.setattr("infinity.cli.plan.report_of", once())
+    monkeypatch.setattr("infinity.cli.plan.report_of", make_cached_report())
 
 
 def no_more_advice(monkeypatch: pytest.MonkeyPatch) -> None:
     """Disable the search for advice in later commands."""
     for name in ("faster", "_adapters"):
         monkeypatch.setattr(plan_report, name, lambda *_, **__: [])
-    monkeypatch.setattr("infinity.cli.plan.report_of", once())
+    monkeypatch.setattr("infinity.cli.plan.report_of", make_cached_report())
 
 
 def run(*arguments: str) -> tuple[int, str, str]:
@@ -102,7 +102,7 @@ def tiny(tmp_path: Path) -> str:
     return str(tmp_path)
 
 
-def lower(path: Path, name: str, **layers: int) -> str:
+def smaller_model(path: Path, name: str, **layers: int) -> str:
     """Write a config of a known model with changed sizes, for a faster search."""
     (path / "config.json").write_text(json.dumps(NAMED[name] | layers))
     return str(path)
@@ -110,14 +110,14 @@ def lower(path: Path, name: str, **layers: int) -> str:
 
 def test_offload_without_effect_keeps_schedule(tiny: str, tmp_path: Path) -> None:
     """Offloading to RAM has no effect if the CPU computes, or if nothing is recomputed."""
-    told = []
+    results = []
     for offload in ("none", "host"):
         path = tmp_path / f"{offload}.json"  # equal options would be cached
         path.write_text(json.dumps({"activations": {"offload": offload}}))
         found = answer(str(path), "--model", tiny, "--host", "8GiB", "--tokens", "2048")
-        told.append((found["schedule"]["line"], found["step"]["seconds"]))
-    assert told[0] == told[1]
-    assert "wait" not in told[0][0]
+        results.append((found["schedule"]["line"], found["step"]["seconds"]))
+    assert results[0] == results[1]
+    assert "wait" not in results[0][0]
     free, named = (
         answer(tiny, *DESKTOP, "--no-recompute", *more) for more in ((), ("--activations", "host"))
     )
@@ -132,7 +132,7 @@ def test_search_tries_more_micro_batches_for_less_recomputation(
     """Eight micro-batches look slower than four before recomputed blocks are counted."""
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 12,
              "num_attention_heads": 16, "num_key_value_heads": 4, "vocab_size": 8000}  # fmt: skip
-    model = lower(tmp_path, "8b", **sizes)
+    model = smaller_model(tmp_path, "8b", **sizes)
     arguments = [model, "--device", "2200MiB", "--host", "3000MiB", "--disk", "1TiB"]
     arguments += ["--tokens", "8192", "--sequence", "512", "--activations", "none"]
     free, named = (answer(*arguments, *more) for more in ((), ("--micro-batches", "16")))
@@ -140,7 +140,7 @@ def test_search_tries_more_micro_batches_for_less_recomputation(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--tokens", "4096", "--sequence", "2048", "--slices", "3"], "of the 2 samples"),
         (["--tokens", "4096", "--sequence", "2048", "--micro-batches", "3"], "of the 2 samples"),
@@ -149,11 +149,11 @@ def test_search_tries_more_micro_batches_for_less_recomputation(
     ],
 )
 def test_invalid_slices_or_micro_batches_are_refused(
-    tiny: str, arguments: list[str], words: str
+    tiny: str, arguments: list[str], message: str
 ) -> None:
     code, _, error = run(tiny, *DESKTOP, *arguments)
     assert code == 2
-    assert words in error
+    assert message in error
 
 
 # --- report --------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ def test_plan_of_70b_matches_hand_calculation() -> None:
     code, out, error = run(*arguments, "-v")
     assert (code, error) == (0, "")
     assert out.startswith("70b on a GPU with 24 GiB, 64 GiB of RAM, 2 TiB of disk: fits, ")
-    for part in (
+    for text in (
         "70b (llama): 69.0B parameters in 81 units",
         "12 bytes a parameter at rest",
         f"disk read {format_size(report['moved']['disk_read']['bytes'])}",
@@ -193,11 +193,11 @@ def test_plan_of_70b_matches_hand_calculation() -> None:
         "to go faster",
         "--lora 16 --rest nf4",
     ):
-        assert part in out, part
+        assert text in out, text
     assert "Traceback" not in out
-    short = run(*arguments)[1]
-    assert len(short.splitlines()) < 0.5 * len(out.splitlines())
-    assert "rated writes" not in short
+    summary = run(*arguments)[1]
+    assert len(summary.splitlines()) < 0.5 * len(out.splitlines())
+    assert "rated writes" not in summary
 
 
 def test_words_are_not_broken_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,8 +222,8 @@ def test_default_tokens_per_step(tiny: str) -> None:
     assert sum(shares.values()) == pytest.approx(1)
     assert "(the default; another: --tokens)" in run(*named[:-2])[1]
     assert "the default" not in run(*named)[1]
-    parts = answer(tiny, *DESKTOP, "--micro-batches", "3", "--sequence", "512")
-    assert parts["work"]["tokens_per_step"] == 3 * 512
+    with_micro_batches = answer(tiny, *DESKTOP, "--micro-batches", "3", "--sequence", "512")
+    assert with_micro_batches["work"]["tokens_per_step"] == 3 * 512
 
 
 def test_json_has_every_documented_key(tiny: str) -> None:
@@ -257,7 +257,7 @@ def test_equal_micro_batches_are_grouped(tiny: str) -> None:
 
 def test_wear_scales_with_endurance(tmp_path: Path) -> None:
     sizes = ["--device", "3GiB", "--host", "8GiB", "--disk", "1TiB", "--tokens", "512"]
-    arguments = [lower(tmp_path, "7b", num_hidden_layers=8), *sizes]
+    arguments = [smaller_model(tmp_path, "7b", num_hidden_layers=8), *sizes]
     common = answer(*arguments)["wear"]
     half = answer(*arguments, "--endurance", "300TB")["wear"]
     assert common["rated_bytes"] == 600 * 10**12
@@ -291,22 +291,22 @@ def test_target_is_name_file_or_directory(tiny: str) -> None:
 
 def test_adapters_on_quantised_base(tmp_path: Path) -> None:
     """Sizes are computed by hand for two layers of 8b."""
-    layers = lower(tmp_path, "8b", num_hidden_layers=2)
+    layers = smaller_model(tmp_path, "8b", num_hidden_layers=2)
     arguments = ["--device", "24GiB", "--host", "32GiB", "--disk", "1TiB", "--lora", "8"]
     plain = answer(layers, *arguments, "--tokens", "2048")
-    small = answer(layers, *arguments, "--tokens", "2048", "--rest", "nf4")
+    quantised = answer(layers, *arguments, "--tokens", "2048", "--rest", "nf4")
     hidden, inner, keys = 4096, 14336, 1024
-    sides = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 3
-    matrices, tables = 2 * sum(a * b for a, b in sides), 2 * 128256 * hidden
-    adapters = 2 * sum(8 * (a + b) for a, b in sides)
+    shapes = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 3
+    matrices, tables = 2 * sum(a * b for a, b in shapes), 2 * 128256 * hidden
+    adapters = 2 * sum(8 * (a + b) for a, b in shapes)
     weights = [
         sum(at["bytes"] for at in report["plan"]["placement"]["weights"].values())
-        for report in (plain, small)
+        for report in (plain, quantised)
     ]
     assert weights[0] == pytest.approx(2 * (matrices + tables + adapters), rel=1e-3)
     assert weights[1] == pytest.approx(0.5625 * matrices + 2 * (tables + adapters), rel=1e-3)
-    assert "436.2M rest and travel as nf4 (lossy)" in small["plan"]["frozen"]
-    assert small["model"]["parameters"] == plain["model"]["parameters"]
+    assert "436.2M rest and travel as nf4 (lossy)" in quantised["plan"]["frozen"]
+    assert quantised["model"]["parameters"] == plain["model"]["parameters"]
     for wrong in (["--rest", "nf4"], ["--lora", "8", "--rest", "fp4"]):
         code, _, error = run(layers, *arguments[:6], *wrong)
         assert code == 2
@@ -557,13 +557,15 @@ def test_misfit_names_shortage_and_remedies_work(
     layers: dict[str, int],
     sizes: str,
 ) -> None:
-    arguments = [lower(tmp_path, name, **layers), *sizes.split()]
+    arguments = [smaller_model(tmp_path, name, **layers), *sizes.split()]
     report = answer(*arguments, code=3)
     assert not report["fits"]
     assert re.search(r"[0-9.]+ [KMGT]?i?B", report["problem"]["what"])
-    hows = [way["how"] for way in report["ways"]]
-    assert len(set(hows)) == len(hows) in range(1, 8)
-    assert "--lora 16" in hows or "--disk 0" not in sizes, "faster here than QLoRA, which fits too"
+    remedies = [way["how"] for way in report["ways"]]
+    assert len(set(remedies)) == len(remedies) in range(1, 8)
+    assert "--lora 16" in remedies or "--disk 0" not in sizes, (
+        "faster here than QLoRA, which fits too"
+    )
     assert report["faster"] == []
     page = run(*arguments)
     no_more_advice(monkeypatch)
@@ -596,7 +598,7 @@ def test_advice_numbers_match_its_command(
     sizes: str,
 ) -> None:
     monkeypatch.setattr(plan_report, "_adapters", ADAPTERS)
-    arguments = [lower(tmp_path, name, **layers), *sizes.split()]
+    arguments = [smaller_model(tmp_path, name, **layers), *sizes.split()]
     code, out, error = run(*arguments, "--json")
     assert code in (0, 3), error
     report = json.loads(out)
@@ -615,19 +617,19 @@ def test_advice_numbers_match_its_command(
 
 
 def test_misfit_of_activations_still_shows_plan(tmp_path: Path) -> None:
-    lowered = lower(tmp_path, "70b", num_hidden_layers=12)
-    whole = ["--micro-batches", "1", "--slices", "1", "--no-recompute"]
-    code, out, _ = run(lowered, *DESKTOP, "--tokens", "32768", *whole)
+    model = smaller_model(tmp_path, "70b", num_hidden_layers=12)
+    unsplit = ["--micro-batches", "1", "--slices", "1", "--no-recompute"]
+    code, out, _ = run(model, *DESKTOP, "--tokens", "32768", *unsplit)
     assert code == 3
     assert "memory      device" in out
     assert "to make it fit" in out
     assert "--recompute" in out
-    assert "bytes a parameter" in run(lowered, *DESKTOP, "--tokens", "32768", *whole, "-v")[1]
+    assert "bytes a parameter" in run(model, *DESKTOP, "--tokens", "32768", *unsplit, "-v")[1]
 
 
 def test_plan_shows_chosen_schedule_and_runner_up(tmp_path: Path) -> None:
-    lowered = lower(tmp_path, "70b", num_hidden_layers=12)
-    arguments = [lowered, "--device", "24GiB", "--host", "24GiB", "--disk", "1TiB"]
+    model = smaller_model(tmp_path, "70b", num_hidden_layers=12)
+    arguments = [model, "--device", "24GiB", "--host", "24GiB", "--disk", "1TiB"]
     report = answer(*arguments, "--tokens", "32768")
     assert report["fits"]
     work, schedule = report["work"], report["schedule"]
@@ -640,17 +642,17 @@ def test_plan_shows_chosen_schedule_and_runner_up(tmp_path: Path) -> None:
     assert schedule["runner_up"]["line"] in out
     assert work["tokens_per_step"] == work["tokens"] * work["micro_batches"] == 32768
     assert report["activations"]["missing"] == 0
-    whole = answer(*arguments, "--tokens", "32768", "--no-recompute")
-    assert not whole["work"]["recompute"]
-    assert whole["step"]["seconds"] > report["step"]["seconds"]
-    parts = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
-    roomy = [lowered, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
+    without_recompute = answer(*arguments, "--tokens", "32768", "--no-recompute")
+    assert not without_recompute["work"]["recompute"]
+    assert without_recompute["step"]["seconds"] > report["step"]["seconds"]
+    batch_options = ["--micro-batches", "4", "--slices", "2", "--recompute-blocks", "3"]
+    large_machine = [model, "--device", "80GiB", "--host", "64GiB", "--disk", "1TiB"]
     assert (work["context"], "2,048 a sample" in out) == (2048, True)
     assert (work["tokens"] // work["slices"]) % 2048 == 0  # slices are whole samples
     shorter = answer(*arguments, "--tokens", "32768", "--sequence", "1024")
     assert shorter["work"]["context"] == 1024
     assert shorter["step"]["seconds"] < report["step"]["seconds"]
-    found = answer(*roomy, "--tokens", "16384", *parts)["work"]
+    found = answer(*large_machine, "--tokens", "16384", *batch_options)["work"]
     assert (found["micro_batches"], found["slices"], found["recompute"]) == (4, 2, 3)
 
 
@@ -659,11 +661,14 @@ def test_faster_advice_is_as_fast_as_predicted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sizes = "--device 8GiB --host 10GiB --disk 1TiB --tokens 4096"
-    arguments = [lower(tmp_path, "8b", num_hidden_layers=4, vocab_size=32000), *sizes.split()]
+    arguments = [
+        smaller_model(tmp_path, "8b", num_hidden_layers=4, vocab_size=32000),
+        *sizes.split(),
+    ]
     ways = answer(*arguments)["faster"]
-    hows = " | ".join(way["how"] for way in ways)
+    remedies = " | ".join(way["how"] for way in ways)
     for name in ("--lora 16", "--moments 8bit", "--host"):
-        assert name in hows, name
+        assert name in remedies, name
     no_more_advice(monkeypatch)
     for way in ways:
         found = answer(*arguments, *options(way["how"]))
@@ -691,9 +696,9 @@ def test_slightly_different_blocks_are_blocks(tmp_path: Path, layers: int) -> No
 
 
 def test_plan_allocates_no_weights() -> None:
-    wishes = SearchOptions("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
+    search = SearchOptions("70b", device=24 * GIB, host=64 * GIB, disk=2 << 40, tokens=2048)
     with LiveBytes() as live:
-        report = report_of(wishes, 10**15)
+        report = report_of(search, 10**15)
     assert report["model"]["parameters"] == 68_976_648_192
     assert live.peak == 0
 
@@ -749,13 +754,13 @@ def test_four_gpus_share_node_and_units() -> None:
     budget = plan["budget"]
     assert (budget["device"], budget["disk"]) == (int(0.9 * 24 * GIB), 512 * GIB)
     assert budget["host"] == int(0.8 * 256 * GIB) // 4
-    used = {tier: sum(parts.values()) for tier, parts in plan["memory"].items()}
+    used = {tier: sum(sizes.values()) for tier, sizes in plan["memory"].items()}
     assert report["ranks"]["node_bytes"] == {tier: 4 * used[tier] for tier in ("host", "disk")}
     pinned = used["host"] - plan["memory"]["host"]["process"]
     assert report["ranks"]["pinned_bytes"] == pinned
     # Stored per rank: a quarter of 12 bytes and of an fp32 sum, over all tiers.
-    rests = sum(at["bytes"] for kind in plan["placement"].values() for at in kind.values())
-    assert rests == pytest.approx((12 + 4) * parameters / 4, rel=2e-3)
+    stored_bytes = sum(at["bytes"] for kind in plan["placement"].values() for at in kind.values())
+    assert stored_bytes == pytest.approx((12 + 4) * parameters / 4, rel=2e-3)
     # Three quarters of bf16 weights for each forward and backward (the last units stay in
     # between), and of bf16 gradients once.
     received = 2 * parameters * 3 / 4
@@ -763,8 +768,8 @@ def test_four_gpus_share_node_and_units() -> None:
     assert moved["all_to_all"]["bytes"] == pytest.approx(received, rel=2e-3)
     assert moved["all_gather"]["rate"] == 25e9
     links = report["step"]["resources"]["link"]
-    both = moved["all_gather"]["bytes"] + moved["all_to_all"]["bytes"]
-    assert links == pytest.approx(both / 25e9)
+    link_bytes = moved["all_gather"]["bytes"] + moved["all_to_all"]["bytes"]
+    assert links == pytest.approx(link_bytes / 25e9)
     rates = report["machine"]["rates"]
     assert moved["disk_read"]["rate"] == rates["disk_read"] / 4
     assert report["wear"]["written_per_step"] == 4 * moved["disk_write"]["bytes"]
@@ -775,7 +780,7 @@ def test_four_gpus_share_node_and_units() -> None:
 
 def test_plan_separates_rank_and_node_figures() -> None:
     page = run(*FOUR, "-v")[1]
-    for part in (
+    for text in (
         "4 GPUs with 24 GiB each, 256 GiB of RAM",
         "each of 4 ranks: one micro-batch of 8,192 tokens",
         "4 such ranks: RAM ",
@@ -784,7 +789,7 @@ def test_plan_separates_rank_and_node_figures() -> None:
         "predicted per step: ",
         "all gather",
     ):
-        assert part in page, part
+        assert text in page, text
 
 
 def test_unsharded_resident_units_are_zero_2(tiny: str) -> None:
@@ -806,7 +811,7 @@ def test_slow_link_binds_and_faster_link_helps(monkeypatch: pytest.MonkeyPatch) 
 
 def test_nodes_share_network_bandwidth(tmp_path: Path) -> None:
     """2 x 2 ranks: a ring enters a node once; in all-to-all two ranks receive from two others."""
-    model = lower(tmp_path, "1.3b", n_layer=6)
+    model = smaller_model(tmp_path, "1.3b", n_layer=6)
     arguments = [model, "--gpus", "2", "--nodes", "2", "--device", "8GiB", "--host", "32GiB",
                  "--link", "25GB/s", "--tokens", "8192"]  # fmt: skip
     report = answer(*arguments, "--between", "10GB/s")
@@ -829,7 +834,7 @@ def test_cpu_ranks_share_cores(tiny: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("arguments", "message"),
     [
         (["--link", "25GB/s"], "--link is a rate between ranks, and there is one"),
         (["--gpus", "2", "--between", "1GB/s"], "--between is a rate between nodes"),
@@ -839,16 +844,18 @@ def test_cpu_ranks_share_cores(tiny: str) -> None:
         (["--nodes", "-1"], "--nodes"),
     ],
 )
-def test_inconsistent_rank_options_are_refused(tiny: str, arguments: list[str], words: str) -> None:
+def test_inconsistent_rank_options_are_refused(
+    tiny: str, arguments: list[str], message: str
+) -> None:
     code, _, error = run(tiny, *DESKTOP, *arguments)
     assert code == 2
-    assert words in error
+    assert message in error
 
 
 def test_expert_range_minimizes_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compared with plans for each candidate size; 10 is the default rule."""
     no_more_advice(monkeypatch)
-    model = lower(tmp_path, "gpt-oss-120b", num_hidden_layers=3)
+    model = smaller_model(tmp_path, "gpt-oss-120b", num_hidden_layers=3)
     adapted = ["--lora", "16", "--rest", "nf4", "--tokens", "4096"]
     machine = ["--device", "11GiB", "--host", "64GiB", "--disk", "2TiB"]
     found, seconds = answer(model, *adapted, *machine), {}

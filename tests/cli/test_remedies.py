@@ -56,11 +56,13 @@ def test_plan_accepts_change(change: Change) -> None:
         if of_run and change.name == "adapter":
             assert typed in ("adapter.type=lora", "adapter.type=qlora")
             continue
-        words = shlex.split(typed)
-        keys = [word.removeprefix("engine.") for word in words if "=" in word]
-        assert all(of_run == word.startswith("engine.") for word in words if "=" in word)
+        arguments = shlex.split(typed)
+        keys = [argument.removeprefix("engine.") for argument in arguments if "=" in argument]
+        assert all(
+            of_run == argument.startswith("engine.") for argument in arguments if "=" in argument
+        )
         load_config({"nvme_path": "/tmp"}, keys)
-        assert {word for word in words if word.startswith("--")} <= options
+        assert {argument for argument in arguments if argument.startswith("--")} <= options
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda c: f"{c.name}-{c.value}")
@@ -70,7 +72,7 @@ def test_train_accepts_change_unless_hardware(change: Change, tmp_path: Path) ->
     typed = for_train(run, LENGTH)((change,))
     assert (typed is None) == (change.name in {*HARDWARE, "finer_units"})
     found = load_run_config(raw, shlex.split(typed or ""))
-    assert typed is None or found != run or as_it_was(run, change)
+    assert typed is None or found != run or already_set(run, change)
 
 
 def test_batch_change_is_global(tmp_path: Path) -> None:
@@ -88,6 +90,6 @@ def test_batch_change_is_global(tmp_path: Path) -> None:
         assert found.training.micro_batch == 2
 
 
-def as_it_was(run: RunConfig, change: Change) -> bool:
+def already_set(run: RunConfig, change: Change) -> bool:
     """Return True if the run already has the value of the change."""
     return change.value in (None, 0, "none", "fp32") or change.name in ("placement", "batch")

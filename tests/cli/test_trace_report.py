@@ -41,12 +41,12 @@ def ticks(intervals: list[Interval]) -> set[int]:
 def test_interval_set_operations() -> None:
     draw = random.Random(1)
 
-    def some(count: int) -> list[Interval]:
+    def random_intervals(count: int) -> list[Interval]:
         begins = [draw.randrange(200) for _ in range(count)]
         return [(float(b), float(b + draw.randrange(12))) for b in begins]
 
     for _ in range(300):
-        one, other = some(draw.randrange(12)), some(draw.randrange(12))
+        one, other = random_intervals(draw.randrange(12)), random_intervals(draw.randrange(12))
         a, b = union(one), union(other)
         window = (float(draw.randrange(100)), float(100 + draw.randrange(100)))
         for times, expected in (
@@ -64,7 +64,9 @@ def test_interval_set_operations() -> None:
 Spans = dict[str, list[tuple[int, int]]]  # track (or "stall:cause") -> spans in ticks
 
 
-def written(path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any) -> TraceTimeline:
+def write_trace(
+    path: Path, spans: Spans, steps: list[tuple[int, int]], **facts: Any
+) -> TraceTimeline:
     """Write a trace file with these slices and read it back."""
     trace = Trace(path, ["unit"], facts)
 
@@ -96,7 +98,7 @@ def test_shares_match_counting_ticks(tmp_path: Path, seed: int) -> None:
     spans |= {"update": busy(10, 200), "compute": busy(25, 150)}
     spans |= {"stall:update": stalls[::2], "stall:norm": stalls[1::2]}
     steps = [(10, 1200), (1200, 2222), (2222, SPAN)]
-    timeline = written(tmp_path / "t.json", spans, steps)
+    timeline = write_trace(tmp_path / "t.json", spans, steps)
     assert len(timeline.of("step")) == 3
 
     sets = {name: ticks([(float(b), float(e)) for b, e in r]) for name, r in spans.items()}
@@ -109,8 +111,8 @@ def test_shares_match_counting_ticks(tmp_path: Path, seed: int) -> None:
         for track in ("disk", "disk_read", "disk_write", "to_device", "update", "compute"):
             assert step.busy[track] == pytest.approx(len(sets[track] & window) * TICK_S, abs=1e-6)
         assert step.waits == pytest.approx(len(waits & window) * TICK_S, abs=1e-6)
-        rest = window - waits - sets["compute"]
-        assert step.other == pytest.approx(len(rest) * TICK_S, abs=1e-6)
+        remaining = window - waits - sets["compute"]
+        assert step.other == pytest.approx(len(remaining) * TICK_S, abs=1e-6)
         for track in ("disk", "to_device", "update"):
             inside = sets[track] & waits & window
             assert step.covered[track] == pytest.approx(len(inside) * TICK_S, abs=1e-6)
@@ -120,8 +122,8 @@ def test_shares_match_counting_ticks(tmp_path: Path, seed: int) -> None:
     total = shares.total
     assert total is not None
     for track in ("disk", "compute", "update"):
-        parts = sum(step.busy[track] for step in shares.steps)
-        assert total.busy[track] == pytest.approx(parts, abs=1e-6)
+        busy_of_steps = sum(step.busy[track] for step in shares.steps)
+        assert total.busy[track] == pytest.approx(busy_of_steps, abs=1e-6)
 
     longest = sorted((e - b for b, e in stalls), reverse=True)[:5]
     found = shares.largest_stalls(5)
@@ -198,10 +200,10 @@ BY_HAND: dict[str, tuple[Spans, str, str]] = {
 
 @pytest.mark.parametrize("name", list(BY_HAND))
 def test_verdict_of_handmade_traces(tmp_path: Path, name: str) -> None:
-    spans, track, words = BY_HAND[name]
-    (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)])).steps
+    spans, track, start = BY_HAND[name]
+    (step,) = Shares(write_trace(tmp_path / "t.json", spans, [(0, 1000)])).steps
     assert binds(step) == track
-    assert verdict(step).startswith(f"step 1: {words}")
+    assert verdict(step).startswith(f"step 1: {start}")
 
 
 def test_device_clock_waits_are_gaps_between_slices(tmp_path: Path) -> None:
@@ -210,7 +212,7 @@ def test_device_clock_waits_are_gaps_between_slices(tmp_path: Path) -> None:
         "stall:update": [(100, 200)],  # a host wait during device compute does not count
         "to_device": [(250, 680)],
     }
-    (step,) = Shares(written(tmp_path / "t.json", spans, [(0, 1000)], host_clock=False)).steps
+    (step,) = Shares(write_trace(tmp_path / "t.json", spans, [(0, 1000)], host_clock=False)).steps
     assert step.busy["compute"] == pytest.approx(0.6)
     assert step.waits == pytest.approx(0.38)
     assert step.other == pytest.approx(0.02)
@@ -224,27 +226,27 @@ def run(*arguments: str) -> tuple[int, str, str]:
 
 def test_trace_command(tmp_path: Path) -> None:
     spans = BY_HAND["a disk that reads"][0]
-    written(tmp_path / "t.json", spans, [(0, 1000)])
+    write_trace(tmp_path / "t.json", spans, [(0, 1000)])
     trace, other = str(tmp_path / "t.json"), str(tmp_path / "other.json")
     Path(other).write_text("[]")
-    code, said, error = run(trace)
+    code, out, error = run(trace)
     assert (code, error) == (0, "")
-    assert "step 1: disk read binds (busy 93 %)" in said
-    assert "600.00 ms  update     unit" in said
+    assert "step 1: disk read binds (busy 93 %)" in out
+    assert "600.00 ms  update     unit" in out
     for arguments, expected, part in (
         ([str(tmp_path / "none.json")], 4, "cannot be read"),
         ([other], 2, "is not a trace of infinity"),
     ):
-        code, said, error = run(*arguments)
-        assert (code, said) == (expected, "")
+        code, out, error = run(*arguments)
+        assert (code, out) == (expected, "")
         assert part in error
     torn = tmp_path / "torn.json"
     events = json.loads(Path(trace).read_text())
-    kept = [e for e in events if e.get("cat") != "step"]
-    torn.write_text(json.dumps(kept)[:-3])
-    code, said, _ = run(str(torn))
+    without_steps = [e for e in events if e.get("cat") != "step"]
+    torn.write_text(json.dumps(without_steps)[:-3])
+    code, out, _ = run(str(torn))
     assert code == 0
-    assert "no step was completed" in said
+    assert "no step was completed" in out
     data = json.loads(run(str(torn), "--json")[1])
     assert (data["steps"], data["whole"]) == ([], None)
     assert data["notes"] == ["the trace was not closed: the run was killed, or is still running"]
@@ -255,10 +257,10 @@ def test_trace_command_json(tmp_path: Path) -> None:
     steps = [(0, 400), (400, 1000)]
     spans: Spans = {"compute": [(0, 300), (500, 900)], "stall:slot": [(500, 600)]}
     spans["disk_read"] = [(480, 640)]
-    written(tmp_path / "t.json", spans, steps, device="cuda:0")
-    code, said, error = run(str(tmp_path / "t.json"), "--json", "--stalls", "1")
+    write_trace(tmp_path / "t.json", spans, steps, device="cuda:0")
+    code, out, error = run(str(tmp_path / "t.json"), "--json", "--stalls", "1")
     assert (code, error) == (0, "")
-    data = json.loads(said)
+    data = json.loads(out)
     assert data["device"] == "cuda:0"
     first, second = data["steps"]
     assert first["busy_share"]["compute"] == pytest.approx(0.75)

@@ -40,7 +40,7 @@ MARKED = (
     "{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
-THINKS = (
+REASONS_IN_LAST_TURN = (
     "{% for m in messages %}<|{{ m.role }}|>\n"
     "{% if m.role == 'assistant' and loop.last %}so: {% endif %}{{ m.content | trim }}<|end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
@@ -50,7 +50,7 @@ NO_DROPOUT = {f"model__config__{name}_pdrop": 0.0 for name in ("embd", "attn", "
 
 
 @pytest.fixture(scope="module")
-def wrapped() -> Any:
+def hf_tokenizer() -> Any:
     """Return a tokenizer with merges inside multi-byte characters, and special tokens."""
     made = tokenizers.Tokenizer(tokenizers.models.BPE())
     made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -69,60 +69,62 @@ def wrapped() -> Any:
     return kind(tokenizer_object=made, bos_token="<s>", eos_token="<|end|>", chat_template=CHATML)
 
 
-def encoded(wrapped: Any, row: Any, template: str = CHATML, everything: bool = False) -> Any:
-    wrapped.chat_template = template
-    maker = Conversations(Tokenizer("ours", wrapped), 1, everything, "strict")
+def encode(hf_tokenizer: Any, row: Any, template: str = CHATML, everything: bool = False) -> Any:
+    hf_tokenizer.chat_template = template
+    maker = Conversations(Tokenizer("ours", hf_tokenizer), 1, everything, "strict")
     (found,) = maker.encode([("chat.jsonl, line 7", row)])
     return found
 
 
-def slowly(wrapped: Any, parts: list[tuple[str, bool]]) -> list[tuple[int, bool]]:
+def reference_tokens(hf_tokenizer: Any, segments: list[tuple[str, bool]]) -> list[tuple[int, bool]]:
     """Return (token, has loss) for segments of a text, derived byte by byte as a reference."""
-    wanted = [trained for text, trained in parts for _ in text.encode()]
-    tokens = wrapped.encode("".join(text for text, _ in parts), add_special_tokens=False)
+    has_loss = [trained for text, trained in segments for _ in text.encode()]
+    tokens = hf_tokenizer.encode("".join(text for text, _ in segments), add_special_tokens=False)
     bytes_of = {c: b for b, c in bytes_to_unicode().items()}
     found, at = [], 0
-    for index, name in enumerate(wrapped.convert_ids_to_tokens(tokens)):
+    for index, name in enumerate(hf_tokenizer.convert_ids_to_tokens(tokens)):
         size = len(name) if all(c in bytes_of for c in name) else len(name.encode())
-        found.append((tokens[index], index > 0 and any(wanted[at : at + size])))
+        found.append((tokens[index], index > 0 and any(has_loss[at : at + size])))
         at += size
-    assert at == len(wanted)
+    assert at == len(has_loss)
     return found
 
 
-def as_pairs(words: Any) -> list[tuple[int, bool]]:
-    assert [bool(w & FIRST) for w in words] == [True] + [False] * (len(words) - 1)
-    return [(int(w & TOKEN), bool(w & TRAINED)) for w in words]
+def as_pairs(encoded: Any) -> list[tuple[int, bool]]:
+    assert [bool(value & FIRST) for value in encoded] == [True] + [False] * (len(encoded) - 1)
+    return [(int(value & TOKEN), bool(value & TRAINED)) for value in encoded]
 
 
 # --- loss mask -----------------------------------------------------------------------------------
 
 
-def test_loss_covers_only_assistant_messages(wrapped: Any) -> None:
+def test_loss_covers_only_assistant_messages(hf_tokenizer: Any) -> None:
     for first in range(len(TEXTS)):
-        said = [TEXTS[(first + i) % len(TEXTS)] for i in range(5)]
+        texts = [TEXTS[(first + i) % len(TEXTS)] for i in range(5)]
         roles = ["system", "user", "assistant", "user", "assistant"]
-        messages = [{"role": r, "content": c} for r, c in zip(roles, said, strict=True)]
-        parts = []
-        for role, text in zip(roles, said, strict=True):
-            parts += [(f"<|{role}|>\n", False), (f"{text}<|end|>\n", role == "assistant")]
-        expected = slowly(wrapped, parts)
+        messages = [{"role": r, "content": c} for r, c in zip(roles, texts, strict=True)]
+        segments = []
+        for role, text in zip(roles, texts, strict=True):
+            segments += [(f"<|{role}|>\n", False), (f"{text}<|end|>\n", role == "assistant")]
+        expected = reference_tokens(hf_tokenizer, segments)
         row = {"messages": messages}
-        assert as_pairs(encoded(wrapped, row)) == expected
-        assert as_pairs(encoded(wrapped, row, MARKED)) == expected
-        everything = slowly(wrapped, [("".join(text for text, _ in parts), True)])
-        assert as_pairs(encoded(wrapped, row, everything=True)) == everything
+        assert as_pairs(encode(hf_tokenizer, row)) == expected
+        assert as_pairs(encode(hf_tokenizer, row, MARKED)) == expected
+        everything = reference_tokens(hf_tokenizer, [("".join(text for text, _ in segments), True)])
+        assert as_pairs(encode(hf_tokenizer, row, everything=True)) == everything
         # The same messages as prompt and completion: only the completion has a loss.
         row = {"prompt": messages[:3], "completion": messages[3:]}
-        start = len("".join(text for text, _ in parts[:6])) + len("<|assistant|>\n")
-        whole = "".join(text for text, _ in parts)
+        start = len("".join(text for text, _ in segments[:6])) + len("<|assistant|>\n")
+        full_text = "".join(text for text, _ in segments)
         if first == 0:
             with pytest.raises(ConfigError, match="where message 4 begins"):
-                encoded(wrapped, row)  # the completion starts with a user message
+                encode(hf_tokenizer, row)  # the completion starts with a user message
         row = {"prompt": messages[:4], "completion": messages[4:]}
-        start = len("".join(text for text, _ in parts[:9]))
-        expected = slowly(wrapped, [(whole[:start], False), (whole[start:], True)])
-        assert as_pairs(encoded(wrapped, row)) == expected
+        start = len("".join(text for text, _ in segments[:9]))
+        expected = reference_tokens(
+            hf_tokenizer, [(full_text[:start], False), (full_text[start:], True)]
+        )
+        assert as_pairs(encode(hf_tokenizer, row)) == expected
 
 
 ASKED = [("user", "Is it là?"), ("assistant", "Yes"), ("user", "the"), ("assistant", "well")]
@@ -147,57 +149,59 @@ ADDED = [("user", "Add."), ("assistant", "4")]
     ids=["alpaca", "no input", "a system's words", "sharegpt", "roles"],
 )
 def test_alpaca_and_sharegpt_rows_are_conversations(
-    wrapped: Any, row: dict[str, Any], turns: list[tuple[str, str]], tmp_path: Path
+    hf_tokenizer: Any, row: dict[str, Any], turns: list[tuple[str, str]], tmp_path: Path
 ) -> None:
     messages = [{"role": role, "content": text} for role, text in turns]
-    assert (encoded(wrapped, row) == encoded(wrapped, {"messages": messages})).all()
+    assert (encode(hf_tokenizer, row) == encode(hf_tokenizer, {"messages": messages})).all()
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
     sources = find_sources("data.train", [str(tmp_path / "rows.jsonl")], "auto")
     assert holds_conversations(sources, "text", "strict")
 
 
-def test_template_rendering_last_turn_differently(wrapped: Any) -> None:
+def test_template_rendering_last_turn_differently(hf_tokenizer: Any) -> None:
     """As in templates that omit the reasoning of earlier answers."""
     for first in range(len(TEXTS)):
-        said = [TEXTS[(first + i) % len(TEXTS)] for i in range(6)]
-        parts = []
-        for i, text in enumerate(said):
+        texts = [TEXTS[(first + i) % len(TEXTS)] for i in range(6)]
+        segments = []
+        for i, text in enumerate(texts):
             role = ("user", "assistant")[i % 2]
-            thought = "so: " if i == 5 else ""
-            words = (f"{thought}{text.strip()}<|end|>\n", role == "assistant")
-            parts += [(f"<|{role}|>\n", False), words]
+            reasoning = "so: " if i == 5 else ""
+            segment = (f"{reasoning}{text.strip()}<|end|>\n", role == "assistant")
+            segments += [(f"<|{role}|>\n", False), segment]
         messages = [
-            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(said)
+            {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)
         ]
-        assert as_pairs(encoded(wrapped, {"messages": messages}, THINKS)) == slowly(wrapped, parts)
+        assert as_pairs(
+            encode(hf_tokenizer, {"messages": messages}, REASONS_IN_LAST_TURN)
+        ) == reference_tokens(hf_tokenizer, segments)
 
 
-def test_loss_covers_completion_and_end_token(wrapped: Any) -> None:
+def test_loss_covers_completion_and_end_token(hf_tokenizer: Any) -> None:
     for prompt, completion in pairwise(TEXTS[:5]):
-        plain = slowly(wrapped, [(prompt, False), (completion, True)])
-        found = as_pairs(encoded(wrapped, {"prompt": prompt, "completion": completion}))
+        plain = reference_tokens(hf_tokenizer, [(prompt, False), (completion, True)])
+        found = as_pairs(encode(hf_tokenizer, {"prompt": prompt, "completion": completion}))
         assert found[0] == (0, False)  # the BOS token
         assert found[1:-1] == [(plain[0][0], False), *plain[1:]]
         assert found[-1] == (1, True)
 
 
-def test_loss_mask_matches_transformers(wrapped: Any) -> None:
+def test_loss_mask_matches_transformers(hf_tokenizer: Any) -> None:
     """Masks differ only in a multi-token last character: transformers marks its first token."""
     row = {"messages": [{"role": r, "content": TEXTS[1]} for r in ("user", "assistant")]}
-    pairs = as_pairs(encoded(wrapped, row, MARKED))
-    theirs = wrapped.apply_chat_template(
+    pairs = as_pairs(encode(hf_tokenizer, row, MARKED))
+    expected = hf_tokenizer.apply_chat_template(
         row["messages"], return_dict=True, return_assistant_tokens_mask=True
     )
-    assert [token for token, _ in pairs] == theirs["input_ids"]
-    assert [trained for _, trained in pairs] == [bool(m) for m in theirs["assistant_masks"]]
+    assert [token for token, _ in pairs] == expected["input_ids"]
+    assert [trained for _, trained in pairs] == [bool(m) for m in expected["assistant_masks"]]
 
 
-FORGETS = "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}"
-PICKY = "{{ raise_exception('roles must alternate') }}"
+DROPS_EARLIER_TURNS = "{% for m in messages %}{{ m.content if loop.last else '' }}{% endfor %}"
+RAISES = "{{ raise_exception('roles must alternate') }}"
 
 
 @pytest.mark.parametrize(
-    ("row", "template", "words"),
+    ("row", "template", "message"),
     [
         ({"text": "x"}, CHATML, r"it has 'text'\n.*'prompt' and 'completion'(.|\n)*records: text"),
         ([], CHATML, "it has no object"),
@@ -222,11 +226,11 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
         ),
         ({"conversations": "hi"}, CHATML, "turn 1 of 'conversations' is 'hi'"),
         ({"conversations": [{"from": "gpt"}]}, CHATML, "turn 1 of 'conversations'"),
-        ({"messages": [{"role": "user", "content": "x"}]}, PICKY, "roles must alternate"),
+        ({"messages": [{"role": "user", "content": "x"}]}, RAISES, "roles must alternate"),
         ({"messages": [{"role": "assistant", "content": "x"}]}, CHATML, "where message 1 begins"),
         (
             {"messages": [{"role": r, "content": r} for r in ("user", "assistant") * 2]},
-            FORGETS,
+            DROPS_EARLIER_TURNS,
             r"where message 2 begins(.|\n)*generation %\}(.|\n)*data\.loss_on: all",
         ),
         (
@@ -237,25 +241,27 @@ PICKY = "{{ raise_exception('roles must alternate') }}"
         ({"prompt": "\ud800", "completion": "x"}, CHATML, "is not UTF-8"),
     ],
 )
-def test_invalid_row_is_named(wrapped: Any, row: Any, template: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^chat\.jsonl, line 7(.|\n)*{words}"):
-        encoded(wrapped, row, template)
+def test_invalid_row_is_named(hf_tokenizer: Any, row: Any, template: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^chat\.jsonl, line 7(.|\n)*{message}"):
+        encode(hf_tokenizer, row, template)
 
 
-def test_messages_with_tool_calls_or_content_parts(wrapped: Any) -> None:
-    parts = CHATML.replace("{{ m.content }}", "{{ m.content[0].text if m.content else 'called' }}")
-    asked = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
-    called = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
+def test_messages_with_tool_calls_or_content_parts(hf_tokenizer: Any) -> None:
+    template = CHATML.replace(
+        "{{ m.content }}", "{{ m.content[0].text if m.content else 'called' }}"
+    )
+    question = {"role": "user", "content": [{"type": "text", "text": "hi"}]}
+    tool_call = {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}
     plain = [{"role": r, "content": c} for r, c in (("user", "hi"), ("assistant", "called"))]
-    found = encoded(wrapped, {"messages": [asked, called]}, parts)
-    assert found.tolist() == encoded(wrapped, {"messages": plain}).tolist()
+    found = encode(hf_tokenizer, {"messages": [question, tool_call]}, template)
+    assert found.tolist() == encode(hf_tokenizer, {"messages": plain}).tolist()
 
 
 def test_tokenizer_batches_are_bounded_by_characters(
-    wrapped: Any, monkeypatch: pytest.MonkeyPatch
+    hf_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(f"line {n}", {"prompt": "a" * n, "completion": "b"}) for n in (1, 30, 5, 70, 3, 1)]
-    maker = Conversations(Tokenizer("ours", wrapped), 1, False, "strict")
+    maker = Conversations(Tokenizer("ours", hf_tokenizer), 1, False, "strict")
     expected = [found.tolist() for found in maker.encode(rows)]
     calls: list[int] = []
 
@@ -277,7 +283,7 @@ def test_tokenizer_batches_are_bounded_by_characters(
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "message"),
     [
         ({"data__train": "one.json", "data__held_out": 0.5}, "nothing can be held out"),
         (
@@ -288,7 +294,7 @@ def test_tokenizer_batches_are_bounded_by_characters(
     ],
 )
 def test_unusable_files_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], words: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "t.txt").write_text("said " * 99)
@@ -296,7 +302,7 @@ def test_unusable_files_are_refused(
     bots = '{"messages": [{"role": "human", "content": "x"}, {"role": "bot", "content": "y"}]}\n'
     (tmp_path / "bots.json").write_text(2 * bots)
     raw = settings(tmp_path, **(write_chat(tmp_path) | change))
-    with Run(load_run_config(raw)) as run, pytest.raises(ConfigError, match=words):
+    with Run(load_run_config(raw)) as run, pytest.raises(ConfigError, match=message):
         run.prepare()
 
 
@@ -328,12 +334,12 @@ def llama(**more: Any) -> Any:
     return transformers.AutoModelForCausalLM.from_config(config)
 
 
-def alone(model: Any, windows: Packed) -> Tensor:
+def mean_loss_unpacked(model: Any, windows: Packed) -> Tensor:
     """Return the mean loss of all conversations, each run separately without padding."""
     total, count = torch.zeros(()), 0
     for start, length in zip(windows.documents.starts, windows.documents.lengths, strict=True):
-        words = torch.from_numpy(windows.corpus.read(int(start), int(length)))
-        tokens, trained = (words & TOKEN)[None], (words & TRAINED) != 0
+        encoded = torch.from_numpy(windows.corpus.read(int(start), int(length)))
+        tokens, trained = (encoded & TOKEN)[None], (encoded & TRAINED) != 0
         logits = model(input_ids=tokens).logits[0, :-1]
         losses = torch.nn.functional.cross_entropy(logits, tokens[0, 1:], reduction="none")
         total = total + losses[trained[1:]].sum()
@@ -362,27 +368,27 @@ def test_packed_conversations_do_not_attend_to_each_other(
     weights = [windows.weight(i) for i in range(len(windows))]
     batches = torch.stack([windows.window(i) for i in range(len(windows))])
     with torch.no_grad():
-        expected = alone(model, windows)
+        expected = mean_loss_unpacked(model, windows)
         assert compute(model, batches).item() == pytest.approx(expected.item(), rel=1e-5)
         total = sum(compute(model, b[None]) * w for b, w in zip(batches, weights, strict=True))
         assert total.item() / sum(weights) == pytest.approx(expected.item(), rel=1e-5)
         # Changing one conversation does not change the logits of the others.
         window = batches[:1].clone()
-        begins = window[0, 2].eq(0).nonzero().flatten().tolist()
-        kept = {"position_ids": window[:, 2], "use_cache": False}
-        before = model(input_ids=window[:, 0], **kept).logits
-        window[0, 0, begins[1] : begins[2]] = 7
-        after = model(input_ids=window[:, 0], **kept).logits
+        starts = window[0, 2].eq(0).nonzero().flatten().tolist()
+        inputs = {"position_ids": window[:, 2], "use_cache": False}
+        before = model(input_ids=window[:, 0], **inputs).logits
+        window[0, 0, starts[1] : starts[2]] = 7
+        after = model(input_ids=window[:, 0], **inputs).logits
     same = (before == after).all(dim=2)[0]
-    assert not same[begins[1]]
-    assert same[: begins[1]].all()
-    assert same[begins[2] :].all()
+    assert not same[starts[1]]
+    assert same[: starts[1]].all()
+    assert same[starts[2] :].all()
 
 
 def test_packed_step_matches_unpacked_step(tmp_path: Path) -> None:
     """Loss and gradient norm of one step over all conversations, packed and one per window."""
     llama().save_pretrained(tmp_path / "base")
-    facts = []
+    results = []
     for packing in (True, False):
         raw = settings(
             tmp_path, **write_chat(tmp_path), data__sequence_length=64, data__held_out=None,
@@ -394,18 +400,18 @@ def test_packed_step_matches_unpacked_step(tmp_path: Path) -> None:
             windows = run.prepare().train
         raw["engine"]["gradient_accumulation_steps"] = len(windows)
         _, watcher = train(raw)
-        facts += [(watcher.steps[0].loss, watcher.steps[0].grad_norm)]
+        results += [(watcher.steps[0].loss, watcher.steps[0].grad_norm)]
     assert isinstance(windows, Packed)
-    assert facts[0] == pytest.approx(facts[1], rel=1e-4)
+    assert results[0] == pytest.approx(results[1], rel=1e-4)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
-    loss = alone(model, windows)
+    loss = mean_loss_unpacked(model, windows)
     loss.backward()
     norm = torch.stack([p.grad.square().sum() for p in model.parameters()]).sum().sqrt()
-    assert facts[0] == pytest.approx((loss.item(), norm.item()), rel=1e-4)
+    assert results[0] == pytest.approx((loss.item(), norm.item()), rel=1e-4)
 
 
 def test_packing_is_refused_for_unsupported_models(tmp_path: Path) -> None:
-    for config, words in (
+    for config, message in (
         ({"model_type": "mamba", "hidden_size": 16, "num_hidden_layers": 1}, "pass state from"),
         ({"model_type": "bloom", "hidden_size": 16, "n_layer": 1, "n_head": 2}, "no use_cache"),
         (
@@ -421,7 +427,7 @@ def test_packing_is_refused_for_unsupported_models(tmp_path: Path) -> None:
         facts = read_facts(
             load_run_config(settings(tmp_path, model={"config": config})), ByteTokenizer()
         )
-        with pytest.raises(ConfigError, match=rf"{words}(.|\n)*data\.packing=false"):
+        with pytest.raises(ConfigError, match=rf"{message}(.|\n)*data\.packing=false"):
             check_packing(facts, None)
     raw = settings(tmp_path, model={"config": {"model_type": "llama"}})
     facts = read_facts(load_run_config(raw), ByteTokenizer())
@@ -493,30 +499,30 @@ def test_best_weights_and_early_stop_survive_resume(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also bitwise equal after stops and crashes, from checkpoints and with state on disk."""
-    told = {0: 9.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 4.2}
+    losses_by_step = {0: 9.0, 2: 5.0, 4: 4.0, 6: 4.5, 8: 4.0, 10: 4.2}
     evaluate = runs_loop.Loop.evaluate
-    asked: list[int] = []
+    evaluated_steps: list[int] = []
 
     def evaluated(self: Any) -> float:
-        asked.append(self.step)
+        evaluated_steps.append(self.step)
         evaluate(self)
-        return told[self.step]
+        return losses_by_step[self.step]
 
     monkeypatch.setattr(runs_loop.Loop, "evaluate", evaluated)
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    result, watcher = train(chat_run(whole, training__early_stop=3))
+    uninterrupted = tmp_path / "whole"
+    uninterrupted.mkdir()
+    result, watcher = train(chat_run(uninterrupted, training__early_stop=3))
     assert (result.steps, result.stopped, result.stopped_early) == (10, False, True)
     assert (result.best, result.best_step) == (4.0, 4)
-    assert result.best_model == whole / "run" / "best"
+    assert result.best_model == uninterrupted / "run" / "best"
     assert result.model is not None
     assert [n for n in watcher.notes if "best so far" in n] == [
         f"best so far: {result.best_model} (step {step})" for step in (2, 4)
     ]
     assert any("3 evaluations in a row found nothing better than 4.0000 at step 4" in n
                for n in watcher.notes)  # fmt: skip
-    kept = (result.best_model / "model.safetensors").read_bytes()
-    assert kept != (result.model / "model.safetensors").read_bytes()
+    best_weights = (result.best_model / "model.safetensors").read_bytes()
+    assert best_weights != (result.model / "model.safetensors").read_bytes()
     assert (result.best_model / "chat_template.jinja").read_text() == TEMPLATE
 
     state = tmp_path / "state"
@@ -535,21 +541,21 @@ def test_best_weights_and_early_stop_survive_resume(
         train(raw, stop_after=3)
         with pytest.raises(KeyboardInterrupt):
             train(raw, "auto", die_after=6)
-        asked.clear()
-        again, _ = train(raw, "auto")
-        assert asked == [6, 8, 10]
-        assert losses_of(folder) == losses_of(whole)
-        assert (again.steps, again.stopped_early, again.best_step) == (10, True, 4)
-        assert (folder / "run" / "best" / "model.safetensors").read_bytes() == kept
-        again, watcher = train(raw, "auto")
-        assert (again.steps, again.stopped_early) == (10, True)
+        evaluated_steps.clear()
+        resumed, _ = train(raw, "auto")
+        assert evaluated_steps == [6, 8, 10]
+        assert losses_of(folder) == losses_of(uninterrupted)
+        assert (resumed.steps, resumed.stopped_early, resumed.best_step) == (10, True, 4)
+        assert (folder / "run" / "best" / "model.safetensors").read_bytes() == best_weights
+        resumed, watcher = train(raw, "auto")
+        assert (resumed.steps, resumed.stopped_early) == (10, True)
         assert any("larger training.early_stop goes on" in note for note in watcher.notes)
-    elsewhere = raw | {"run_dir": str(tmp_path / "elsewhere")}
-    told[10] = 4.1  # worse than the best, but the new run has none saved
-    found, _ = train(elsewhere, str(whole / "run" / "checkpoints" / "step8"))
+    other_directory = raw | {"run_dir": str(tmp_path / "elsewhere")}
+    losses_by_step[10] = 4.1  # worse than the best, but the new run has none saved
+    found, _ = train(other_directory, str(uninterrupted / "run" / "checkpoints" / "step8"))
     assert (found.best_step, found.best_model) == (4, tmp_path / "elsewhere" / "best")
     raw["training"]["early_stop"] = 5
-    told[12] = 3.0
+    losses_by_step[12] = 3.0
     more_steps, _ = train(raw, "auto")
     assert (more_steps.steps, more_steps.best_step, more_steps.stopped_early) == (12, 12, False)
 
@@ -557,8 +563,8 @@ def test_best_weights_and_early_stop_survive_resume(
 def test_no_best_weights_if_worse_than_initial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {0: 3.0, 3: 3.5, 6: 3.2}
-    monkeypatch.setattr(Loop, "evaluate", lambda loop: told[loop.step])
+    losses_by_step = {0: 3.0, 3: 3.5, 6: 3.2}
+    monkeypatch.setattr(Loop, "evaluate", lambda loop: losses_by_step[loop.step])
     result, watcher = train(settings(tmp_path, training__keep_best=True))
     assert (result.best, result.best_step, result.best_model) == (3.0, 0, None)
     assert not (tmp_path / "run" / "best").exists()
@@ -591,8 +597,8 @@ def test_run_without_space_for_checkpoint_is_refused(
     raw = chat_run(tmp_path, training__steps=2)
     free = [100]
     monkeypatch.setattr(runs_run, "free_bytes", lambda path: free[0])
-    words = r"a checkpoint takes 137\..* KiB, and 100 B are free(.|\n)*run_dir=\.\.\. on"
-    with pytest.raises(DoesNotFitError, match=words):
+    message = r"a checkpoint takes 137\..* KiB, and 100 B are free(.|\n)*run_dir=\.\.\. on"
+    with pytest.raises(DoesNotFitError, match=message):
         train(raw)
     assert not (tmp_path / "run" / "run.json").exists()
     free[0] = 200 << 10
@@ -627,11 +633,11 @@ def test_adapters_train_on_conversations(kind: str, tmp_path: Path) -> None:
     result, watcher = train(raw)
     assert watcher.steps[-1].loss < watcher.steps[0].loss
     assert result.model is not None
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if kind == "qlora":
-        round_frozen(plain.requires_grad_(False), "nf4", torch.float32)
-    weights = {name: value.clone() for name, value in plain.state_dict().items()}
-    model = peft.PeftModel.from_pretrained(plain, result.model).eval()
+        round_frozen(base_model.requires_grad_(False), "nf4", torch.float32)
+    weights = {name: value.clone() for name, value in base_model.state_dict().items()}
+    model = peft.PeftModel.from_pretrained(base_model, result.model).eval()
     assert model.peft_config["default"].r == 4
     assert model.peft_config["default"].base_model_name_or_path == str(tmp_path / "base")
     assert model.peft_config["default"].lora_alpha == 8
@@ -643,7 +649,7 @@ def test_adapters_train_on_conversations(kind: str, tmp_path: Path) -> None:
     _, held = split(corpus_of(tmp_path), 64, 0.1)
     assert isinstance(held, Packed)
     with torch.no_grad():
-        assert alone(model, held).item() == pytest.approx(result.evaluation, rel=1e-4)
+        assert mean_loss_unpacked(model, held).item() == pytest.approx(result.evaluation, rel=1e-4)
 
     config = load_run_config(raw)
     meta = read_facts(config, ByteTokenizer()).on_meta

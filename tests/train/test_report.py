@@ -36,7 +36,7 @@ PLAN = {
 }
 
 
-def call(*arguments: str) -> tuple[int, str, str]:
+def run_cli(*arguments: str) -> tuple[int, str, str]:
     found = CliRunner().invoke(app, list(arguments))
     return found.exit_code, found.stdout, found.stderr
 
@@ -47,7 +47,7 @@ def data_of(page: str) -> Any:
     return json.loads(found[1])
 
 
-def written(folder: Path, *records: dict[str, Any], plan: Any = None) -> Path:
+def write_run(folder: Path, *records: dict[str, Any], plan: Any = None) -> Path:
     """Write a run directory with these metrics and plan."""
     folder.mkdir(exist_ok=True)
     (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
@@ -70,21 +70,22 @@ def test_report_page_contains_numbers_of_metrics(tmp_path: Path) -> None:
     pytest.importorskip("vl_convert")
     train(settings(tmp_path), stop_after=2)
     train(settings(tmp_path), resume="auto")
-    code, out, err = call("report", str(tmp_path / "run"))
+    code, out, err = run_cli("report", str(tmp_path / "run"))
     assert (code, out, err) == (0, f"{tmp_path}/run/report.html\n", "")
     page = (tmp_path / "run" / "report.html").read_text()
-    rows, told = data_of(page)["datasets"], metrics_of(tmp_path)
-    steps = [record for record in told if record["event"] == "step"]
+    rows, records = data_of(page)["datasets"], metrics_of(tmp_path)
+    steps = [record for record in records if record["event"] == "step"]
     for name in ("step", "loss", "lr", "grad_norm", "tokens_per_s", "step_s"):
         assert [row[name] for row in rows["steps"]] == [record[name] for record in steps], name
-    evaluations = [r for r in told if r["event"] == "evaluation"]
+    evaluations = [r for r in records if r["event"] == "evaluation"]
     assert [e["loss"] for e in rows["evaluations"]] == [e["loss"] for e in evaluations]
     assert rows["starts"] == [{"step": 2}]  # drawn as a grey line
     assert "complete: 6 of 6 steps" in page
     assert "started 2 times" in page
-    ours = re.sub(r"<script>.*?</script>", "", page, flags=re.S)  # scripts contain URLs
-    assert not re.search(r"https?:|src=|@import|url\(", ours)
-    assert "default-src 'none'" in ours  # the browser would block requests
+    # Scripts of the chart library contain URLs.
+    markup = re.sub(r"<script>.*?</script>", "", page, flags=re.S)
+    assert not re.search(r"https?:|src=|@import|url\(", markup)
+    assert "default-src 'none'" in markup  # the browser would block requests
 
 
 def test_report_states_how_run_ended(tmp_path: Path) -> None:
@@ -99,9 +100,9 @@ def test_report_states_how_run_ended(tmp_path: Path) -> None:
     for text, (done, end) in ends.items():
         ended = [] if end is None else [{"event": "ended", "step": done, **end}]
         steps = [step(number) for number in range(1, done + 1)]
-        said = " ".join(run_page(read_run(written(tmp_path / "r", began, *steps, *ended))).head)
-        assert text in said
-        assert "2 ranks" in said
+        head = " ".join(run_page(read_run(write_run(tmp_path / "r", began, *steps, *ended))).head)
+        assert text in head
+        assert "2 ranks" in head
 
 
 def test_metrics_record_why_run_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +121,7 @@ def test_report_shows_command_and_versions_if_recorded(tmp_path: Path) -> None:
     versions = {"infinity": "1", "torch": "2"}
     more = {"command": "infinity train a&b.yaml", "host": "h", "device": "d", "versions": versions}
     began = {"event": "began", "step": 0, "time": 60.0}
-    folder = written(tmp_path / "r", began | more, step(1))
+    folder = write_run(tmp_path / "r", began | more, step(1))
     (folder / "config.yaml").write_text("run_dir: <r>")
     page = run_page(read_run(folder))
     (facts,) = [text for text in page.head if text.startswith("<dl>")]
@@ -129,7 +130,7 @@ def test_report_shows_command_and_versions_if_recorded(tmp_path: Path) -> None:
         ("machine", "h, d"), ("versions", "infinity 1, torch 2"),
     ]  # fmt: skip
     assert "<pre>run_dir: &lt;r&gt;</pre>" in page.figures[-1]
-    older = run_page(read_run(written(tmp_path / "older", step(1))))
+    older = run_page(read_run(write_run(tmp_path / "older", step(1))))
     assert not any("<dl>" in text for text in older.head)
     assert not any("<pre>" in text for text in older.figures)
 
@@ -151,7 +152,7 @@ def test_sample_is_generated_without_changing_losses(tmp_path: Path) -> None:
 
 
 def test_report_waits_memory_wear_and_mfu(tmp_path: Path) -> None:
-    page = run_page(read_run(written(tmp_path / "r", step(1), step(2), plan=PLAN)))
+    page = run_page(read_run(write_run(tmp_path / "r", step(1), step(2), plan=PLAN)))
     assert {(r["what"], r["seconds"]) for r in page.datasets["times"]} == {
         ("no wait: compute, and the loop", 0.375), ("wait: disk read", 0.125)
     }  # fmt: skip
@@ -170,7 +171,7 @@ def test_report_waits_memory_wear_and_mfu(tmp_path: Path) -> None:
 def test_report_of_long_run_averages_and_flags_non_finite(tmp_path: Path) -> None:
     steps = [step(number) for number in range(1, 2 * POINTS + 1)]
     steps[-1]["loss"] = "nan"
-    page = run_page(read_run(written(tmp_path / "r", *steps)))
+    page = run_page(read_run(write_run(tmp_path / "r", *steps)))
     rows = page.datasets["steps"]
     assert len(rows) == POINTS
     assert rows[0]["loss"] == (steps[0]["loss"] + steps[1]["loss"]) / 2
@@ -181,15 +182,15 @@ def test_report_of_long_run_averages_and_flags_non_finite(tmp_path: Path) -> Non
 
 
 def test_report_of_directory_without_run_is_refused(tmp_path: Path) -> None:
-    code, out, err = call("report", str(tmp_path))
+    code, out, err = run_cli("report", str(tmp_path))
     assert (code, out) == (2, "")
     assert "holds no run" in err
     assert "Traceback" not in err
     (tmp_path / "metrics.jsonl").write_bytes(b"\xff\x00 no lines\n[1]\n{}\n")
     with pytest.raises(ConfigError, match="has no step"):
         read_run(tmp_path)
-    assert call("report", str(tmp_path / "metrics.jsonl"))[0] != 1
-    assert call("report", str(tmp_path / "nowhere"))[0] == 2
+    assert run_cli("report", str(tmp_path / "metrics.jsonl"))[0] != 1
+    assert run_cli("report", str(tmp_path / "nowhere"))[0] == 2
 
 
 def test_report_escapes_error_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +198,7 @@ def test_report_escapes_error_text(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("infinity.train.report.page._library", str)
     why = "/data/\udcff</script><b>$body is gone"
     began, ended = {"event": "began", "step": 0}, {"event": "ended", "step": 0, "why": why}
-    folder = written(tmp_path / "a<b>$title", began, ended)
+    folder = write_run(tmp_path / "a<b>$title", began, ended)
     text = write_run_page(folder).read_text("utf-8")
     assert "/data/\\udcff&lt;/script&gt;&lt;b&gt;$body is gone" in text
     assert "<title>a&lt;b&gt;$title: a run</title>" in text
@@ -212,5 +213,5 @@ def test_report_without_vl_convert_is_refused(
     page._library.cache_clear()
     monkeypatch.setitem(sys.modules, "vl_convert", None)
     with pytest.raises(MachineError, match="report"):
-        run_page(read_run(written(tmp_path / "r", step(1)))).write(tmp_path / "report.html")
+        run_page(read_run(write_run(tmp_path / "r", step(1)))).write(tmp_path / "report.html")
     assert not (tmp_path / "report.html").exists()

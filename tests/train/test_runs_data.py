@@ -29,8 +29,8 @@ from infinity.train.windows import BatchIterator, Windows, split
 END = 256
 
 
-def recipe(*paths: Path, form: str = "auto", **changes: Any) -> CorpusSpec:
-    made = CorpusSpec(
+def make_spec(*paths: Path, form: str = "auto", **changes: Any) -> CorpusSpec:
+    spec = CorpusSpec(
         sources=find_sources("data.train", [str(path) for path in paths], form),
         tokenizer=ByteTokenizer(),
         size=257,
@@ -39,15 +39,15 @@ def recipe(*paths: Path, form: str = "auto", **changes: Any) -> CorpusSpec:
         errors="strict",
         token_dtype=None,
     )
-    return replace(made, **changes)
+    return replace(spec, **changes)
 
 
-def tokens_of(made: CorpusSpec, cache: Path) -> list[int]:
-    corpus = prepare(made, cache)
+def tokens_of(spec: CorpusSpec, cache: Path) -> list[int]:
+    corpus = prepare(spec, cache)
     return [int(token) for token in corpus.read(0, corpus.num_tokens)]
 
 
-def packed(*documents: str) -> list[int]:
+def expected_tokens(*documents: str) -> list[int]:
     return [token for text in documents for token in [*text.encode(), END]]
 
 
@@ -59,9 +59,9 @@ def test_documents_of_all_formats_end_with_end_token(tmp_path: Path) -> None:
     np.save(tmp_path / "d.npy", np.asarray([1, 2, 3], dtype=np.int64))
     (tmp_path / "e.txt").write_text("")
     (tmp_path / "ignored.log").write_text("no known ending")
-    found = tokens_of(recipe(tmp_path), tmp_path / "cache")
-    assert found == [*packed("ein Wört\nzwei", "x", "yz", "in gzip"), 1, 2, 3]
-    assert tokens_of(recipe(tmp_path / "a.txt", end=None), tmp_path / "cache") == list(
+    found = tokens_of(make_spec(tmp_path), tmp_path / "cache")
+    assert found == [*expected_tokens("ein Wört\nzwei", "x", "yz", "in gzip"), 1, 2, 3]
+    assert tokens_of(make_spec(tmp_path / "a.txt", end=None), tmp_path / "cache") == list(
         "ein Wört\nzwei".encode()
     )
 
@@ -73,14 +73,14 @@ def test_tokens_do_not_depend_on_batch_boundaries(
     monkeypatch.setattr(texts, "_PIECE_CHARACTERS", 50)
     monkeypatch.setattr(data, "_BATCH_CHARACTERS", 120)
     monkeypatch.setattr(data, "_CHUNK", 7)
-    written = ["wörter " * 30, "o" * 333, "kurz\r\n" * 7, "ü" * 60]
-    for index, text in enumerate(written):
+    contents = ["wörter " * 30, "o" * 333, "kurz\r\n" * 7, "ü" * 60]
+    for index, text in enumerate(contents):
         (tmp_path / f"{index}.txt").write_text(text, encoding="utf-8", newline="")
-    rows = "".join(json.dumps({"text": text}) + "\n" for text in written)
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in contents)
     (tmp_path / "4.jsonl").write_text(rows)
     np.save(tmp_path / "5.npy", np.arange(200, dtype=np.int32))
-    expected = [*packed(*written, *written), *range(200)]
-    corpus = prepare(recipe(tmp_path), tmp_path / "cache")
+    expected = [*expected_tokens(*contents, *contents), *range(200)]
+    corpus = prepare(make_spec(tmp_path), tmp_path / "cache")
     assert corpus.read(0, corpus.num_tokens).tolist() == expected
     assert corpus.num_documents == 8
     generator = random.Random(0)
@@ -97,19 +97,19 @@ def test_tokens_are_cached_until_file_changes(
     text.write_text("eins")
 
     def identity(**changes: Any) -> Any:
-        return prepare(recipe(text, **changes), cache).identity
+        return prepare(make_spec(text, **changes), cache).identity
 
     first = identity()
-    made = []
-    monkeypatch.setattr(data, "_make", lambda *a, make=data._make: made.append(make(*a)))
+    builds = []
+    monkeypatch.setattr(data, "_make", lambda *a, make=data._make: builds.append(make(*a)))
     assert identity() == first
-    assert not made
+    assert not builds
     os.utime(text, ns=(1, 1))
     assert identity() == first  # same content, other time stamp
     text.write_text("zwei")
     assert identity() != first
     assert identity(end=None) != first
-    assert len(made) == 3
+    assert len(builds) == 3
 
 
 def test_failed_prepare_removes_partial_files(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_failed_prepare_removes_partial_files(tmp_path: Path) -> None:
         LockFile(cache / "0123.partial-cd.lock"),  # in use by another process
         pytest.raises(ConfigError, match="line 2: the field 'text' is 3, no text"),
     ):
-        prepare(recipe(tmp_path / "a.jsonl"), cache)
+        prepare(make_spec(tmp_path / "a.jsonl"), cache)
     assert sorted(p.name for p in cache.iterdir()) == ["0123.partial-cd", "0123.partial-cd.lock"]
 
 
@@ -130,7 +130,7 @@ def test_failed_prepare_removes_partial_files(tmp_path: Path) -> None:
 def test_damaged_cache_is_refused(tmp_path: Path, damage: str) -> None:
     text = tmp_path / "a.txt"
     text.write_text("wort " * 50_000)
-    directory = prepare(recipe(text), tmp_path / "cache").directory
+    directory = prepare(make_spec(text), tmp_path / "cache").directory
     if damage == "cut":
         os.truncate(directory / "tokens.bin", 1000)
     elif damage == "gone":
@@ -139,25 +139,25 @@ def test_damaged_cache_is_refused(tmp_path: Path, damage: str) -> None:
         index = directory / "index.json"
         index.write_text(index.read_text().replace('"documents": 1', '"documents": 2'))
     with pytest.raises(CheckpointError, match="rm -r"):
-        prepare(recipe(text), tmp_path / "cache")
+        prepare(make_spec(text), tmp_path / "cache")
 
 
 def test_token_files_are_read_and_validated(tmp_path: Path) -> None:
     raw = tmp_path / "a.bin"
     np.asarray([5, 6, 7, 8], dtype="<u2").tofile(raw)
     cache = tmp_path / "cache"
-    assert tokens_of(recipe(raw, token_dtype="uint16"), cache) == [5, 6, 7, 8]
+    assert tokens_of(make_spec(raw, token_dtype="uint16"), cache) == [5, 6, 7, 8]
     assert raw.stat().st_size == 8
-    for made, message in (
-        (recipe(raw), "data.token_dtype"),
-        (recipe(raw, token_dtype="uint32"), "393221 at 0, and the model has 257"),
-        (recipe(raw, token_dtype="uint16", size=7), "holds the token 7 at 2"),
+    for spec, message in (
+        (make_spec(raw), "data.token_dtype"),
+        (make_spec(raw, token_dtype="uint32"), "393221 at 0, and the model has 257"),
+        (make_spec(raw, token_dtype="uint16", size=7), "holds the token 7 at 2"),
     ):
         with pytest.raises(ConfigError, match=message):
-            prepare(made, cache)
+            prepare(spec, cache)
     raw.write_bytes(b"abc")
     with pytest.raises(ConfigError, match=r"is no file of uint16: (.|\n)*it has 3 bytes"):
-        prepare(recipe(raw, token_dtype="uint16"), cache)
+        prepare(make_spec(raw, token_dtype="uint16"), cache)
     for name, array, message in (
         ("f", np.zeros(3), "float64 of shape"),
         ("two", np.zeros((2, 2), dtype=np.int32), r"shape \(2, 2\)"),
@@ -166,18 +166,18 @@ def test_token_files_are_read_and_validated(tmp_path: Path) -> None:
         path = tmp_path / f"{name}.npy"
         np.save(path, array)
         with pytest.raises(ConfigError, match=message):
-            prepare(recipe(path), cache)
+            prepare(make_spec(path), cache)
     (tmp_path / "text.npy").write_text("no array")
     with pytest.raises(ConfigError, match=r"is no \.npy file"):
-        prepare(recipe(tmp_path / "text.npy"), cache)
+        prepare(make_spec(tmp_path / "text.npy"), cache)
 
 
 def test_invalid_text_is_refused(tmp_path: Path) -> None:
     path, cache = tmp_path / "a.txt", tmp_path / "cache"
     path.write_bytes(b"gut \xff schlecht")
     with pytest.raises(ConfigError, match=r"a\.txt is not UTF-8 near byte 4"):
-        prepare(recipe(path), cache)
-    assert tokens_of(recipe(path, errors="replace"), cache) == packed("gut � schlecht")
+        prepare(make_spec(path), cache)
+    assert tokens_of(make_spec(path, errors="replace"), cache) == expected_tokens("gut � schlecht")
     lines = tmp_path / "b.jsonl"
     for text, message in (
         (b'{"text": "a"}\nnot json\n', "line 2 is not JSON"),
@@ -189,11 +189,11 @@ def test_invalid_text_is_refused(tmp_path: Path) -> None:
     ):
         lines.write_bytes(text)
         with pytest.raises(ConfigError, match=message):
-            prepare(recipe(lines), cache)
-    half = tmp_path / "c.txt.gz"
-    half.write_bytes(gzip.compress(b"wort " * 1000)[:30])
+            prepare(make_spec(lines), cache)
+    truncated = tmp_path / "c.txt.gz"
+    truncated.write_bytes(gzip.compress(b"wort " * 1000)[:30])
     with pytest.raises(ConfigError, match="no complete gzip file"):
-        prepare(recipe(half), cache)
+        prepare(make_spec(truncated), cache)
 
 
 def test_patterns_without_match_are_reported_together(tmp_path: Path) -> None:
@@ -217,21 +217,21 @@ def test_disk_full_error_has_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(data, "write_sealed", full)
     with pytest.raises(DoesNotFitError, match=r"free there\n.*data\.cache"):
-        prepare(recipe(tmp_path / "a.txt"), tmp_path / "cache")
+        prepare(make_spec(tmp_path / "a.txt"), tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
 
 # --- the datasets package -------------------------------------------------------------------------
 
 
-class Datasets:
+class FakeDatasets:
     """Replaces the package; every dataset has the same rows."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
     def load_dataset(self, *names: Any, **more: Any) -> Any:
-        self.asked.append((names, more))
+        self.calls.append((names, more))
         if names[0] == "gone":
             raise ConnectionError("no such dataset")
         return iter([{"text": "eins"}, {"text": ""}, {"text": "zwei"}])
@@ -240,31 +240,31 @@ class Datasets:
 def test_parquet_and_hub_names_use_datasets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    package, path = Datasets(), tmp_path / "a.parquet"
+    datasets, path = FakeDatasets(), tmp_path / "a.parquet"
     path.write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "datasets", package)  # type: ignore[arg-type]
-    made = replace(recipe(), sources=find_sources("", [str(path), "hub:wiki:de:test"], "auto"))
-    assert tokens_of(made, tmp_path / "cache") == packed("eins", "zwei", "eins", "zwei")
-    whole = {"split": "train", "streaming": True}
-    assert package.asked == [
-        (("parquet",), {"data_files": str(path), **whole}),
-        (("wiki", "de"), {**whole, "split": "test"}),
+    monkeypatch.setitem(sys.modules, "datasets", datasets)  # type: ignore[arg-type]
+    spec = replace(make_spec(), sources=find_sources("", [str(path), "hub:wiki:de:test"], "auto"))
+    assert tokens_of(spec, tmp_path / "cache") == expected_tokens("eins", "zwei", "eins", "zwei")
+    common = {"split": "train", "streaming": True}
+    assert datasets.calls == [
+        (("parquet",), {"data_files": str(path), **common}),
+        (("wiki", "de"), {**common, "split": "test"}),
     ]
-    gone = replace(made, sources=find_sources("", ["hub:gone"], "auto"))
+    missing = replace(spec, sources=find_sources("", ["hub:gone"], "auto"))
     with pytest.raises(ConfigError, match="hub:gone cannot be read by the package datasets"):
-        prepare(gone, tmp_path / "cache")
+        prepare(missing, tmp_path / "cache")
     with pytest.raises(ConfigError, match="row 1 has no field 'body': it has 'text'"):
-        prepare(replace(made, text_field="body"), tmp_path / "cache")
+        prepare(replace(spec, text_field="body"), tmp_path / "cache")
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ConfigError, match=r"needs the package datasets(.|\n)*pip install"):
-        prepare(gone, tmp_path / "cache")
+        prepare(missing, tmp_path / "cache")
 
 
 def test_parquet_with_real_datasets_package(tmp_path: Path) -> None:
     pytest.importorskip("datasets")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"text": ["eins", "", "zwei\nü"]}), tmp_path / "a.parquet")
-    assert tokens_of(recipe(tmp_path), tmp_path / "cache") == packed("eins", "zwei\nü")
+    assert tokens_of(make_spec(tmp_path), tmp_path / "cache") == expected_tokens("eins", "zwei\nü")
 
 
 # --- windows -------------------------------------------------------------------------------------
@@ -272,15 +272,15 @@ def test_parquet_with_real_datasets_package(tmp_path: Path) -> None:
 
 def test_batch_iterator_epochs_and_resume(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.arange(103, dtype=np.uint16))
-    corpus = prepare(recipe(tmp_path / "a.npy"), tmp_path / "cache")
+    corpus = prepare(make_spec(tmp_path / "a.npy"), tmp_path / "cache")
     train, held = split(corpus, 4, 0.2)
     assert (len(train), len(held)) == (20, 5)
     assert held.window(0).tolist() == [80, 81, 82, 83]
-    reel = BatchIterator(train, 3, seed=7, shuffle=True)
-    seen = [int(row[0]) // 4 for _ in range(20) for row in reel.next()]
+    batches = BatchIterator(train, 3, seed=7, shuffle=True)
+    seen = [int(row[0]) // 4 for _ in range(20) for row in batches.next()]
     assert all(sorted(seen[e * 20 : e * 20 + 20]) == list(range(20)) for e in range(3))
     assert seen[:20] != seen[20:40]
-    assert reel.epoch == 3.0
+    assert batches.epoch == 3.0
     first = BatchIterator(train, 3, seed=7, shuffle=True)
     for _ in range(5):
         first.next()
@@ -289,8 +289,8 @@ def test_batch_iterator_epochs_and_resume(tmp_path: Path) -> None:
     assert [second.next().tolist() for _ in range(5)] == [first.next().tolist() for _ in range(5)]
     with pytest.raises(CheckpointError, match="seed was 7, and is 8"):
         BatchIterator(train, 3, seed=8, shuffle=True).load_state_dict(first.state_dict())
-    plain = BatchIterator(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
-    assert [int(row[0]) for _ in range(3) for row in plain.next()] == [0, 4, 8, 0, 4, 8]
+    unshuffled = BatchIterator(Windows(corpus, 4, 0, 3), 2, seed=7, shuffle=False)
+    assert [int(row[0]) for _ in range(3) for row in unshuffled.next()] == [0, 4, 8, 0, 4, 8]
 
 
 # --- tokenizers ----------------------------------------------------------------------------------
@@ -302,16 +302,16 @@ def test_tokenizer_ignores_saved_truncation_and_padding(tmp_path: Path) -> None:
     texts = ["a", "dä cab " * 5]
     plain(texts, padding=True, truncation=True, max_length=6)  # the backend stores these settings
     plain.save_pretrained(tmp_path / "cutting")
-    kept = json.loads((tmp_path / "cutting" / "tokenizer.json").read_text())
-    assert kept["truncation"]["max_length"] == 6
-    assert kept["padding"] is not None
+    saved = json.loads((tmp_path / "cutting" / "tokenizer.json").read_text())
+    assert saved["truncation"]["max_length"] == 6
+    assert saved["padding"] is not None
     found = find_tokenizer(str(tmp_path / "cutting"))
     assert [one.tolist() for one in found.encode(texts)] == [list(t.encode()) for t in texts]
     assert found.identity == find_tokenizer(str(tmp_path / "plain")).identity
     found.save_pretrained(tmp_path / "exported")
     exported = json.loads((tmp_path / "exported" / "tokenizer.json").read_text())
-    assert exported["truncation"] == kept["truncation"]
-    assert exported["padding"] == kept["padding"]
+    assert exported["truncation"] == saved["truncation"]
+    assert exported["padding"] == saved["padding"]
 
 
 def test_remote_code_is_refused_without_prompt(
@@ -319,16 +319,16 @@ def test_remote_code_is_refused_without_prompt(
 ) -> None:
     questions: list[Any] = []
 
-    def asked(*question: Any) -> str:
+    def fake_input(*question: Any) -> str:
         questions.append(question)
         return "n"
 
-    monkeypatch.setattr("builtins.input", asked)
-    own = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
-    keys = {"model_type": "own", "auto_map": own}
-    (tmp_path / "config.json").write_text(json.dumps(keys))
+    monkeypatch.setattr("builtins.input", fake_input)
+    auto_map = {"AutoConfig": "own.Own", "AutoTokenizer": ["own.Own", None]}
+    config = {"model_type": "own", "auto_map": auto_map}
+    (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(
-        json.dumps({"tokenizer_class": "Own", "auto_map": own})
+        json.dumps({"tokenizer_class": "Own", "auto_map": auto_map})
     )
     (tmp_path / "own.py").write_text("raise AssertionError('it was run')\n")
     with pytest.raises(ConfigError, match="no tokenizer that transformers can load"):
@@ -340,21 +340,21 @@ def test_remote_code_is_refused_without_prompt(
 
 def test_failed_hub_download_is_tried_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names the network failure, not requirements of tokenizers."""
-    asked: list[str] = []
+    downloads: list[str] = []
 
     def download(name: str, **more: Any) -> str:
-        asked.append(name)
+        downloads.append(name)
         raise OSError("Name or service not known")
 
     monkeypatch.setattr(package("huggingface_hub"), "snapshot_download", download)
     raw = settings(tmp_path, model={"path": "own/model"}, tokenizer="auto")
     with pytest.raises(MachineError, match="the Hugging Face Hub did not give it"):
         prepare_run(load_run_config(raw), tmp_path / "tokens")
-    assert asked == ["own/model"]
+    assert downloads == ["own/model"]
 
 
 def test_tokenizer_size_with_gaps_in_vocabulary() -> None:
-    class Holes:
+    class SparseVocabulary:
         eos_token_id = 70_000
 
         def __len__(self) -> int:
@@ -363,4 +363,4 @@ def test_tokenizer_size_with_gaps_in_vocabulary() -> None:
         def get_vocab(self) -> dict[str, int]:
             return {"a": 0, "b": 1, "end": 70_000}
 
-    assert Tokenizer("holes", Holes()).size == 70_001
+    assert Tokenizer("holes", SparseVocabulary()).size == 70_001

@@ -56,8 +56,8 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     (directory,) = [path for path in data.iterdir() if path.is_dir()]
     corpus = Corpus(directory)
     windows, _ = split(corpus, LENGTH, 0.1)
-    reel = BatchIterator(windows, 2, 0, True)
-    order = [reel.window_at(i) for i in range(6 * 4)]
+    batches = BatchIterator(windows, 2, 0, True)
+    order = [batches.window_at(i) for i in range(6 * 4)]
     tokens = corpus.read(0, corpus.num_tokens)
     torch.manual_seed(0)
     config = transformers.GPT2Config(**TINY, vocab_size=257, bos_token_id=256, eos_token_id=256)
@@ -73,9 +73,9 @@ def reference_losses(raw: dict[str, Any], data: Path) -> tuple[list[float], Any]
     for step in range(6):
         total = 0.0
         for micro in range(2):
-            picked = order[step * 4 + micro * 2 : step * 4 + micro * 2 + 2]
+            indices = order[step * 4 + micro * 2 : step * 4 + micro * 2 + 2]
             batch = torch.stack(
-                [torch.from_numpy(tokens[i * LENGTH : (i + 1) * LENGTH]) for i in picked]
+                [torch.from_numpy(tokens[i * LENGTH : (i + 1) * LENGTH]) for i in indices]
             )
             loss = model(input_ids=batch, labels=batch).loss
             total += loss.item() / 2
@@ -99,8 +99,8 @@ def test_run_matches_plain_loop_and_exports_model(tmp_path: Path) -> None:
     raw = settings(tmp_path, **NO_DROPOUT)
     result, watcher = train(raw)
     losses, model = reference_losses(raw, tmp_path / "run" / "data")
-    ours = [facts.loss for facts in watcher.steps]
-    assert ours == pytest.approx(losses, rel=1e-4)
+    run_losses = [facts.loss for facts in watcher.steps]
+    assert run_losses == pytest.approx(losses, rel=1e-4)
     assert losses[-1] < losses[0]
     assert result.model == tmp_path / "run" / "model"
     loaded = transformers.AutoModelForCausalLM.from_pretrained(result.model)
@@ -115,7 +115,7 @@ def test_run_matches_plain_loop_and_exports_model(tmp_path: Path) -> None:
     assert loaded.generation_config.eos_token_id == 256
 
 
-def left_to_the_plan(folder: Path, **changes: Any) -> dict[str, Any]:
+def settings_without_batches(folder: Path, **changes: Any) -> dict[str, Any]:
     """Return settings with model, data and tokens per step, but without micro-batches."""
     raw = settings(folder, training__tokens_per_step=8 * LENGTH, **NO_DROPOUT, **changes)
     del raw["training"]["micro_batch"], raw["engine"]["gradient_accumulation_steps"]
@@ -124,7 +124,7 @@ def left_to_the_plan(folder: Path, **changes: Any) -> dict[str, Any]:
 
 def test_plan_chooses_micro_batches_and_resume_keeps_them(tmp_path: Path) -> None:
     """One micro-batch if everything fits; a resumed run keeps the micro-batches it had."""
-    raw = left_to_the_plan(tmp_path)
+    raw = settings_without_batches(tmp_path)
     train(raw)
     with Run(load_run_config(raw), "auto") as run:
         prepared = run.prepare()
@@ -141,22 +141,24 @@ def test_slices_match_losses_of_micro_batches(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model is the same up to rounding."""
-    asked = {
+    schedules = {
         "slices": BatchSchedule(micro_batches=1, slices=4, recompute=1),
         "micro-batches": BatchSchedule(micro_batches=8, slices=1),
     }
     losses = []
-    for name, wish in asked.items():
+    for name, schedule in schedules.items():
         (tmp_path / name).mkdir()
-        chosen = partial(_chosen, wish)
-        monkeypatch.setattr("infinity.train.preparation.choose_schedule", chosen)
-        train(left_to_the_plan(tmp_path / name))
+        choose = partial(_choose_fixed, schedule)
+        monkeypatch.setattr("infinity.train.preparation.choose_schedule", choose)
+        train(settings_without_batches(tmp_path / name))
         losses.append([line["loss"] for line in metrics_of(tmp_path / name) if "loss" in line])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
 
-def _chosen(wish: BatchSchedule, case: Any, _: Any, samples: int | None, others: Any) -> Any:
-    return choose_schedule(case, wish, samples, others)
+def _choose_fixed(
+    schedule: BatchSchedule, case: Any, _: Any, samples: int | None, others: Any
+) -> Any:
+    return choose_schedule(case, schedule, samples, others)
 
 
 def test_evaluation_is_loss_of_held_out_windows(tmp_path: Path) -> None:
@@ -226,16 +228,16 @@ def test_resume_with_more_steps_extends_schedule(
     assert (result.steps, result.stopped) == (10, False)
     assert losses_of(tmp_path)[: len(plain[1])] == plain[1]
     long = settings(tmp_path, training__steps=10, run_dir=str(tmp_path / "long"))
-    _, whole = train(long)
-    rates = [facts.lr for facts in whole.steps]
+    _, uninterrupted = train(long)
+    rates = [facts.lr for facts in uninterrupted.steps]
     assert [facts.lr for facts in (*watcher.steps, *again.steps)] == rates[6:]
     assert rates[0] > 0
 
     total = "engine.scheduler.params.total_num_steps"
-    for number, words in ((8, r"engine\.scheduler\.params was"), (11, "")):
+    for number, message in ((8, r"engine\.scheduler\.params was"), (11, "")):
         with Run(load_run_config(raw, [f"{total}={number}"]), "auto") as run:
-            if words:
-                with pytest.raises(ConfigError, match=words):
+            if message:
+                with pytest.raises(ConfigError, match=message):
                     run.prepare()
             else:
                 run.prepare()  # the same number, given explicitly
@@ -263,13 +265,13 @@ def test_resume_after_crash_is_exact(plain: tuple[Path, list[Any]], tmp_path: Pa
     metrics = tmp_path / "run" / "metrics.jsonl"
     with open(metrics, "a") as file:
         file.write('{"event": "step", "step": 6, "lo')
-    assert len(losses_of_whole(metrics)) == 7  # steps 1 to 5, evaluations 0 and 3
+    assert len(complete_loss_lines(metrics)) == 7  # steps 1 to 5, evaluations 0 and 3
     _, watcher = train(raw, "auto")
     assert watcher.done == 4
     assert losses_of(tmp_path) == plain[1]
 
 
-def losses_of_whole(path: Path) -> list[str]:
+def complete_loss_lines(path: Path) -> list[str]:
     lines = path.read_text().splitlines()
     return [line for line in lines if '"loss"' in line and line.endswith("}")]
 
@@ -306,7 +308,7 @@ def test_checkpoint_of_run_with_other_settings_is_refused(
 ) -> None:
     """The optimizer resumes unchanged, so settings that would have no effect are refused."""
     start = str(plain[0] / "run" / "checkpoints" / "step4")
-    for changes, words in (
+    for changes, message in (
         ({"engine__optimizer__lr": 1e-3}, "lr is 0.01 in the checkpoint, and 0.001 in this run"),
         (
             {"engine__optimizer__weight_decay": 0.5},
@@ -316,7 +318,7 @@ def test_checkpoint_of_run_with_other_settings_is_refused(
     ):
         with pytest.raises(ConfigError) as caught:
             train(settings(tmp_path, **changes), start)
-        assert words in str(caught.value)
+        assert message in str(caught.value)
         assert not (tmp_path / "run" / "run.json").exists()
     _, watcher = train(settings(tmp_path), start)  # in the same directory
     assert watcher.done == 4
@@ -325,12 +327,12 @@ def test_checkpoint_of_run_with_other_settings_is_refused(
 def test_state_on_disk_is_bitwise_equal(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
     state = tmp_path / "state"
     state.mkdir()
-    waits = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # tokens are known
+    activations = {"checkpoint": "units", "offload": "disk", "min_bytes": 1}  # tokens are known
     raw = settings(
         tmp_path,
         engine__placement="disk",
         engine__nvme_path=str(state),
-        engine__activations=waits,
+        engine__activations=activations,
     )
     train(raw)
     assert losses_of(tmp_path) == plain[1]
@@ -362,18 +364,18 @@ def test_durable_run_resumes_without_checkpoints(
     assert losses_of(tmp_path) == plain[1]
     for command in (["verify", str(state), "--all"], ["inspect", str(state)]):
         assert CliRunner().invoke(app, ["checkpoint", *command]).exit_code == 0
-    told = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
-    assert told.output.startswith(f"{state}/")
+    inspected = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
+    assert inspected.output.startswith(f"{state}/")
     shutil.rmtree(state)
-    told = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
-    assert "has no checkpoint yet" in told.stderr
+    inspected = CliRunner().invoke(app, ["checkpoint", "inspect", str(tmp_path / "run")])
+    assert "has no checkpoint yet" in inspected.stderr
 
 
 def test_durable_state_from_checkpoint_chooses_new_expert_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_the_last(monkeypatch)
-    raw = left_to_the_plan(
+    raw = settings_without_batches(
         tmp_path,
         model__config=dict(MIXTURE),
         engine__nvme_path=str(tmp_path),
@@ -399,7 +401,7 @@ def test_durable_resume_keeps_expert_ranges(
     Also if the chosen micro-batches are `named` in the configuration from now on.
     """
     choose_the_last(monkeypatch)
-    raw = left_to_the_plan(
+    raw = settings_without_batches(
         tmp_path,
         model__config=dict(MIXTURE),
         engine__nvme_path=str(tmp_path),
@@ -528,8 +530,8 @@ def test_missing_tracker_package_is_refused(
         monkeypatch.setitem(sys.modules, module, None)
     for name, package in (("tensorboard", "tensorboard"), ("comet_ml", "comet-ml")):
         raw = settings(tmp_path, training__report_to=name)
-        words = rf"report_to: {name} cannot be(.|\n)*pip install {package};"
-        with pytest.raises(MachineError, match=words):
+        message = rf"report_to: {name} cannot be(.|\n)*pip install {package};"
+        with pytest.raises(MachineError, match=message):
             train(raw)
     assert not (tmp_path / "run" / "metrics.jsonl").exists()
 
@@ -538,31 +540,31 @@ def test_tracker_receives_metrics_and_may_fail(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A tracker of accelerate with a fake package, which fails at the fourth step."""
-    told: list[tuple[int, dict[str, Any]]] = []
+    logged: list[tuple[int, dict[str, Any]]] = []
 
-    class Board:
+    class FakeWriter:
         def __init__(self, log_dir: str, **options: Any) -> None:
-            told.append((0, {"log_dir": log_dir, **options}))
+            logged.append((0, {"log_dir": log_dir, **options}))
 
         def add_scalar(self, name: str, value: Any, global_step: int) -> None:
             if global_step == 4:
                 raise OSError("the network is gone")
-            told.append((global_step, {name: value}))
+            logged.append((global_step, {name: value}))
 
         def flush(self) -> None: ...
         def close(self) -> None: ...
 
-    package = SimpleNamespace(SummaryWriter=Board)
+    package = SimpleNamespace(SummaryWriter=FakeWriter)
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
     monkeypatch.setattr(torch.utils, "tensorboard", package, raising=False)
     with pytest.warns(InfinityWarning, match=r"tensorboard failed \(the network is gone\)"):
         result, _ = train(settings(tmp_path, training__report_to=["tensorboard"]))
     assert result.steps == 6
-    assert told[0][1] == {"log_dir": str(tmp_path / "run" / "tensorboard"), "purge_step": None}
-    losses = [(step, values["train/loss"]) for step, values in told if "train/loss" in values]
+    assert logged[0][1] == {"log_dir": str(tmp_path / "run" / "tensorboard"), "purge_step": None}
+    losses = [(step, values["train/loss"]) for step, values in logged if "train/loss" in values]
     steps = [r for r in metrics_of(tmp_path) if r["event"] == "step"]
     assert losses == [(r["step"], r["loss"]) for r in steps[:3]]
-    names = {name for _, values in told for name in values}
+    names = {name for _, values in logged for name in values}
     assert {"train/tokens_per_s", "stall_s/disk_read", "moved/to_device", "memory/peak"} <= names
 
 
@@ -579,14 +581,14 @@ def kill_after(folder: Path, raw: dict[str, Any], count: int) -> None:
     """Train in a child process; kill it after `count` steps and a first checkpoint."""
     metrics, latest = folder / "run" / "metrics.jsonl", folder / "run" / "checkpoints" / "latest"
 
-    def enough() -> bool:
+    def is_ready() -> bool:
         return latest.exists() and metrics.read_text().count('"event": "step"') >= count
 
     with Program(main, ["train", configuration(folder, raw)]) as program:
-        wait_until(lambda: enough() or not program.process.is_alive(), HANG_S)
+        wait_until(lambda: is_ready() or not program.process.is_alive(), HANG_S)
         program.signal(signal.SIGKILL)
-        code, _, words = program.end()
-    assert code == -signal.SIGKILL, words
+        code, _, output = program.end()
+    assert code == -signal.SIGKILL, output
 
 
 @pytest.mark.parametrize("durable", [False, True])
@@ -596,20 +598,20 @@ def test_second_signal_stops_immediately_and_names_resume(
     raw = settings(tmp_path, training__checkpoint_every=99)
     if durable:
         raw["engine"] |= {"nvme_path": str(tmp_path), "durable": True}
-    shown = TrainPage.on_record
+    original = TrainPage.on_record
 
-    def told(self: TrainPage, record: Any) -> None:
-        shown(self, record)
+    def on_record(self: TrainPage, record: Any) -> None:
+        original(self, record)
         if record["step"] == 2:
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
 
-    monkeypatch.setattr(TrainPage, "on_record", told)
+    monkeypatch.setattr(TrainPage, "on_record", on_record)
     result = CliRunner().invoke(app, ["train", configuration(tmp_path, raw)])
     assert result.exit_code == 128 + signal.SIGTERM, result.output
-    kept = "the last committed step is on disk" if durable else "no checkpoint is complete yet"
+    expected = "the last committed step is on disk" if durable else "no checkpoint is complete yet"
     last = result.stderr.strip().splitlines()[-1]
-    assert last.startswith(f"stopped by SIGTERM; {kept}; go on with: infinity train ")
+    assert last.startswith(f"stopped by SIGTERM; {expected}; go on with: infinity train ")
 
 
 def test_killed_and_interrupted_runs_resume_exactly(
@@ -620,15 +622,15 @@ def test_killed_and_interrupted_runs_resume_exactly(
     raw["engine"]["scheduler"] = None
     kill_after(tmp_path, raw, 5)
     steps: list[int] = []
-    shown = TrainPage.on_record
+    original = TrainPage.on_record
 
-    def told(self: TrainPage, record: Any) -> None:
-        shown(self, record)
+    def on_record(self: TrainPage, record: Any) -> None:
+        original(self, record)
         steps.extend([record["step"]] * (record["event"] == "step"))
         if len(steps) == 4 and record["event"] == "step":
             signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(TrainPage, "on_record", told)
+    monkeypatch.setattr(TrainPage, "on_record", on_record)
     arguments = ["train", configuration(tmp_path, raw), "--resume", "auto"]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130, result.output
@@ -640,18 +642,18 @@ def test_killed_and_interrupted_runs_resume_exactly(
     done = metrics_of(tmp_path)[-1]["step"]
     raw["training"]["steps"] = done + 2
     train(raw, "auto")
-    whole = tmp_path / "whole"
-    whole.mkdir()
-    again = settings(whole, **changes)
-    again["engine"]["scheduler"] = None
-    again["training"]["steps"] = done + 2
-    train(again)
-    ours, theirs = (
+    uninterrupted = tmp_path / "whole"
+    uninterrupted.mkdir()
+    expected_run = settings(uninterrupted, **changes)
+    expected_run["engine"]["scheduler"] = None
+    expected_run["training"]["steps"] = done + 2
+    train(expected_run)
+    resumed_losses, expected_losses = (
         {(event, step): loss for event, step, loss in losses_of(folder)}
-        for folder in (tmp_path, whole)
+        for folder in (tmp_path, uninterrupted)
     )
-    assert len(ours) >= done
-    assert {key: theirs[key] for key in ours if key in theirs} == {
-        key: ours[key] for key in ours if key in theirs
+    assert len(resumed_losses) >= done
+    assert {key: expected_losses[key] for key in resumed_losses if key in expected_losses} == {
+        key: resumed_losses[key] for key in resumed_losses if key in expected_losses
     }
-    assert {step for event, step in ours if event == "step"} == set(range(1, done + 3))
+    assert {step for event, step in resumed_losses if event == "step"} == set(range(1, done + 3))

@@ -89,13 +89,13 @@ def adapter_run(folder: Path, kind: str, **more: Any) -> Path:
 
 def test_export_checkpoint_equals_model_of_run(trained: Path, tmp_path: Path) -> None:
     """The files are byte for byte those that the run wrote at its end."""
-    said = export(trained, tmp_path / "out")
+    output = export(trained, tmp_path / "out")
     assert files_of(tmp_path / "out") == files_of(trained / "model")
     assert {"config.json", "generation_config.json", "tokenizer.json"} <= {
         path.name for path in (tmp_path / "out").iterdir()
     }
-    assert "28 tensors, " in said
-    assert "note" not in said
+    assert "28 tensors, " in output
+    assert "note" not in output
     older = trained / "checkpoints" / "step4"
     export(older, tmp_path / "older", "--dtype", "bf16")
     found: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "older")
@@ -126,8 +126,8 @@ def test_export_experts_in_published_format(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "saved")
         infinity.save_pretrained(engine, tmp_path / "expected")
     config.save_pretrained(tmp_path / "expected")
-    said = export(tmp_path / "saved", tmp_path / "out", "--model", tmp_path / "expected")
-    assert "no tokenizer was found" in said
+    output = export(tmp_path / "saved", tmp_path / "out", "--model", tmp_path / "expected")
+    assert "no tokenizer was found" in output
     expected, found = values_of(tmp_path / "expected"), values_of(tmp_path / "out")
     assert any("experts.0." in name for name in expected)
     assert expected.keys() == found.keys()
@@ -144,11 +144,11 @@ def test_export_adapters_separately_or_merged(kind: str, tmp_path: Path) -> None
     assert files_of(tmp_path / "adapters").keys() == files_of(directory / "model").keys()
 
     export(directory, tmp_path / "merged", "--merge")
-    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if kind != "lora":
-        round_frozen(plain.requires_grad_(False), "nf4", torch.float32)
-    both: Any = peft.PeftModel.from_pretrained(plain, tmp_path / "adapters")
-    merged = both.merge_and_unload().state_dict()
+        round_frozen(base.requires_grad_(False), "nf4", torch.float32)
+    with_adapters: Any = peft.PeftModel.from_pretrained(base, tmp_path / "adapters")
+    merged = with_adapters.merge_and_unload().state_dict()
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     state = loaded.state_dict()
     assert merged.keys() == state.keys()
@@ -180,8 +180,8 @@ def test_export_unsupported_requests_are_refused(trained: Path, tmp_path: Path) 
         (tmp_path / "mine").mkdir()
         engine.save_checkpoint(tmp_path / "mine" / "saved")
     (tmp_path / "mine" / "config.json").write_text(json.dumps({"precision": "bf16"}))
-    said = export(tmp_path / "mine" / "saved", tmp_path / "linear")
-    assert "only weights are written" in said
+    output = export(tmp_path / "mine" / "saved", tmp_path / "linear")
+    assert "only weights are written" in output
     code, _, err = run(
         "checkpoint", "export", tmp_path / "mine" / "saved", tmp_path / "b", "--merge"
     )
@@ -223,9 +223,9 @@ def test_merge_adapters_of_tied_weights_is_refused(tmp_path: Path) -> None:
 
 def continuation(model: Any, tokens: Any, **options: Any) -> str:
     """Return the continuation that transformers generates."""
-    given = {"max_new_tokens": 12, "pad_token_id": 256, **options}
+    arguments = {"max_new_tokens": 12, "pad_token_id": 256, **options}
     torch.manual_seed(3)
-    found = model.eval().generate(torch.tensor([list(tokens)]), **given)
+    found = model.eval().generate(torch.tensor([list(tokens)]), **arguments)
     text: str = ByteTokenizer().wrapped.decode(found[0, len(tokens) :], skip_special_tokens=True)
     return text + "\n"
 
@@ -258,10 +258,10 @@ def test_generate_with_adapters_applies_chat_template(kind: str, tmp_path: Path)
         engine__nvme_path=str(tmp_path / "nvme"),
         engine__placement={"weights": "disk"},
     )
-    plain: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    base: Any = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base")
     if kind == "qlora":
-        round_frozen(plain.requires_grad_(False), "nf4", torch.float32)
-    model = peft.PeftModel.from_pretrained(plain, directory / "model")
+        round_frozen(base.requires_grad_(False), "nf4", torch.float32)
+    model = peft.PeftModel.from_pretrained(base, directory / "model")
     expected = continuation(model, b"[u]ab;[a]")
     assert generate(directory) == expected
     assert generate(directory, "--raw") == continuation(model, b"ab")

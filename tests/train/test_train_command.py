@@ -58,9 +58,9 @@ def test_train_prints_plan_steps_and_result(tmp_path: Path) -> None:
     config = write(tmp_path)
     code, out, error = run("train", config, "training.steps=2")
     assert code == 0, error
-    shown = out.partition("run: done")[0].splitlines()
-    assert len(shown) < 10, "the plan, in a few lines"
-    assert "no disk (engine.nvme_path=DIR): fits, " in shown[0]
+    plan_lines = out.partition("run: done")[0].splitlines()
+    assert len(plan_lines) < 10, "the plan, in a few lines"
+    assert "no disk (engine.nvme_path=DIR): fits, " in plan_lines[0]
     assert "held-out loss" in out
     for text in (
         "windows of 16 to train on",
@@ -108,7 +108,7 @@ def test_train_reports_misfit_before_writing_run(tmp_path: Path) -> None:
 # --- errors --------------------------------------------------------------------------------------
 
 
-def refusal(folder: Path, *options: str, code: int = 2, **changes: Any) -> str:
+def train_error(folder: Path, *options: str, code: int = 2, **changes: Any) -> str:
     found, out, error = run("train", write(folder, **changes), *options)
     assert found == code, error
     assert "Traceback" not in error
@@ -119,7 +119,7 @@ def refusal(folder: Path, *options: str, code: int = 2, **changes: Any) -> str:
 
 
 def test_all_configuration_errors_are_reported_together(tmp_path: Path) -> None:
-    error = refusal(
+    error = train_error(
         tmp_path,
         model={"path": "x", "config": {"model_type": "gpt2"}},
         data__sequence_lenght=3,
@@ -211,7 +211,7 @@ def test_published_model_keys_are_accepted_and_typos_refused(
 def test_inconsistent_settings_are_one_error(
     tmp_path: Path, changes: dict[str, Any], message: str
 ) -> None:
-    error = refusal(tmp_path, **changes)
+    error = train_error(tmp_path, **changes)
     if message == "no key":
         assert "vit has no such key" in error
     else:
@@ -219,7 +219,7 @@ def test_inconsistent_settings_are_one_error(
 
 
 def test_missing_files_are_reported_together(tmp_path: Path) -> None:
-    error = refusal(tmp_path, data__train="/nowhere", model={"path": "./gone"}, tokenizer="./t")
+    error = train_error(tmp_path, data__train="/nowhere", model={"path": "./gone"}, tokenizer="./t")
     assert "3 mistakes" in error
     for text in ("/nowhere: does not exist", "no directory ./gone", "./t has no tokenizer"):
         assert text in error
@@ -227,33 +227,35 @@ def test_missing_files_are_reported_together(tmp_path: Path) -> None:
 
 def test_corpus_without_a_window_is_refused(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("")
-    assert "data.train: 0 tokens in 0 documents do not make one window of 16" in refusal(tmp_path)
+    assert "data.train: 0 tokens in 0 documents do not make one window of 16" in train_error(
+        tmp_path
+    )
     (tmp_path / "text.txt").write_text("a word")
-    assert "7 tokens in 1 documents" in refusal(tmp_path)
+    assert "7 tokens in 1 documents" in train_error(tmp_path)
 
 
 def test_tokens_outside_vocabulary_are_refused(tmp_path: Path) -> None:
     np.save(tmp_path / "a.npy", np.asarray([3, 999, 3], dtype=np.uint16))
     changes = {"data__train": str(tmp_path / "a.npy"), "model__config__vocab_size": 300}
-    error = refusal(tmp_path, **changes)
+    error = train_error(tmp_path, **changes)
     assert "holds the token 999 at 1, and the model has 300 tokens" in error
     more = {"tokenizer": "auto", "training__sample": "a prompt"}
-    assert "tokenizer: must be given" in refusal(tmp_path, **changes, **more)
+    assert "tokenizer: must be given" in train_error(tmp_path, **changes, **more)
 
 
 def test_unusable_run_directory_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    assert "cannot be used" in refusal(tmp_path, code=4, run_dir=str(file / "run"))
+    assert "cannot be used" in train_error(tmp_path, code=4, run_dir=str(file / "run"))
     full = tmp_path / "full"
     full.mkdir()
     (full / "thesis.txt").write_text("")
-    assert "is not empty, and holds no run: thesis.txt" in refusal(tmp_path, run_dir=str(full))
+    assert "is not empty, and holds no run: thesis.txt" in train_error(tmp_path, run_dir=str(full))
 
 
 def test_missing_transformers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
-    assert "pip install" in refusal(tmp_path)
+    assert "pip install" in train_error(tmp_path)
 
 
 def test_invalid_configuration_files(tmp_path: Path) -> None:
@@ -286,8 +288,8 @@ def test_every_preset_is_valid_and_plannable(
     assert code == 0, error
     config = load_run_config(path)
     assert str(path) in path.read_text()
-    said = PRESETS[name].partition("disk ")[2]
-    assert f"of RAM and {said} of" in path.read_text() or not said
+    disk_size = PRESETS[name].partition("disk ")[2]
+    assert f"of RAM and {disk_size} of" in path.read_text() or not disk_size
     arguments = ["plan", str(path), "--json"]
     if config.model.path is not None:
         code, _, error = run(*arguments)
@@ -300,8 +302,8 @@ def test_every_preset_is_valid_and_plannable(
     assert code == 0, out + error
     report = json.loads(out)
     assert report["fits"]
-    wanted = config.training.tokens_per_step
-    assert report["work"]["tokens_per_step"] == (wanted or 4 * 128)
+    tokens_per_step = config.training.tokens_per_step
+    assert report["work"]["tokens_per_step"] == (tokens_per_step or 4 * 128)
     assert report["work"]["sliced_logits"]
     assert ("nf4" in report["plan"]["frozen"]) == name.endswith("qlora"), "with --model, too"
     if config.leaves_batches_to_the_plan:
@@ -353,8 +355,8 @@ def test_fine_tuning_page_commands_run(tmp_path: Path, monkeypatch: pytest.Monke
         (tmp_path / name).write_text(blocks[kind])
     monkeypatch.chdir(tmp_path)
     for line in blocks["console"].splitlines():
-        words = shlex.split(line.removeprefix("$ infinity "), comments=True)
-        code, _, error = run(*words, "engine.budget.host=6GiB")
+        arguments = shlex.split(line.removeprefix("$ infinity "), comments=True)
+        code, _, error = run(*arguments, "engine.budget.host=6GiB")
         assert code == 0, error
     assert (tmp_path / "run" / "model" / "model.safetensors").exists()
     assert (tmp_path / "run" / "best" / "model.safetensors").exists()
@@ -377,14 +379,14 @@ def test_remedies_of_train_work(tmp_path: Path) -> None:
     code, out, error = run("train", config)
     assert code == 3, out + error
     ways = json.loads((tmp_path / "run" / "plan.json").read_text())["ways"]
-    hows = [way["how"] for way in ways if way["how"] is not None]
-    assert hows
-    for number, how in enumerate(hows):
-        assert how in out
-        assert "--" not in how
+    remedies = [way["how"] for way in ways if way["how"] is not None]
+    assert remedies
+    for number, remedy in enumerate(remedies):
+        assert remedy in out
+        assert "--" not in remedy
         other = (f"run_dir={tmp_path / str(number)}", "training.steps=1")
-        code, out_then, error = run("train", config, *shlex.split(how), *other)
-        assert code == 0, (how, out_then, error)
+        code, out_then, error = run("train", config, *shlex.split(remedy), *other)
+        assert code == 0, (remedy, out_then, error)
 
 
 def test_plan_of_run_matches_training_batches(tmp_path: Path) -> None:

@@ -54,15 +54,15 @@ def test_join_and_split_match_kernels_bitwise() -> None:
         expected = torch.empty(weight.numel())
         kernels.join(weight, residual, expected)
         found = join(weight, residual)
-        sound = ~expected.isnan()
-        assert torch.equal(found.isnan(), ~sound)
-        assert torch.equal(bits(found)[sound], bits(expected)[sound])
+        valid = ~expected.isnan()
+        assert torch.equal(found.isnan(), ~valid)
+        assert torch.equal(bits(found)[valid], bits(expected)[valid])
         high, low = torch.empty_like(weight), torch.empty_like(residual)
         kernels.split(found, high, low)
-        ours = split(found)
-        assert torch.equal(bits(ours[0]), bits(high))
-        assert torch.equal(ours[1], low)
-        assert torch.equal(bits(join(*ours))[sound], bits(found)[sound])
+        halves = split(found)
+        assert torch.equal(bits(halves[0]), bits(high))
+        assert torch.equal(halves[1], low)
+        assert torch.equal(bits(join(*halves))[valid], bits(found)[valid])
     finally:
         kernels.close()
 
@@ -99,8 +99,8 @@ def test_inspect_reports_checkpoint_contents(root: Path) -> None:
     run_dir = root.parent / "run_dir"
     run_dir.mkdir()
     root.rename(run_dir / "checkpoints")  # as in a run directory of `infinity train`
-    code, told, _ = run("inspect", run_dir, "--tag", "s1", "--json")
-    assert (code, json.loads(told)["streams"]) == (0, report["streams"])
+    code, run_out, _ = run("inspect", run_dir, "--tag", "s1", "--json")
+    assert (code, json.loads(run_out)["streams"]) == (0, report["streams"])
     assert run("verify", run_dir, "--all")[0] == 0
 
 
@@ -132,26 +132,26 @@ def test_verify_names_damaged_files(root: Path) -> None:
 # --- export ------------------------------------------------------------------------------------
 
 
-def value(made: Any, stream: str, name: str, dtype: torch.dtype) -> torch.Tensor:
-    found: torch.Tensor = made.content[stream, name].view(dtype)
+def value(source: Any, stream: str, name: str, dtype: torch.dtype) -> torch.Tensor:
+    found: torch.Tensor = source.content[stream, name].view(dtype)
     return found
 
 
 def finite(seed: int) -> Any:
     """Return a sample with finite weights, small enough for fp16."""
-    made = sample(seed, shapes={"wte": (40, 16), "big": (3000, 500), "scalar": ()})
-    for (stream, name), data in made.content.items():
+    source = sample(seed, shapes={"wte": (40, 16), "big": (3000, 500), "scalar": ()})
+    for (stream, name), data in source.content.items():
         if stream == "model":
             random = torch.randn(data.numel() // 2).to(torch.bfloat16)
-            made.content[stream, name] = random.view(torch.uint8)
+            source.content[stream, name] = random.view(torch.uint8)
         if stream in ("frozen", "buffers") and name != "mask":
-            made.content[stream, name] = torch.randn(data.numel() // 4).view(torch.uint8)
-    return made
+            source.content[stream, name] = torch.randn(data.numel() // 4).view(torch.uint8)
+    return source
 
 
 def test_export_writes_masters_exactly(tmp_path: Path) -> None:
-    made = finite(1)
-    save(tmp_path / "run", "t", made)
+    source = finite(1)
+    save(tmp_path / "run", "t", source)
     kernels = CpuKernels()
     for dtype, name in ((torch.float32, "fp32"), (torch.float16, "fp16"), (None, "")):
         out = tmp_path / f"out{name}"
@@ -164,14 +164,14 @@ def test_export_writes_masters_exactly(tmp_path: Path) -> None:
         with WeightFiles(out) as files:
             assert set(files.facts) == {"wte", "big", "scalar", "frozen.w", "running"}
             for key in ("wte", "big", "scalar"):
-                weight = value(made, "model", key, torch.bfloat16)
+                weight = value(source, "model", key, torch.bfloat16)
                 master = torch.empty(weight.numel())
-                kernels.join(weight, value(made, "residual", key, torch.int16), master)
+                kernels.join(weight, value(source, "residual", key, torch.int16), master)
                 expected = weight if dtype is None else master.to(dtype)
                 assert torch.equal(files.read(key).reshape(-1), expected)
-            frozen = value(made, "frozen", "frozen.w", torch.float32)
+            frozen = value(source, "frozen", "frozen.w", torch.float32)
             assert torch.equal(files.read("frozen.w").reshape(-1), frozen.to(dtype or frozen.dtype))
-            running = value(made, "buffers", "running", torch.float32)
+            running = value(source, "buffers", "running", torch.float32)
             assert torch.equal(files.read("running"), running)
     kernels.close()
 
@@ -191,8 +191,8 @@ def test_export_damaged_checkpoint_fails_without_output(tmp_path: Path) -> None:
     assert code == 2
     assert "holds weights already" in err
     assert {path: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
-    more = ("--max-shard", "1MiB", "--force")
-    assert run("export", tmp_path / "run", tmp_path / "out", *more)[0] == 0
+    options = ("--max-shard", "1MiB", "--force")
+    assert run("export", tmp_path / "run", tmp_path / "out", *options)[0] == 0
     code, _, err = run("export", tmp_path / "run", tmp_path / "a" / "slip" / "out")
     assert (code, "mkdir -p" in err) == (2, True)
     assert not (tmp_path / "a").exists()
@@ -208,9 +208,9 @@ def test_export_into_checkpoint_directory_is_refused(root: Path) -> None:
 
 
 def test_export_names_values_outside_dtype_range(tmp_path: Path) -> None:
-    made = finite(1)
-    made.content["model", "scalar"] = torch.tensor([1e30]).to(torch.bfloat16).view(torch.uint8)
-    save(tmp_path / "run", "t", made)
+    source = finite(1)
+    source.content["model", "scalar"] = torch.tensor([1e30]).to(torch.bfloat16).view(torch.uint8)
+    save(tmp_path / "run", "t", source)
     code, _, err = run("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp16")
     assert code == 2
     assert "'scalar'" in err
@@ -242,7 +242,7 @@ def test_prune_dry_run_and_removal(root: Path) -> None:
 def test_invalid_arguments_report_errors_without_traceback(root: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     (tmp_path / "file").write_text("x")
-    mistakes: list[tuple[list[str | Path], int, str]] = [
+    cases: list[tuple[list[str | Path], int, str]] = [
         (["inspect", tmp_path / "nowhere"], 2, "is not a directory"),
         (["inspect", tmp_path / "file"], 2, "is not a directory"),
         (["inspect", tmp_path / "empty"], 5, "has no file `latest`; there are no checkpoints"),
@@ -259,7 +259,7 @@ def test_invalid_arguments_report_errors_without_traceback(root: Path, tmp_path:
         (["prune", root, "--keep", "0"], 2, "'--keep'"),
         (["prune", root], 2, "--keep"),
     ]
-    for arguments, expected, text in mistakes:
+    for arguments, expected, text in cases:
         code, out, err = run(*arguments)
         assert code == expected, (arguments, out, err)
         assert text in " ".join(err.split()), (arguments, err)
@@ -284,14 +284,14 @@ def test_help_of_every_command_has_an_example() -> None:
 
 
 def test_export_checkpoint_without_masters(tmp_path: Path) -> None:
-    made = finite(2)
-    for stream in [s for s in made.streams if s not in ("model", "frozen", "buffers")]:
-        del made.streams[stream]
-        made.content = {k: v for k, v in made.content.items() if k[0] != stream}
-    made.manifest = replace(made.manifest, moments=())
-    save(tmp_path / "run", "t", made)
+    source = finite(2)
+    for stream in [s for s in source.streams if s not in ("model", "frozen", "buffers")]:
+        del source.streams[stream]
+        source.content = {k: v for k, v in source.content.items() if k[0] != stream}
+    source.manifest = replace(source.manifest, moments=())
+    save(tmp_path / "run", "t", source)
     assert run("export", tmp_path / "run", tmp_path / "out", "--dtype", "fp32")[0] == 0
     with WeightFiles(tmp_path / "out") as files, CheckpointReader(tmp_path / "run", "t") as reader:
         assert list(reader.names("residual")) == []
-        weight = value(made, "model", "big", torch.bfloat16)
+        weight = value(source, "model", "big", torch.bfloat16)
         assert torch.equal(files.read("big").reshape(-1), weight.float())

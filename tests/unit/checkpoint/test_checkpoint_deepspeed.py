@@ -32,7 +32,7 @@ SHAPES = OrderedDict(
 DECAY = ("emb", "w", "none")
 
 
-def tensors(root: Path, tag: str) -> tuple[dict[str, Tensor], Any]:
+def read_tensors(root: Path, tag: str) -> tuple[dict[str, Tensor], Any]:
     """Return all tensors of a checkpoint by "stream/name", and its manifest."""
     found = {}
     with CheckpointReader(root, tag) as reader:
@@ -53,11 +53,11 @@ def test_import_real_stage_1_and_3_checkpoints_agree(tmp_path: Path) -> None:
     results = {}
     for stage in (1, 3):
         root = tmp_path / f"{stage}"
-        done = import_deepspeed(DATA / f"z{stage}-fp32", root, "0.1.0")
-        assert (done.stage, done.ranks, done.global_steps) == (stage, 1, 3)
-        assert done.path == root / "global_step3"
+        result = import_deepspeed(DATA / f"z{stage}-fp32", root, "0.1.0")
+        assert (result.stage, result.ranks, result.global_steps) == (stage, 1, 3)
+        assert result.path == root / "global_step3"
         assert (root / "latest").read_text() == "global_step3\n"
-        results[stage], manifest = tensors(root, "global_step3")
+        results[stage], manifest = read_tensors(root, "global_step3")
         records = {p.name: p for p in manifest.parameters}
         assert records["emb.weight"].aliases == ("head.weight",)
         assert records["emb.weight"].step == 3
@@ -81,9 +81,9 @@ def test_import_real_bf16_checkpoints_of_two_ranks(tmp_path: Path) -> None:
     module = torch.load(model, weights_only=True)["module"]
     results = {}
     for stage in (2, 3):
-        done = import_deepspeed(DATA / f"z{stage}-bf16-w2", tmp_path / f"{stage}", "0.1.0")
-        assert (done.stage, done.ranks, len(done.moments)) == (stage, 2, 2)
-        results[stage], manifest = tensors(done.path.parent, "global_step3")
+        result = import_deepspeed(DATA / f"z{stage}-bf16-w2", tmp_path / f"{stage}", "0.1.0")
+        assert (result.stage, result.ranks, len(result.moments)) == (stage, 2, 2)
+        results[stage], manifest = read_tensors(result.path.parent, "global_step3")
         assert (manifest.precision, manifest.rule) == ("bf16", "AdamW")
         for name in ("emb.weight", "l1.weight", "l1.bias", "ln.weight", "ln.bias"):
             assert torch.equal(results[stage][f"model/{name}"], module[name])
@@ -97,15 +97,15 @@ def test_import_real_bf16_checkpoints_of_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _pretend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _check_fake_modules_removed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Check that the fake DeepSpeed modules are removed before anything is read."""
     yield
-    assert not pretended()
+    assert not fake_modules()
 
 
-def classes() -> dict[str, type]:
+def fake_classes() -> dict[str, type]:
     """Return fake classes that pickle under the names of DeepSpeed classes."""
-    made = {}
+    by_name = {}
     for path in (
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -116,28 +116,28 @@ def classes() -> dict[str, type]:
         for i in range(len(parts)):
             sys.modules.setdefault(".".join(parts[: i + 1]), types.ModuleType(parts[i]))
         base = (int,) if name == "ZeroStageEnum" else ()
-        made[name] = type(name, base, {"__module__": module})
-        setattr(sys.modules[module], name, made[name])
-    return made
+        by_name[name] = type(name, base, {"__module__": module})
+        setattr(sys.modules[module], name, by_name[name])
+    return by_name
 
 
-def pretended() -> list[str]:
+def fake_modules() -> list[str]:
     """Return the loaded `deepspeed` modules, without packages that only share the prefix."""
     return [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
 
 
-def forget() -> None:
-    for name in pretended():
+def remove_fake_modules() -> None:
+    for name in fake_modules():
         del sys.modules[name]
 
 
-def values(seed: int) -> dict[str, dict[str, Tensor]]:
+def random_tensors(seed: int) -> dict[str, dict[str, Tensor]]:
     torch.manual_seed(seed)
     kinds = ("master", "exp_avg", "exp_avg_sq")
     return {kind: {n: torch.randn(shape) for n, shape in SHAPES.items()} for kind in kinds}
 
 
-def lookalike(
+def write_synthetic(
     directory: Path,
     stage: int,
     ranks: int,
@@ -146,13 +146,14 @@ def lookalike(
     **change: Any,
 ) -> dict[str, dict[str, Tensor]]:
     """Write files in DeepSpeed's layout, from its definition of partitions; return the values."""
-    made, known = values(stage), classes()
+    expected, fakes = random_tensors(stage), fake_classes()
     directory.mkdir(parents=True)
     frozen = torch.arange(7.0).to(dtype)
     groups = [[n for n in SHAPES if n in DECAY], [n for n in SHAPES if n not in DECAY]]
     for rank in range(ranks):
         flats = {
-            kind: [part(made[kind], g, stage, rank, ranks, gap) for g in groups] for kind in made
+            kind: [partition(expected[kind], g, stage, rank, ranks, gap) for g in groups]
+            for kind in expected
         }
         state = {
             i: {"step": torch.tensor(9.0), **{k: flats[k][i] for k in ("exp_avg", "exp_avg_sq")}}
@@ -160,19 +161,24 @@ def lookalike(
         }
         base = {"state": state, "param_groups": [{"lr": 0.1}] * 2}
         optimizer: dict[str, Any] = {
-            "loss_scaler": known["LossScaler"](),
-            "zero_stage": known["ZeroStageEnum"](stage),
+            "loss_scaler": fakes["LossScaler"](),
+            "zero_stage": fakes["ZeroStageEnum"](stage),
             "partition_count": ranks if stage == 3 else [ranks] * 2,
-            "slices": known["fragment_address"](),
+            "slices": fakes["fragment_address"](),
         }
         optimizer["loss_scaler"].cur_scale = 1.0
         if stage == 3:
             optimizer |= {"optimizer_state_dict": base, "fp32_flat_groups": flats["master"]}
         else:
-            lean = [lean_part(made["master"], g, rank, ranks, gap) for g in groups]
+            partitions = [
+                unpadded_partition(expected["master"], g, rank, ranks, gap) for g in groups
+            ]
             if gap:
                 optimizer["param_alignment_paddings"] = [[gap] * len(g) for g in groups]
-            optimizer |= {"base_optimizer_state": base, "single_partition_of_fp32_groups": lean}
+            optimizer |= {
+                "base_optimizer_state": base,
+                "single_partition_of_fp32_groups": partitions,
+            }
         optimizer |= change.get("optimizer", {})
         name = f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
         torch.save({"optimizer_state_dict": optimizer}, directory / name)
@@ -181,7 +187,7 @@ def lookalike(
         size = -(-7 // ranks)
         padded = torch.cat([frozen, frozen.new_zeros(size * ranks - 7)])
         module = {n: v.to(dtype) if stage < 3 else torch.empty(0, dtype=dtype)
-                  for n, v in made["master"].items()}  # fmt: skip
+                  for n, v in expected["master"].items()}  # fmt: skip
         module["fixed"] = frozen if stage < 3 else frozen[:0]
         module["tied"] = module["emb"]
         module["mask"] = torch.tensor([True, False])
@@ -198,32 +204,34 @@ def lookalike(
         }
         zero = f"zero_pp_rank_{rank}_" if stage == 3 else ""
         torch.save(model, directory / f"{zero}mp_rank_00_model_states.pt")
-    forget()
-    return made
+    remove_fake_modules()
+    return expected
 
 
-def part(
-    made: dict[str, Tensor], group: list[str], stage: int, rank: int, ranks: int, gap: int
+def partition(
+    tensors: dict[str, Tensor], group: list[str], stage: int, rank: int, ranks: int, gap: int
 ) -> Tensor:
     if stage == 3:
         flats = []
         for name in group:
-            flat = made[name].reshape(-1)
+            flat = tensors[name].reshape(-1)
             size = -(-flat.numel() // ranks)
             padded = torch.cat([flat, torch.zeros(size * ranks - flat.numel())])
             flats.append(padded[rank * size : (rank + 1) * size])
         return torch.cat(flats)
-    flat = torch.cat([nn.functional.pad(made[name].reshape(-1), (0, gap)) for name in group])
+    flat = torch.cat([nn.functional.pad(tensors[name].reshape(-1), (0, gap)) for name in group])
     align = 2 * ranks
     flat = torch.cat([flat, torch.zeros(-flat.numel() % align)])
     return flat.view(ranks, -1)[rank].clone()
 
 
-def lean_part(made: dict[str, Tensor], group: list[str], rank: int, ranks: int, gap: int) -> Tensor:
+def unpadded_partition(
+    tensors: dict[str, Tensor], group: list[str], rank: int, ranks: int, gap: int
+) -> Tensor:
     """Return the partition without padding, which is at the end of the last rank."""
     total = sum(prod(SHAPES[name]) + gap for name in group)
-    whole = part(made, group, 1, rank, ranks, gap)
-    return whole[: max(total - rank * whole.numel(), 0)].clone()
+    padded = partition(tensors, group, 1, rank, ranks, gap)
+    return padded[: max(total - rank * padded.numel(), 0)].clone()
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -232,11 +240,11 @@ def lean_part(made: dict[str, Tensor], group: list[str], rank: int, ranks: int, 
 def test_import_synthetic_checkpoint_is_bitwise_equal(
     tmp_path: Path, stage: int, ranks: int, dtype: torch.dtype
 ) -> None:
-    made = lookalike(tmp_path / "ds/t", stage, ranks, dtype)
-    done = import_deepspeed(tmp_path / "ds", tmp_path / "out", "0.1.0", "t")
-    assert (done.ranks, done.moments) == (ranks, ("exp_avg", "exp_avg_sq"))
-    found, manifest = tensors(tmp_path / "out", "t")
-    for name, master in made["master"].items():
+    expected = write_synthetic(tmp_path / "ds/t", stage, ranks, dtype)
+    result = import_deepspeed(tmp_path / "ds", tmp_path / "out", "0.1.0", "t")
+    assert (result.ranks, result.moments) == (ranks, ("exp_avg", "exp_avg_sq"))
+    found, manifest = read_tensors(tmp_path / "out", "t")
+    for name, master in expected["master"].items():
         weight = found[f"model/{name}"]
         assert weight.dtype is dtype
         if dtype is torch.bfloat16:
@@ -245,12 +253,12 @@ def test_import_synthetic_checkpoint_is_bitwise_equal(
             assert torch.equal(weight, master.to(dtype))
             weight = found[f"master/{name}"]
         assert torch.equal(weight.view(master.shape), master)
-        assert torch.equal(found[f"moment1/{name}"], made["exp_avg"][name])
-        assert torch.equal(found[f"moment2/{name}"], made["exp_avg_sq"][name])
+        assert torch.equal(found[f"moment1/{name}"], expected["exp_avg"][name])
+        assert torch.equal(found[f"moment2/{name}"], expected["exp_avg_sq"][name])
     assert torch.equal(found["frozen/fixed"], torch.arange(7.0).to(dtype))
     assert torch.equal(found["buffers/mask"], torch.tensor([True, False]))
-    wanted = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-    assert manifest.precision == wanted[dtype]
+    precisions = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+    assert manifest.precision == precisions[dtype]
     assert manifest.global_steps == 11
     assert {p.step for p in manifest.parameters if p.trained} == {9}
     assert next(p.aliases for p in manifest.parameters if p.name == "emb") == ("tied",)
@@ -258,20 +266,20 @@ def test_import_synthetic_checkpoint_is_bitwise_equal(
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_import_skips_alignment_padding(tmp_path: Path, ranks: int) -> None:
-    made = lookalike(tmp_path / "t", 2, ranks, torch.float32, gap=3)
+    expected = write_synthetic(tmp_path / "t", 2, ranks, torch.float32, gap=3)
     import_deepspeed(tmp_path / "t", tmp_path / "out", "0.1.0")
-    found, _ = tensors(tmp_path / "out", "t")
-    for name, master in made["master"].items():
+    found, _ = read_tensors(tmp_path / "out", "t")
+    for name, master in expected["master"].items():
         assert torch.equal(found[f"model/{name}"], master)
-        assert torch.equal(found[f"moment2/{name}"], made["exp_avg_sq"][name])
+        assert torch.equal(found[f"moment2/{name}"], expected["exp_avg_sq"][name])
 
 
 def test_import_without_moments_keeps_weights(tmp_path: Path) -> None:
     empty = {"state": {}, "param_groups": []}
-    lookalike(tmp_path / "t", 2, 2, optimizer={"base_optimizer_state": empty})
-    done = import_deepspeed(tmp_path / "t", tmp_path / "out", "0.1.0")
-    assert done.moments == ()
-    found, manifest = tensors(tmp_path / "out", "t")
+    write_synthetic(tmp_path / "t", 2, 2, optimizer={"base_optimizer_state": empty})
+    result = import_deepspeed(tmp_path / "t", tmp_path / "out", "0.1.0")
+    assert result.moments == ()
+    found, manifest = read_tensors(tmp_path / "out", "t")
     assert not any(key.startswith("moment") for key in found)
     assert {p.step for p in manifest.parameters if p.trained} == {9}  # of 11, 2 were skipped
 
@@ -307,7 +315,7 @@ class Evil:
         return os.mkdir, (str(self.target),)
 
 
-def refused(directory: Path, out: Path) -> str:
+def import_failure(directory: Path, out: Path) -> str:
     with pytest.raises(CheckpointError) as caught:
         import_deepspeed(directory, out, "0.1.0")
     assert not out.exists()
@@ -321,10 +329,10 @@ def test_import_does_not_execute_pickled_code(tmp_path: Path) -> None:
         {"model": {"x": [Evil(target)]}},
     ]
     for change in changes:
-        lookalike(tmp_path / "t", 1, 1, **change)
-        classes()  # as if DeepSpeed were installed: its classes could be found
-        text = refused(tmp_path / "t", tmp_path / "out")
-        forget()
+        write_synthetic(tmp_path / "t", 1, 1, **change)
+        fake_classes()  # as if DeepSpeed were installed: its classes could be found
+        text = import_failure(tmp_path / "t", tmp_path / "out")
+        remove_fake_modules()
         assert "cannot be read without running code" in text
         assert not target.exists()
         shutil.rmtree(tmp_path / "t")
@@ -349,26 +357,26 @@ def test_import_does_not_execute_pickled_code(tmp_path: Path) -> None:
     ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_import_invalid_fields_are_refused(tmp_path: Path, change: Any, text: str) -> None:
-    lookalike(tmp_path / "t", 1, 2, **change)
-    assert text in refused(tmp_path / "t", tmp_path / "out")
+    write_synthetic(tmp_path / "t", 1, 2, **change)
+    assert text in import_failure(tmp_path / "t", tmp_path / "out")
 
 
 def test_import_missing_or_damaged_files_are_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    lookalike(tmp_path / "t", 3, 3)
+    write_synthetic(tmp_path / "t", 3, 3)
     middle = tmp_path / "t/zero_pp_rank_1_mp_rank_00_optim_states.pt"
     data = middle.read_bytes()
     middle.unlink()
-    assert "ranks are missing" in refused(tmp_path / "t", out)
+    assert "ranks are missing" in import_failure(tmp_path / "t", out)
     for damaged in (b"", data[:-100], b"x" * 1000, pickle.dumps({"a": 1})):
         middle.write_bytes(damaged)
-        assert str(middle) in refused(tmp_path / "t", out)
+        assert str(middle) in import_failure(tmp_path / "t", out)
     middle.write_bytes(data)
     (tmp_path / "t/zero_pp_rank_0_mp_rank_01_optim_states.pt").write_bytes(data)
-    assert "model-parallel" in refused(tmp_path / "t", out)
+    assert "model-parallel" in import_failure(tmp_path / "t", out)
     (tmp_path / "t/zero_pp_rank_0_mp_rank_01_optim_states.pt").unlink()
     (tmp_path / "t/layer_0_expert_1_mp_rank_00_model_states.pt").touch()
-    assert "experts" in refused(tmp_path / "t", out)
+    assert "experts" in import_failure(tmp_path / "t", out)
     with pytest.raises(ConfigError, match="is not a directory"):
         import_deepspeed(tmp_path / "nowhere", out, "0.1.0")
     with pytest.raises(ConfigError, match="is not a plain name"):

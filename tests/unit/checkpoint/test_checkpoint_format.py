@@ -174,9 +174,9 @@ class Model(nn.Module):
 
 
 def write_model(root: Path, model: Model, *, small: bool = False) -> Path:
-    with_rest = not small
+    full = not small
     streams = {"model": [TensorSpec("one.weight", (3, 4), torch.float32)]}
-    if with_rest:
+    if full:
         streams["frozen"] = [TensorSpec("fixed", (2,), torch.float32)]
         streams["buffers"] = [TensorSpec(n, (3,), torch.float32) for n in ("kept", "passing")]
     one = ParameterRecord("one.weight", ("two.weight",), (3, 4), "float32", True, 1)
@@ -188,8 +188,8 @@ def write_model(root: Path, model: Model, *, small: bool = False) -> Path:
         sample(1).manifest,
         precision="fp32",
         moments=(),
-        parameters=(one, fixed) if with_rest else (one,),
-        buffers=buffers if with_rest else (),
+        parameters=(one, fixed) if full else (one,),
+        buffers=buffers if full else (),
     )
     writer = CheckpointWriter(root, "small" if small else "t", streams)
     state = dict(model.named_parameters()) | dict(model.named_buffers())

@@ -21,7 +21,7 @@ from infinity.checkpoint.plain import decode, encode
 from infinity.errors import CheckpointError, ConfigError
 
 
-def through(value: Any) -> Any:
+def round_trip(value: Any) -> Any:
     return decode(json.loads(json.dumps(encode(value, "x"), allow_nan=False)))
 
 
@@ -120,8 +120,8 @@ PLAIN = [
 
 @pytest.mark.parametrize("value", PLAIN, ids=lambda value: type(value).__name__)
 def test_plain_value_round_trip(value: Any) -> None:
-    assert same(through(value), value)
-    assert same(through({"a": [value, (value,)]}), {"a": [value, (value,)]})
+    assert same(round_trip(value), value)
+    assert same(round_trip({"a": [value, (value,)]}), {"a": [value, (value,)]})
 
 
 @pytest.mark.parametrize(
@@ -134,9 +134,9 @@ def test_plain_value_round_trip(value: Any) -> None:
 )  # fmt: skip
 def test_tensor_round_trip_every_dtype(dtype: torch.dtype) -> None:
     top = 2 if dtype is torch.bool else 256
-    whole = torch.randint(0, top, (48 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-    for value in (whole, whole.view(6, 8).t(), whole[::3], whole[:0], whole[0], whole.view(2, 24)):
-        assert same(through(value), value)
+    base = torch.randint(0, top, (48 * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    for value in (base, base.view(6, 8).t(), base[::3], base[:0], base[0], base.view(2, 24)):
+        assert same(round_trip(value), value)
 
 
 def test_decoded_values_share_no_memory() -> None:
@@ -149,7 +149,7 @@ def test_decoded_values_share_no_memory() -> None:
 
 def test_rng_state_round_trip() -> None:
     torch.manual_seed(5)
-    state = through({"torch": torch.get_rng_state(), "python": random.getstate()})
+    state = round_trip({"torch": torch.get_rng_state(), "python": random.getstate()})
     expected = torch.rand(4), random.random()
     torch.set_rng_state(state["torch"])
     random.setstate(state["python"])
@@ -176,7 +176,7 @@ values = st.recursive(
 @settings(max_examples=100, deadline=None)
 @given(values)
 def test_random_plain_value_round_trip(value: Any) -> None:
-    assert same(through(value), value)
+    assert same(round_trip(value), value)
 
 
 class Derived(dict[str, int]):
@@ -214,7 +214,7 @@ def test_encode_unsupported_value_names_its_path(value: Any, place: str) -> None
     assert place in str(caught.value)
 
 
-def file_of(dtype: str, shape: str, nbytes: int) -> str:
+def npy_file(dtype: str, shape: str, nbytes: int) -> str:
     """Return a base64 .npy file with this header, valid or not."""
     header = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
     data = b"\x93NUMPY\1\0" + struct.pack("<H", len(header) + 1) + header.encode() + b"\n"
@@ -250,15 +250,15 @@ HOSTILE: list[Any] = [
     {"$tensor": {"dtype": "bool", "shape": [3], "data": "AAEC"}},
     {"$tensor": {"dtype": "load", "shape": [], "data": ""}},
     {"$tensor": {"dtype": "float32", "shape": [0]}},
-    {"$array": file_of("|O", "(1,)", 8)},
-    {"$array": file_of("<i4", "(2,)", 4)},
-    {"$array": file_of("<i4", "(4611686018427387904, 0, 4611686018427387904)", 0)},
-    {"$array": file_of("<i4", str((1,) * 99), 4)},
-    {"$array": file_of("<i4", "__import__('os')", 4)},
-    {"$array": file_of("<U999999999", "(1,)", 0)},
+    {"$array": npy_file("|O", "(1,)", 8)},
+    {"$array": npy_file("<i4", "(2,)", 4)},
+    {"$array": npy_file("<i4", "(4611686018427387904, 0, 4611686018427387904)", 0)},
+    {"$array": npy_file("<i4", str((1,) * 99), 4)},
+    {"$array": npy_file("<i4", "__import__('os')", 4)},
+    {"$array": npy_file("<U999999999", "(1,)", 0)},
     {"$array": "AAAA"},
     {"$array": {"dtype": "<i4", "shape": [1], "data": "AAAAAA=="}},
-    {"$scalar": file_of("<i4", "()", 0)},
+    {"$scalar": npy_file("<i4", "()", 0)},
     math.inf,
     (1,),
     object(),
@@ -267,9 +267,9 @@ HOSTILE: list[Any] = [
 
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 def test_decode_hostile_data_is_refused(value: Any) -> None:
-    for place in (value, [value], {"a": {"$tuple": [value]}}):
+    for nested in (value, [value], {"a": {"$tuple": [value]}}):
         with pytest.raises(CheckpointError, match="data in a checkpoint cannot be read"):
-            decode(place)
+            decode(nested)
 
 
 def test_deeply_nested_data_is_refused() -> None:

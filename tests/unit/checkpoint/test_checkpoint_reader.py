@@ -30,17 +30,17 @@ SHARD = 3 << 20
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
     root = tmp_path_factory.mktemp("saved")
-    made = sample(1, shapes=SHAPES)
-    save(root, "t", made, SHARD)
-    return root, made
+    source = sample(1, shapes=SHAPES)
+    save(root, "t", source, SHARD)
+    return root, source
 
 
 def test_read_returns_all_saved_tensors(saved: tuple[Path, Sample]) -> None:
-    root, made = saved
-    assert same_content(content(root, "t"), made.content)
+    root, source = saved
+    assert same_content(content(root, "t"), source.content)
     with CheckpointReader(root, "t") as reader:
-        assert reader.manifest.parameters == made.manifest.parameters
-        for stream, specs in made.streams.items():
+        assert reader.manifest.parameters == source.manifest.parameters
+        for stream, specs in source.streams.items():
             assert list(reader.names(stream)) == [spec.name for spec in specs]
             for spec in specs:
                 facts = reader.facts(stream, spec.name)
@@ -51,11 +51,11 @@ def test_read_returns_all_saved_tensors(saved: tuple[Path, Sample]) -> None:
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
 def test_read_into_any_range(saved: tuple[Path, Sample], data: st.DataObject) -> None:
-    root, made = saved
+    root, source = saved
     with CheckpointReader(root, "t") as reader:
         for _ in range(3):
-            stream, name = data.draw(st.sampled_from(sorted(made.content)))
-            expected = made.content[stream, name]
+            stream, name = data.draw(st.sampled_from(sorted(source.content)))
+            expected = source.content[stream, name]
             first = data.draw(st.integers(0, expected.numel()))
             last = data.draw(st.integers(first, expected.numel()))
             target = torch.full((last - first + 2,), 0xAB, dtype=torch.uint8)
@@ -65,15 +65,15 @@ def test_read_into_any_range(saved: tuple[Path, Sample], data: st.DataObject) ->
 
 
 def test_read_into_random_ranges_of_all_streams(saved: tuple[Path, Sample]) -> None:
-    root, made = saved
-    random_ = random.Random(1)
-    keys = [key for key in made.content if made.content[key].numel()]
+    root, source = saved
+    rng = random.Random(1)
+    keys = [key for key in source.content if source.content[key].numel()]
     with CheckpointReader(root, "t") as reader:
         for _ in range(300):
-            key = random_.choice(keys)
-            expected = made.content[key]
-            first = random_.randrange(expected.numel())
-            target = torch.empty(min(random_.choice((1, 99, 70_000)), expected.numel() - first))
+            key = rng.choice(keys)
+            expected = source.content[key]
+            first = rng.randrange(expected.numel())
+            target = torch.empty(min(rng.choice((1, 99, 70_000)), expected.numel() - first))
             target = torch.empty(target.numel(), dtype=torch.uint8)
             reader.read_into(*key, first, target)
             assert torch.equal(target, expected[first : first + target.numel()])
@@ -82,7 +82,7 @@ def test_read_into_random_ranges_of_all_streams(saved: tuple[Path, Sample]) -> N
 def test_sequential_reads_read_each_block_once(
     saved: tuple[Path, Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    root, made = saved
+    root, source = saved
     read: Counter[tuple[str, int]] = Counter()
     start = blocks.BlockReader._start_read
 
@@ -94,7 +94,7 @@ def test_sequential_reads_read_each_block_once(
     with CheckpointReader(root, "t") as reader:
         for stream in ("model", "moment1", "residual"):
             for name in reader.names(stream):
-                nbytes = made.content[stream, name].numel()
+                nbytes = source.content[stream, name].numel()
                 for first in range(0, nbytes, 77_777):
                     target = torch.empty(min(77_777, nbytes - first), dtype=torch.uint8)
                     reader.read_into(stream, name, first, target)
@@ -110,13 +110,13 @@ def test_sequential_reads_read_each_block_once(
 
 def test_files_are_readable_by_safetensors(saved: tuple[Path, Sample]) -> None:
     safetensors = pytest.importorskip("safetensors.torch")
-    root, made = saved
+    root, source = saved
     found: dict[tuple[str, str], Tensor] = {}
     for path in (root / "t").glob("*.safetensors"):
         stream = path.name.removesuffix(".safetensors").split("-")[0]
         for name, value in safetensors.load_file(path).items():
             found[stream, name] = value.reshape(-1).view(torch.uint8)
-    assert same_content(found, made.content)
+    assert same_content(found, source.content)
 
 
 @needs_peak
@@ -164,14 +164,14 @@ def test_read_invalid_arguments_are_refused(saved: tuple[Path, Sample]) -> None:
 @pytest.mark.parametrize("seed", range(12))
 def test_read_with_io_faults_is_correct_or_raises(saved: tuple[Path, Sample], seed: int) -> None:
     """A read returns correct data or the right error, and may be retried."""
-    root, made = saved
+    root, source = saved
     kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
     faults = f"seed={seed},kinds={kinds},rate=0.3"
     failures = 0
     with rough_io(faults=faults):
         reader = CheckpointReader(root, "t")
     with reader:
-        for (stream, name), expected in made.content.items():
+        for (stream, name), expected in source.content.items():
             for _ in range(2000):  # all 9 blocks of the longest tensor succeed once in 25 tries
                 target = torch.empty_like(expected)
                 try:
@@ -198,8 +198,8 @@ def test_verify_reports_io_errors(saved: tuple[Path, Sample]) -> None:
         reader = CheckpointReader(saved[0], "t")
     with reader:
         found = list(reader.verify())
-        whole = sum(r.nbytes // BLOCK_BYTES for r in reader.manifest.files)
-    assert len(found) >= whole
+        num_blocks = sum(r.nbytes // BLOCK_BYTES for r in reader.manifest.files)
+    assert len(found) >= num_blocks
     assert all("Input/output error" in text for text in found)
 
 
@@ -207,17 +207,17 @@ def test_read_files_with_other_block_sizes(saved: tuple[Path, Sample], tmp_path:
     """The block size is a property of the file, not of the reader."""
     from support.checkpoint_files import checksum
 
-    made = sample(4)
-    path = save(tmp_path, "t", made, 2000)
+    source = sample(4)
+    path = save(tmp_path, "t", source, 2000)
 
     def change(members: dict[str, Any]) -> None:
         for size, record in zip((4096, 8192, 1 << 21, 4096), members["files"], strict=False):
             data = (path / record["name"]).read_bytes()
-            parts = [data[start : start + size] for start in range(0, len(data), size)]
-            record.update(block_bytes=size, crc32c=[checksum(part) for part in parts])
+            chunks = [data[start : start + size] for start in range(0, len(data), size)]
+            record.update(block_bytes=size, crc32c=[checksum(chunk) for chunk in chunks])
 
     rewrite(path / "manifest.json", change)
-    assert same_content(content(tmp_path, "t"), made.content)
+    assert same_content(content(tmp_path, "t"), source.content)
 
 
 def test_no_latest_hints_when_root_is_a_checkpoint(saved: tuple[Path, Sample]) -> None:

@@ -28,14 +28,14 @@ FROZEN = "frozen.safetensors"
 
 
 def write(
-    root: Path, tag: str, made: Sample, before: Written | None = None, **more: Any
+    root: Path, tag: str, source: Sample, before: Written | None = None, **options: Any
 ) -> CheckpointWriter:
     """Write a checkpoint of a sample, with the frozen stream declared unchanged."""
-    writer = CheckpointWriter(root, tag, made.streams, before=before, same=("frozen",), **more)
-    for (stream, _), data in made.content.items():
+    writer = CheckpointWriter(root, tag, source.streams, before=before, same=("frozen",), **options)
+    for (stream, _), data in source.content.items():
         if not writer.shares(stream):
             writer.write(stream, data)
-    writer.finish(made.manifest)
+    writer.finish(source.manifest)
     return writer
 
 
@@ -43,11 +43,11 @@ def inode(path: Path) -> int:
     return path.stat().st_ino
 
 
-def check(root: Path, tag: str, made: Sample) -> None:
+def check_checkpoint(root: Path, tag: str, source: Sample) -> None:
     """Check that the checkpoint is valid and has every tensor of the sample."""
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
-        for (stream, name), data in made.content.items():
+        for (stream, name), data in source.content.items():
             found = reader.read(stream, name).reshape(-1).view(torch.uint8)
             assert torch.equal(found, data), (stream, name)
 
@@ -65,14 +65,14 @@ def test_unchanged_stream_is_hard_linked(tmp_path: Path) -> None:
     for path in (tmp_path / "b").iterdir():
         if path.name != FROZEN:
             assert path.stat().st_nlink == 1, path
-    check(tmp_path, "a", first)
-    check(tmp_path, "b", second)
+    check_checkpoint(tmp_path, "a", first)
+    check_checkpoint(tmp_path, "b", second)
     assert writer.written is not None
-    third = write(tmp_path, "c", second, writer.written)
-    assert third.shares("frozen")
+    third_writer = write(tmp_path, "c", second, writer.written)
+    assert third_writer.shares("frozen")
     assert [one.tag for one in prune(tmp_path, 1)] == ["b", "a"]
     assert (tmp_path / "c" / FROZEN).stat().st_nlink == 1
-    check(tmp_path, "c", second)
+    check_checkpoint(tmp_path, "c", second)
 
 
 def test_aborted_writer_leaves_previous_checkpoint(tmp_path: Path) -> None:
@@ -83,7 +83,7 @@ def test_aborted_writer_leaves_previous_checkpoint(tmp_path: Path) -> None:
     writer.abort()
     assert {path.name for path in tmp_path.iterdir()} == {"a", "latest"}
     assert (tmp_path / "a" / FROZEN).stat().st_nlink == 1
-    check(tmp_path, "a", first)
+    check_checkpoint(tmp_path, "a", first)
 
 
 def test_unshared_stream_is_written(tmp_path: Path) -> None:
@@ -95,8 +95,8 @@ def test_unshared_stream_is_written(tmp_path: Path) -> None:
     for (stream, _), data in second.content.items():
         writer.write(stream, data)
     writer.finish(second.manifest)
-    check(tmp_path, "a", first)
-    check(tmp_path, "b", second)
+    check_checkpoint(tmp_path, "a", first)
+    check_checkpoint(tmp_path, "b", second)
 
 
 def touched(root: Path) -> None:
@@ -135,55 +135,55 @@ CHANGES = [touched, replaced, linked, linked_directory, pruned, cut_short]
 def test_modified_source_file_is_written_again(
     tmp_path: Path, change: Callable[[Path], None]
 ) -> None:
-    made = sample(1)
-    one = write(tmp_path, "a", made)
+    source = sample(1)
+    one = write(tmp_path, "a", source)
     change(tmp_path)
     away = inode(tmp_path / "away") if (tmp_path / "away").exists() else 0
-    writer = write(tmp_path, "b", made, one.written)
+    writer = write(tmp_path, "b", source, one.written)
     assert not writer.shares("frozen")
     assert (tmp_path / "b" / FROZEN).stat().st_nlink == 1
     assert inode(tmp_path / "b" / FROZEN) != away
-    check(tmp_path, "b", made)
+    check_checkpoint(tmp_path, "b", source)
 
 
 @pytest.mark.parametrize("code", [errno.EMLINK, errno.EXDEV, errno.EPERM])
 def test_unsupported_hard_link_falls_back_to_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
-    made = sample(1)
-    one = write(tmp_path, "a", made)
+    source = sample(1)
+    one = write(tmp_path, "a", source)
 
     def refuse(*_: Any, **__: Any) -> None:
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(os, "link", refuse)
-    assert not write(tmp_path, "b", made, one.written).shares("frozen")
-    check(tmp_path, "b", made)
+    assert not write(tmp_path, "b", source, one.written).shares("frozen")
+    check_checkpoint(tmp_path, "b", source)
 
 
 def test_reflink_is_preferred_to_hard_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reflinks are used where the file system has them; this fake one copies."""
-    made = sample(1)
-    one = write(tmp_path, "a", made)
+    source = sample(1)
+    one = write(tmp_path, "a", source)
 
     def clone(new: int, request: int, old: int) -> int:
         assert request == _FICLONE
         return os.sendfile(new, old, 0, os.fstat(old).st_size)
 
     monkeypatch.setattr(fcntl, "ioctl", clone)
-    two = write(tmp_path, "b", made, one.written)
+    two = write(tmp_path, "b", source, one.written)
     assert two.shares("frozen")
     assert (tmp_path / "b" / FROZEN).stat().st_nlink == 1
-    check(tmp_path, "b", made)
+    check_checkpoint(tmp_path, "b", source)
     monkeypatch.undo()
-    assert write(tmp_path, "c", made, two.written).shares("frozen")
+    assert write(tmp_path, "c", source, two.written).shares("frozen")
     assert inode(tmp_path / "b" / FROZEN) == inode(tmp_path / "c" / FROZEN)
 
 
 def test_other_root_or_other_shapes_are_not_shared(tmp_path: Path) -> None:
-    made, other = sample(1), sample(1)
-    one = write(tmp_path / "x", "a", made)
-    assert not write(tmp_path / "y", "a", made, one.written).shares("frozen")
+    source, other = sample(1), sample(1)
+    one = write(tmp_path / "x", "a", source)
+    assert not write(tmp_path / "y", "a", source, one.written).shares("frozen")
     spec = other.streams["frozen"][0]
     other.streams["frozen"] = [spec._replace(shape=(3, 5))]
     writer = CheckpointWriter(
@@ -203,19 +203,19 @@ def nvme(tmp_path: Path) -> Path:
     return path
 
 
-def save(engine: Engine, root: Path, tag: str, **more: Any) -> int:
+def save(engine: Engine, root: Path, tag: str, **options: Any) -> int:
     """Save a checkpoint and return the inode of its frozen file."""
-    return inode(engine.save_checkpoint(root, tag, wait=True, **more) / FROZEN)
+    return inode(engine.save_checkpoint(root, tag, wait=True, **options) / FROZEN)
 
 
-def whole(root: Path, tag: str, engine: Engine) -> None:
+def check_frozen(root: Path, tag: str, engine: Engine) -> None:
     """Check that frozen parameters in the checkpoint equal those of the engine."""
-    here = engine.state_dict()
+    state = engine.state_dict()
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
         assert reader.names("frozen")
         for name in reader.names("frozen"):
-            assert torch.equal(reader.read("frozen", name), here[name]), name
+            assert torch.equal(reader.read("frozen", name), state[name]), name
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE], ids=["disk", "mixed", "device"])
@@ -229,7 +229,7 @@ def test_engine_saves_frozen_parameters_once(
         train(engine, 1, first=1)
         assert save(engine, root, "b", keep_last=1) == first
         assert {p.name for p in root.iterdir()} == {"b", "latest"}
-        whole(root, "b", engine)
+        check_frozen(root, "b", engine)
         train(engine, 2, first=2)
         expected = masters(engine)
     with small_engine(nvme, ON_DISK, gated()) as engine:
@@ -250,13 +250,13 @@ def test_engine_writes_edited_frozen_parameters_again(
         with engine.materialized(engine.module.fixed), torch.no_grad():
             engine.module.fixed.weight.fill_(0.25)
         inodes.append(save(engine, root, "c"))
-        whole(root, "c", engine)
+        check_frozen(root, "c", engine)
         engine.load_checkpoint(root, "a")
         inodes.append(save(engine, root, "d"))
-        whole(root, "d", engine)
+        check_frozen(root, "d", engine)
         engine.load_state_dict({"fixed.bias": torch.full((16,), 2.0)}, strict=False)
         inodes.append(save(engine, root, "e"))
-        whole(root, "e", engine)
+        check_frozen(root, "e", engine)
         assert len(set(inodes)) == 4
         assert save(engine, root, "f") == inodes[-1]
 
@@ -268,9 +268,9 @@ def test_save_after_in_place_edit_of_device_weight_raises(tmp_path: Path, nvme: 
         save(engine, root, "a")
         engine.backward(engine(batch(0)))
         engine.step()
-        bare: Tensor = engine.module.fixed.weight.data
-        assert bare.stride() == (16, 1)  # bound to the stored weight, not to a placeholder
-        bare[3, 5] += 1
+        weight: Tensor = engine.module.fixed.weight.data
+        assert weight.stride() == (16, 1)  # bound to the stored weight, not to a placeholder
+        weight[3, 5] += 1
         with pytest.raises(ResidencyError, match=r"'fixed.weight' was edited in place .* has chan"):
             save(engine, root, "b")
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["a"]

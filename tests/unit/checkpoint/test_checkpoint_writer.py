@@ -41,8 +41,8 @@ from infinity.errors import (
 
 
 def test_latest_is_complete_after_kill_at_random_lines(in_memory: Path) -> None:
-    draw = random.Random(1)
-    lines = [draw.randrange(1, 12_000) for _ in range(12)]
+    rng = random.Random(1)
+    lines = [rng.randrange(1, 12_000) for _ in range(12)]
     seen = forked.call(checkpoint_crash.kill_often, in_memory / "root", lines)
     assert seen["lock+tmp"] > 3  # many were killed in the middle
 
@@ -57,9 +57,9 @@ def test_latest_is_complete_after_exit_before_each_call(in_memory: Path) -> None
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("seed", range(5))
 def test_latest_is_complete_after_many_kills(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    moments = [draw.uniform(0, 0.12) for _ in range(400)]
-    seen = forked.call(checkpoint_crash.kill_often, tmp_path / "root", moments)
+    rng = random.Random(seed)
+    kill_times = [rng.uniform(0, 0.12) for _ in range(400)]
+    seen = forked.call(checkpoint_crash.kill_often, tmp_path / "root", kill_times)
     assert seen.total() == 400
 
 
@@ -70,16 +70,16 @@ def listed(root: Path) -> list[str]:
 def test_write_any_chunk_size_gives_identical_files(tmp_path: Path) -> None:
     """Blocks of 1 MiB and shards of 2 MiB: tensors end inside blocks and cross their borders."""
     large = {"a": (700, 1000), "b": (3,), "c": (1024, 1024), "d": (0, 2)}
-    for root, made, shard, pieces in (
+    for root, source, shard, chunk_sizes in (
         (tmp_path / "x", sample(1, large, ("8bit",)), 1 << 21, (4096, 99_991, 1 << 20, 1_048_577)),
         (tmp_path / "y", sample(1), 2000, (1,)),
     ):
-        first = save(root, "one", made, shard)
-        for piece in pieces:
-            writer = CheckpointWriter(root, f"p{piece}", made.streams, max_shard_bytes=shard)
-            feed(writer, made, piece)
-            assert same_files(first, writer.finish(made.manifest))
-        assert same_content(content(root, "one"), made.content)
+        first = save(root, "one", source, shard)
+        for chunk_size in chunk_sizes:
+            writer = CheckpointWriter(root, f"p{chunk_size}", source.streams, max_shard_bytes=shard)
+            feed(writer, source, chunk_size)
+            assert same_files(first, writer.finish(source.manifest))
+        assert same_content(content(root, "one"), source.content)
 
 
 def same_files(one: Path, other: Path) -> bool:
@@ -91,34 +91,34 @@ def same_files(one: Path, other: Path) -> bool:
 
 def test_write_interleaved_streams_copies_the_data(tmp_path: Path) -> None:
     shapes = {"a": (1500, 1000), "b": (1200, 1000)}
-    made = sample(2, shapes=shapes)
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    source = sample(2, shapes=shapes)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
     scratch = torch.empty(300_007, dtype=torch.uint8)
-    whole = {
-        stream: torch.cat([made.content[stream, s.name] for s in specs])
-        for stream, specs in made.streams.items()
+    streams = {
+        stream: torch.cat([source.content[stream, s.name] for s in specs])
+        for stream, specs in source.streams.items()
     }
-    at = dict.fromkeys(whole, 0)
-    while at:
-        for stream in list(at):
-            part = whole[stream][at[stream] : at[stream] + scratch.numel()]
-            scratch[: part.numel()] = part
-            writer.write(stream, scratch[: part.numel()])
+    positions = dict.fromkeys(streams, 0)
+    while positions:
+        for stream in list(positions):
+            chunk = streams[stream][positions[stream] : positions[stream] + scratch.numel()]
+            scratch[: chunk.numel()] = chunk
+            writer.write(stream, scratch[: chunk.numel()])
             scratch.fill_(0xEE)
-            at[stream] += part.numel()
-            if at[stream] == whole[stream].numel():
-                del at[stream]
-    writer.finish(made.manifest)
-    assert same_content(content(tmp_path, "t"), made.content)
+            positions[stream] += chunk.numel()
+            if positions[stream] == streams[stream].numel():
+                del positions[stream]
+    writer.finish(source.manifest)
+    assert same_content(content(tmp_path, "t"), source.content)
 
 
 def test_write_non_contiguous_data(tmp_path: Path) -> None:
-    made = sample(2)
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
-    for (stream, _), data in made.content.items():
+    source = sample(2)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
+    for (stream, _), data in source.content.items():
         writer.write(stream, torch.stack([data, data]).t().reshape(-1)[::2])
-    writer.finish(made.manifest)
-    assert same_content(content(tmp_path, "t"), made.content)
+    writer.finish(source.manifest)
+    assert same_content(content(tmp_path, "t"), source.content)
 
 
 @needs_peak
@@ -130,14 +130,14 @@ def test_write_memory_is_independent_of_tensor_size(tmp_path: Path) -> None:
 
 def peak_of_writing(root: Path) -> int:
     count_held()
-    made = sample(3, shapes={"a": (24 << 20,)}, moments=())
-    writer = CheckpointWriter(root, "t", made.streams)
-    writer.write("frozen", made.content["frozen", "frozen.w"])
+    source = sample(3, shapes={"a": (24 << 20,)}, moments=())
+    writer = CheckpointWriter(root, "t", source.streams)
+    writer.write("frozen", source.content["frozen", "frozen.w"])
     for data in ("running", "mask"):
-        writer.write("buffers", made.content["buffers", data])
+        writer.write("buffers", source.content["buffers", data])
     peak = Peak()
     for stream in ("model", "residual"):
-        for data in made.content[stream, "a"].split(5 << 20):
+        for data in source.content[stream, "a"].split(5 << 20):
             writer.write(stream, data)
     grown = peak.grown
     writer.abort()
@@ -145,8 +145,8 @@ def peak_of_writing(root: Path) -> int:
 
 
 def test_written_files_do_not_stay_in_page_cache(tmp_path: Path) -> None:
-    made = sample(3, shapes={"a": (8 << 20,)}, moments=())
-    path = save(tmp_path, "t", made) / "residual.safetensors"
+    source = sample(3, shapes={"a": (8 << 20,)}, moments=())
+    path = save(tmp_path, "t", source) / "residual.safetensors"
     if _aio.File(str(path), read_only=True).file_system == "tmpfs":
         pytest.skip("the pages of tmpfs are its file")
     mincore = pages_in_cache(path)
@@ -174,17 +174,17 @@ def pages_in_cache(path: Path) -> int | None:
 
 
 def test_existing_tag_is_refused(tmp_path: Path) -> None:
-    made = sample(1)
-    path = save(tmp_path, "t", made)
+    source = sample(1)
+    path = save(tmp_path, "t", source)
     before = (path / "manifest.json").read_bytes()
     with pytest.raises(CheckpointError, match="exists already") as caught:
-        CheckpointWriter(tmp_path, "t", made.streams)
+        CheckpointWriter(tmp_path, "t", source.streams)
     assert "another tag" in str(caught.value)
     (tmp_path / "taken").write_text("a file")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for tag in ("taken", "dangling"):
         with pytest.raises(CheckpointError, match="exists already"):
-            CheckpointWriter(tmp_path, tag, made.streams)
+            CheckpointWriter(tmp_path, tag, source.streams)
     assert (path / "manifest.json").read_bytes() == before
     assert listed(tmp_path) == ["dangling", "latest", "t", "taken"]
 
@@ -206,36 +206,36 @@ def test_unusual_valid_tags_are_accepted(tmp_path: Path) -> None:
 
 
 def test_second_writer_of_a_tag_is_refused(tmp_path: Path) -> None:
-    made = sample(1)
-    one = CheckpointWriter(tmp_path, "t", made.streams)
+    source = sample(1)
+    one = CheckpointWriter(tmp_path, "t", source.streams)
     with pytest.raises(CheckpointError, match="being written"):
-        CheckpointWriter(tmp_path, "t", made.streams)
-    other = CheckpointWriter(tmp_path, "u", made.streams)  # removes no file of the first
+        CheckpointWriter(tmp_path, "t", source.streams)
+    other = CheckpointWriter(tmp_path, "u", source.streams)  # removes no file of the first
     for writer in (one, other):
-        feed(writer, made)
-        writer.finish(made.manifest)
+        feed(writer, source)
+        writer.finish(source.manifest)
     assert listed(tmp_path) == ["latest", "t", "u"]
 
 
 def test_invalid_write_is_refused_and_removes_files(tmp_path: Path) -> None:
-    made = sample(1)
+    source = sample(1)
     data = torch.zeros(4, dtype=torch.uint8)
-    wrong: list[tuple[str, Any, str]] = [
+    cases: list[tuple[str, Any, str]] = [
         ("other", data, "is not a stream of this"),
         ("model", data.float(), "takes 1-D uint8"),
         ("model", data.view(2, 2), "takes 1-D uint8"),
         ("model", torch.empty(4, dtype=torch.uint8, device="meta"), "takes 1-D uint8"),
         ("frozen", torch.zeros(61, dtype=torch.uint8), "which lacks 60"),
     ]
-    for stream, given, text in wrong:
-        writer = CheckpointWriter(tmp_path / "root", "t", made.streams)
+    for stream, value, text in cases:
+        writer = CheckpointWriter(tmp_path / "root", "t", source.streams)
         with pytest.raises(ConfigError, match=text):
-            writer.write(stream, given)
+            writer.write(stream, value)
         assert listed(tmp_path) == []
         with pytest.raises(ConfigError, match="was aborted"):
             writer.write("model", data)
         with pytest.raises(ConfigError, match="was aborted"):
-            writer.finish(made.manifest)
+            writer.finish(source.manifest)
         writer.abort()
 
 
@@ -246,35 +246,35 @@ def changed(manifest: Manifest, **fields: Any) -> Manifest:
 
 
 def test_finish_with_inconsistent_manifest_is_refused(tmp_path: Path) -> None:
-    made = sample(1)
-    first = made.manifest.parameters[0]
-    wrong = [
-        (changed(made.manifest, precision="int8"), "precision is 'int8'"),
-        (changed(made.manifest, moments=("fp32",)), "the manifest has 1 moments"),
-        (changed(made.manifest, parameters=made.manifest.parameters[1:]), "'wte'"),
-        (changed(made.manifest, buffers=()), "'running'"),
-        (changed(made.manifest, parameters=(first, *made.manifest.parameters)), "twice"),
-        (changed(made.manifest, run=float("nan")), "run cannot be saved as JSON"),
-        (changed(made.manifest, client_state=object()), "client_state cannot be saved as JSON"),
+    source = sample(1)
+    first = source.manifest.parameters[0]
+    cases = [
+        (changed(source.manifest, precision="int8"), "precision is 'int8'"),
+        (changed(source.manifest, moments=("fp32",)), "the manifest has 1 moments"),
+        (changed(source.manifest, parameters=source.manifest.parameters[1:]), "'wte'"),
+        (changed(source.manifest, buffers=()), "'running'"),
+        (changed(source.manifest, parameters=(first, *source.manifest.parameters)), "twice"),
+        (changed(source.manifest, run=float("nan")), "run cannot be saved as JSON"),
+        (changed(source.manifest, client_state=object()), "client_state cannot be saved as JSON"),
     ]
-    for manifest, text in wrong:
-        writer = CheckpointWriter(tmp_path, "t", made.streams)
-        feed(writer, made)
+    for manifest, text in cases:
+        writer = CheckpointWriter(tmp_path, "t", source.streams)
+        feed(writer, source)
         with pytest.raises(ConfigError, match=text):
             writer.finish(manifest)
         assert listed(tmp_path) == []
 
 
 def test_finish_with_missing_bytes_is_refused(tmp_path: Path) -> None:
-    made = sample(1)
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
-    feed(writer, made)
-    writer.finish(made.manifest)
-    writer = CheckpointWriter(tmp_path, "u", made.streams)
-    made.content["residual", "scalar"] = made.content["residual", "scalar"][:1]
-    feed(writer, made)
+    source = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
+    feed(writer, source)
+    writer.finish(source.manifest)
+    writer = CheckpointWriter(tmp_path, "u", source.streams)
+    source.content["residual", "scalar"] = source.content["residual", "scalar"][:1]
+    feed(writer, source)
     with pytest.raises(ConfigError, match="the stream 'residual' lacks 1 of"):
-        writer.finish(made.manifest)
+        writer.finish(source.manifest)
     assert listed(tmp_path) == ["latest", "t"]
 
 
@@ -294,15 +294,15 @@ def test_invalid_streams_are_refused(tmp_path: Path) -> None:
 
 
 def test_invalid_root_is_refused(tmp_path: Path) -> None:
-    made = sample(1)
+    source = sample(1)
     with pytest.raises(MachineError, match="does not exist") as caught:
-        CheckpointWriter(tmp_path / "a/b", "t", made.streams)
+        CheckpointWriter(tmp_path / "a/b", "t", source.streams)
     assert f"mkdir -p {tmp_path / 'a/b'}" in str(caught.value)
     (tmp_path / "file").touch()
     with pytest.raises(MachineError, match="is not a directory"):
-        CheckpointWriter(tmp_path / "file", "t", made.streams)
+        CheckpointWriter(tmp_path / "file", "t", source.streams)
     with pytest.raises(InfinityError):
-        CheckpointWriter(Path("/proc"), "t", made.streams)
+        CheckpointWriter(Path("/proc"), "t", source.streams)
 
 
 def test_checkpoint_larger_than_free_space_is_refused(tmp_path: Path) -> None:
@@ -315,7 +315,7 @@ def test_checkpoint_larger_than_free_space_is_refused(tmp_path: Path) -> None:
 # --- errors of the system ----------------------------------------------------------------------
 
 
-def whole(root: Path, tag: str = "former") -> bool:
+def is_complete(root: Path, tag: str = "former") -> bool:
     with CheckpointReader(root, tag) as reader:
         assert list(reader.verify()) == []
     return find_tag(root, None) == tag
@@ -324,9 +324,9 @@ def whole(root: Path, tag: str = "former") -> bool:
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """Mount a file system of 8 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)]
+    mount_point = tmp_path / "disk"
+    mount_point.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(mount_point)]
     try:
         done = subprocess.run(mount, capture_output=True, text=True)
     except FileNotFoundError:
@@ -334,66 +334,68 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     if done.returncode:
         pytest.skip(f"may not mount: {done.stderr.strip()}")
     try:
-        yield place
+        yield mount_point
     finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
+        subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
 def test_disk_full_during_write_leaves_previous_checkpoint(small_disk: Path) -> None:
-    made = sample(1, shapes={"a": (900, 1000)}, moments=())
+    source = sample(1, shapes={"a": (900, 1000)}, moments=())
     save(small_disk, "former", sample(2))
-    for moment in ("at once", "between", "at the end"):
-        writer = CheckpointWriter(small_disk, "t", made.streams)
+    for when in ("at once", "between", "at the end"):
+        writer = CheckpointWriter(small_disk, "t", source.streams)
         filler = small_disk / "filler"
-        if moment == "between":
-            feed_some(writer, made, ("model",))
-        if moment == "at the end":
-            feed_some(writer, made, ("model", "residual", "frozen", "buffers"))
+        if when == "between":
+            feed_streams(writer, source, ("model",))
+        if when == "at the end":
+            feed_streams(writer, source, ("model", "residual", "frozen", "buffers"))
         with open(filler, "wb", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(1 << 16))
         with open(filler, "ab", buffering=0) as file, suppress(OSError):
             while True:
                 file.write(bytes(1))
-        rest = {"at once": ("model", "residual"), "between": ("residual",), "at the end": ()}
+        remaining = {"at once": ("model", "residual"), "between": ("residual",), "at the end": ()}
         with pytest.raises(DoesNotFitError, match="No space left on device") as caught:
-            end(writer, made, rest[moment])
+            finish(writer, source, remaining[when])
         assert "free space there" in str(caught.value)
         filler.unlink()
-        assert listed(small_disk) == ["former", "latest"], moment
-        assert whole(small_disk)
+        assert listed(small_disk) == ["former", "latest"], when
+        assert is_complete(small_disk)
     with pytest.raises(DoesNotFitError, match="missing"):
         CheckpointWriter(small_disk, "t", {"model": [TensorSpec("a", (9 << 20,), torch.uint8)]})
 
 
-def feed_some(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
-    for (stream, _), data in made.content.items():
+def feed_streams(writer: CheckpointWriter, source: Any, streams: tuple[str, ...]) -> None:
+    for (stream, _), data in source.content.items():
         if stream in streams:
             writer.write(stream, data)
 
 
-def end(writer: CheckpointWriter, made: Any, streams: tuple[str, ...]) -> None:
-    feed_some(writer, made, streams)
-    writer.finish(made.manifest)
+def finish(writer: CheckpointWriter, source: Any, streams: tuple[str, ...]) -> None:
+    feed_streams(writer, source, streams)
+    writer.finish(source.manifest)
 
 
 def test_file_size_limit_is_reported(tmp_path: Path) -> None:
     """RLIMIT_FSIZE needs no privileges; it is per process, so a child sets it."""
     save(tmp_path, "former", sample(2))
-    child = multiprocessing.get_context("fork").Process(target=limited, args=(tmp_path,))
+    child = multiprocessing.get_context("fork").Process(
+        target=write_with_size_limit, args=(tmp_path,)
+    )
     child.start()
     child.join(forked.HANG_S)
     assert child.exitcode == 0
     assert listed(tmp_path) == ["former", "latest"]
-    assert whole(tmp_path)
+    assert is_complete(tmp_path)
 
 
-def limited(root: Path) -> None:
+def write_with_size_limit(root: Path) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-    made = sample(1, shapes={"a": (900, 1000)}, moments=())
-    writer = CheckpointWriter(root, "t", made.streams)
+    source = sample(1, shapes={"a": (900, 1000)}, moments=())
+    writer = CheckpointWriter(root, "t", source.streams)
     try:
-        feed(writer, made)
+        feed(writer, source)
     except MachineError as error:
         os._exit(0 if "ulimit -f" in str(error) else 3)
     os._exit(4)
@@ -402,43 +404,43 @@ def limited(root: Path) -> None:
 def test_read_only_root_is_refused(tmp_path: Path) -> None:
     save(tmp_path / "root", "former", sample(2))
     if os.geteuid() == 0:
-        place = read_only(tmp_path / "root")
+        root = mount_read_only(tmp_path / "root")
     else:
-        place = tmp_path / "root"
-        place.chmod(0o500)
+        root = tmp_path / "root"
+        root.chmod(0o500)
     try:
         with pytest.raises(MachineError, match=r"read-only|permissions"):
-            CheckpointWriter(place, "t", sample(1).streams)
-        assert whole(place)  # reading needs no write permission
-        assert listed(place) == ["former", "latest"]
+            CheckpointWriter(root, "t", sample(1).streams)
+        assert is_complete(root)  # reading needs no write permission
+        assert listed(root) == ["former", "latest"]
     finally:
         if os.geteuid() == 0:
-            subprocess.run(["umount", "-l", str(place)], check=True)
+            subprocess.run(["umount", "-l", str(root)], check=True)
         else:
-            place.chmod(0o700)
+            root.chmod(0o700)
 
 
-def read_only(place: Path) -> Path:
+def mount_read_only(root: Path) -> Path:
     """Mount the directory read-only on itself, because root ignores permissions."""
-    for step in (["--bind", str(place), str(place)], ["-o", "remount,bind,ro", str(place)]):
+    for step in (["--bind", str(root), str(root)], ["-o", "remount,bind,ro", str(root)]):
         done = subprocess.run(["mount", *step], capture_output=True, text=True)
         if done.returncode:
             pytest.skip(f"may not mount: {done.stderr.strip()}")
-    return place
+    return root
 
 
 @pytest.mark.parametrize("what", ["temporary", "root"])
 def test_directory_removed_during_write_is_reported(tmp_path: Path, what: str) -> None:
-    made = sample(1, shapes={"a": (900, 1000)})
+    source = sample(1, shapes={"a": (900, 1000)})
     root = tmp_path / "root"
     save(root, "former", sample(2))
-    for fed in (("model",), tuple(made.streams)):
-        writer = CheckpointWriter(root, "t", made.streams)
-        feed_some(writer, made, fed)
-        gone = root / "t.tmp" if what == "temporary" else root
-        gone.rename(tmp_path / "moved")
+    for written in (("model",), tuple(source.streams)):
+        writer = CheckpointWriter(root, "t", source.streams)
+        feed_streams(writer, source, written)
+        removed = root / "t.tmp" if what == "temporary" else root
+        removed.rename(tmp_path / "moved")
         with pytest.raises(MachineError, match=r"not there|removed") as caught:
-            end(writer, made, tuple(set(made.streams) - set(fed)))
+            finish(writer, source, tuple(set(source.streams) - set(written)))
         assert str(root / "t") in str(caught.value)
         if what == "root":
             assert not root.exists()
@@ -447,18 +449,18 @@ def test_directory_removed_during_write_is_reported(tmp_path: Path, what: str) -
         else:
             shutil.rmtree(tmp_path / "moved")
         assert listed(root) == ["former", "latest"]
-        assert whole(root)
+        assert is_complete(root)
 
 
 def test_replaced_directory_is_not_published(tmp_path: Path) -> None:
-    made = sample(1)
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
-    feed(writer, made)
+    source = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
+    feed(writer, source)
     (tmp_path / "t.tmp").rename(tmp_path / "moved")
     (tmp_path / "t.tmp").mkdir()
     (tmp_path / "t.tmp/theirs").touch()
     with pytest.raises(InfinityError):
-        writer.finish(made.manifest)
+        writer.finish(source.manifest)
     assert (tmp_path / "t.tmp/theirs").exists()
     assert not (tmp_path / "t").exists()
 
@@ -467,30 +469,30 @@ def test_replaced_directory_is_not_published(tmp_path: Path) -> None:
 def test_write_with_io_faults_is_correct_or_removes_files(tmp_path: Path, seed: int) -> None:
     """A write gives a correct checkpoint, or an error that leaves no files."""
     save(tmp_path, "former", sample(2))
-    made = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
+    source = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
     kinds = ("eio", "enospc", "short+delay+reorder")[seed % 3]
     with rough_io(faults=f"seed={seed},kinds={kinds},rate=0.2"):
-        writer = CheckpointWriter(tmp_path, "t", made.streams)
+        writer = CheckpointWriter(tmp_path, "t", source.streams)
     failure = None
     try:
-        feed(writer, made, 100_000)
-        writer.finish(made.manifest)
+        feed(writer, source, 100_000)
+        writer.finish(source.manifest)
     except (MachineError, DoesNotFitError) as error:
         failure = str(error)
     if failure is not None:
         assert kinds != "short+delay+reorder"
         assert str(tmp_path / "t") in failure
         assert listed(tmp_path) == ["former", "latest"]
-        assert whole(tmp_path)
+        assert is_complete(tmp_path)
     else:
-        assert same_content(content(tmp_path, "t"), made.content)
-        assert whole(tmp_path, "t")
+        assert same_content(content(tmp_path, "t"), source.content)
+        assert is_complete(tmp_path, "t")
 
 
 def test_publish_error_leaves_previous_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made = sample(1)
+    source = sample(1)
     save(tmp_path, "former", sample(2))
     for name in ("fsync", "rename"):
         count = 0
@@ -501,27 +503,27 @@ def test_publish_error_leaves_previous_checkpoint(
                 count += 1
                 raise OSError(errno.EIO, "it hurts")
 
-            writer = CheckpointWriter(tmp_path, "t", made.streams)
-            feed(writer, made)
+            writer = CheckpointWriter(tmp_path, "t", source.streams)
+            feed(writer, source)
             patch.setattr(os, name, failing)
             with pytest.raises(MachineError, match="it hurts"):
-                writer.finish(made.manifest)
+                writer.finish(source.manifest)
         assert count == 1
         assert listed(tmp_path) == ["former", "latest"]
-        assert whole(tmp_path)
+        assert is_complete(tmp_path)
 
 
 def test_keyboard_interrupt_removes_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = sample(1)
+    source = sample(1)
 
     def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
     with monkeypatch.context() as patch:
         patch.setattr(blocks.BlockWriter, "append", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            feed(writer, made)
+            feed(writer, source)
     assert listed(tmp_path) == []
 
 
@@ -529,9 +531,9 @@ def test_keyboard_interrupt_removes_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
-    made = sample(1)
-    live = CheckpointWriter(tmp_path, "live", made.streams)
-    dead(tmp_path, "dead")
+    source = sample(1)
+    live = CheckpointWriter(tmp_path, "live", source.streams)
+    leave_stale_files(tmp_path, "dead")
     assert (tmp_path / "dead.tmp/model-00001-of-00001.safetensors").exists()
     (tmp_path / "theirs.tmp").mkdir()
     (tmp_path / "theirs.tmp/model.safetensors").touch()
@@ -539,9 +541,9 @@ def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
     (tmp_path / "linked/model.safetensors").touch()
     (tmp_path / "link.tmp").symlink_to(tmp_path / "linked")
     (tmp_path / ".link.infinity-lock").touch()
-    dead(tmp_path, "mixed")
+    leave_stale_files(tmp_path, "mixed")
     (tmp_path / "mixed.tmp/notes.txt").write_text("mine")
-    save(tmp_path, "next", made)
+    save(tmp_path, "next", source)
     assert not (tmp_path / "dead.tmp").exists()
     assert not (tmp_path / ".dead.infinity-lock").exists()
     assert (tmp_path / "theirs.tmp/model.safetensors").exists()
@@ -549,18 +551,18 @@ def test_next_writer_removes_only_stale_files(tmp_path: Path) -> None:
     assert listed(tmp_path / "mixed.tmp") == ["notes.txt"]
     assert (tmp_path / "live.tmp").exists()
     with pytest.raises(MachineError, match="not empty"):  # has a foreign file
-        CheckpointWriter(tmp_path, "mixed", made.streams)
-    feed(live, made)
-    live.finish(made.manifest)
-    assert whole(tmp_path, "live")
+        CheckpointWriter(tmp_path, "mixed", source.streams)
+    feed(live, source)
+    live.finish(source.manifest)
+    assert is_complete(tmp_path, "live")
 
 
-def dead(root: Path, tag: str) -> None:
+def leave_stale_files(root: Path, tag: str) -> None:
     """Create what a writer leaves if it is killed in the middle."""
 
     def write() -> None:
-        made = sample(5)
-        feed_some(CheckpointWriter(root, tag, made.streams), made, ("model", "residual"))
+        source = sample(5)
+        feed_streams(CheckpointWriter(root, tag, source.streams), source, ("model", "residual"))
         os._exit(0)
 
     child = multiprocessing.get_context("fork").Process(target=write)
@@ -572,20 +574,20 @@ def dead(root: Path, tag: str) -> None:
 
 def test_reader_removes_stale_files(tmp_path: Path) -> None:
     save(tmp_path, "t", sample(1))
-    dead(tmp_path, "dead")
-    assert whole(tmp_path, "t")
+    leave_stale_files(tmp_path, "dead")
+    assert is_complete(tmp_path, "t")
     assert listed(tmp_path) == ["latest", "t"]
 
 
 def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
     """Otherwise a DataLoader worker would make files of a killed run look in use."""
-    made = sample(1)
-    writer = CheckpointWriter(tmp_path, "t", made.streams)
+    source = sample(1)
+    writer = CheckpointWriter(tmp_path, "t", source.streams)
     context = multiprocessing.get_context("fork")
-    lives = context.Event()
-    child = context.Process(target=lambda: lives.set() or time.sleep(forked.HANG_S))
+    started = context.Event()
+    child = context.Process(target=lambda: started.set() or time.sleep(forked.HANG_S))
     child.start()
-    assert lives.wait(forked.HANG_S)
+    assert started.wait(forked.HANG_S)
     try:
         assert writer._lock is not None
         writer._lock.close()  # as if this process died
@@ -599,15 +601,15 @@ def test_forked_child_does_not_hold_the_lock(tmp_path: Path) -> None:
 
 
 def test_abort_removes_files_and_is_idempotent(tmp_path: Path) -> None:
-    made = sample(1)
-    writer = CheckpointWriter(tmp_path / "root", "t", made.streams)
-    feed_some(writer, made, ("model",))
+    source = sample(1)
+    writer = CheckpointWriter(tmp_path / "root", "t", source.streams)
+    feed_streams(writer, source, ("model",))
     writer.abort()
     writer.abort()
     assert listed(tmp_path) == []
-    save(tmp_path / "root", "t", made)
+    save(tmp_path / "root", "t", source)
     writer.abort()
-    assert whole(tmp_path / "root", "t")
+    assert is_complete(tmp_path / "root", "t")
 
 
 @pytest.mark.parametrize(
@@ -647,8 +649,8 @@ def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "zzz/manifest.json").write_text("{}")
     for step in range(1, 6):
         save(tmp_path, f"s{step}", sample(step), keep_last=3)
-        kept = [f"s{n}" for n in range(max(step - 2, 1), step + 1)]
-        assert listed(tmp_path) == ["latest", *kept, "zzz"]
+        expected = [f"s{n}" for n in range(max(step - 2, 1), step + 1)]
+        assert listed(tmp_path) == ["latest", *expected, "zzz"]
     with pytest.raises(ConfigError, match="keep_last is 0"):
         save(tmp_path, "s6", sample(6), keep_last=0)
     assert listed(tmp_path) == ["latest", "s3", "s4", "s5", "zzz"]
@@ -659,7 +661,7 @@ def test_keep_last_keeps_the_latest_tag(tmp_path: Path) -> None:
     for step in range(3):
         save(tmp_path, f"s{step}", sample(step), keep_last=2, save_latest=False)
     assert listed(tmp_path) == ["best", "latest", "s2"]
-    assert whole(tmp_path, "best")
+    assert is_complete(tmp_path, "best")
 
 
 def test_prune_removes_only_checkpoints(tmp_path: Path) -> None:
@@ -670,13 +672,13 @@ def test_prune_removes_only_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "alias").symlink_to(tmp_path / "s0")
     assert [one.tag for one in checkpoints(tmp_path)] == ["s4", "s3", "s2", "s1", "s0"]
     before = listed(tmp_path)
-    would = prune(tmp_path, 1, dry_run=True)
-    assert [one.tag for one in would] == ["s3", "s0"]
-    assert all(one.nbytes > 5000 for one in would)
+    planned = prune(tmp_path, 1, dry_run=True)
+    assert [one.tag for one in planned] == ["s3", "s0"]
+    assert all(one.nbytes > 5000 for one in planned)
     assert listed(tmp_path) == before
-    assert prune(tmp_path, 1) == would
+    assert prune(tmp_path, 1) == planned
     assert listed(tmp_path) == ["alias", "latest", "s1", "s2", "s4"]
-    assert whole(tmp_path, "s4")
+    assert is_complete(tmp_path, "s4")
     with pytest.raises(ConfigError, match="at least 1"):
         prune(tmp_path, 0)
     with pytest.raises(MachineError, match="nowhere"):

@@ -69,8 +69,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def paths_for(root: Path, more: dict[str, Any]) -> list[Path]:
-    count = len(more.get("io", {}).get("weights", [1]))
+def paths_for(root: Path, overrides: dict[str, Any]) -> list[Path]:
+    count = len(overrides.get("io", {}).get("weights", [1]))
     paths = [root / f"drive{index}" for index in range(count)]
     for path in paths:
         path.mkdir()
@@ -78,21 +78,21 @@ def paths_for(root: Path, more: dict[str, Any]) -> list[Path]:
 
 
 def arguments(case: str) -> dict[str, Any]:
-    placement, more = CASES[case]
-    return {"placement": PLACEMENTS[placement], "commit_every": 1, **more}
+    placement, overrides = CASES[case]
+    return {"placement": PLACEMENTS[placement], "commit_every": 1, **overrides}
 
 
-def check_resumed(paths: list[Path], more: dict[str, Any], to: int | None = None) -> int:
+def check_resumed(paths: list[Path], overrides: dict[str, Any], until: int | None = None) -> int:
     """Resume, check the state of its step and optionally train on; return the resumed step."""
-    precision = more.get("precision", "fp32")
-    with durable_engine(paths, gated(), **{"resume": "auto", **more}) as engine:
+    precision = overrides.get("precision", "fp32")
+    with durable_engine(paths, gated(), **{"resume": "auto", **overrides}) as engine:
         found = engine.global_steps
         assert components(engine).resumed is not None
         assert equal(state_of(engine), undisturbed(found, precision))
-        while to is not None and engine.global_steps < to:
+        while until is not None and engine.global_steps < until:
             step(engine)
-        if to is not None:
-            assert equal(state_of(engine), undisturbed(to, precision))
+        if until is not None:
+            assert equal(state_of(engine), undisturbed(until, precision))
     return found
 
 
@@ -103,10 +103,10 @@ def record(
     case: str, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[list[Path], list[Entry]]:
     """Train with recorded disk writes; return the paths and the log of writes since commit 0."""
-    more, recorder = arguments(case), Recorder(monkeypatch)
+    overrides, recorder = arguments(case), Recorder(monkeypatch)
     (root / "run").mkdir()
-    paths = paths_for(root / "run", more)
-    with durable_engine(paths, gated(), **more) as engine:
+    paths = paths_for(root / "run", overrides)
+    with durable_engine(paths, gated(), **overrides) as engine:
         engine.settle()
         shutil.copytree(root / "run", root / "base")
         recorder.active = True
@@ -129,7 +129,7 @@ def commits_before(log: list[Entry], cut: int) -> int:
 def test_power_loss_resumes_from_last_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    survive(case, tmp_path, monkeypatch, 6)
+    check_power_loss(case, tmp_path, monkeypatch, 6)
 
 
 @pytest.mark.big
@@ -138,32 +138,32 @@ def test_power_loss_resumes_from_last_commit(
 def test_power_loss_resumes_from_last_commit_many_cuts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    survive(case, tmp_path, monkeypatch, 150)
+    check_power_loss(case, tmp_path, monkeypatch, 150)
 
 
-def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -> None:
-    more, every = arguments(case), arguments(case)["commit_every"]
+def check_power_loss(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -> None:
+    overrides, commit_every = arguments(case), arguments(case)["commit_every"]
     paths, log = record(case, root, monkeypatch)
-    assert commits_before(log, len(log)) == STEPS // every
-    choose = random.Random(case)
+    assert commits_before(log, len(log)) == STEPS // commit_every
+    rng = random.Random(case)
     inside = [i + 1 for i, e in enumerate(log) if e.what == "write" and not e.path.endswith(STATE)]
     seen = set()
     for number in range(cuts):
-        cut = choose.randrange(len(log) + 1) if number else len(log)
+        cut = rng.randrange(len(log) + 1) if number else len(log)
         if number % 2:  # inside a commit: record written, not yet synced
-            cut = choose.choice(inside)
+            cut = rng.choice(inside)
         originals = [root / "base" / path.name for path in paths]
         target = root / f"cut{number}"
         target.mkdir()
-        made, files = copies(originals, target)
-        there = {
+        copied_paths, files = copies(originals, target)
+        files_by_path = {
             str(root / "run" / Path(k).relative_to(root / "base")): v for k, v in files.items()
         }
-        crashed(log, cut, there, choose)
-        found = check_resumed(made, more, to=STEPS if number % 4 == 0 else None)
-        at_least = commits_before(log, cut) * every
-        assert at_least <= found <= at_least + every, (case, cut)
-        assert found % every == 0
+        crashed(log, cut, files_by_path, rng)
+        found = check_resumed(copied_paths, overrides, until=STEPS if number % 4 == 0 else None)
+        at_least = commits_before(log, cut) * commit_every
+        assert at_least <= found <= at_least + commit_every, (case, cut)
+        assert found % commit_every == 0
         seen.add(found)
         shutil.rmtree(target)
     assert len(seen) > 1
@@ -175,13 +175,13 @@ def survive(case: str, root: Path, monkeypatch: pytest.MonkeyPatch, cuts: int) -
 @pytest.mark.parametrize("case", CASES)
 def test_closed_run_resumes_from_last_step(tmp_path: Path, case: str) -> None:
     """Resumed twice, once from a step at which no commit was due."""
-    more = arguments(case)
-    paths = paths_for(tmp_path, more)
-    with durable_engine(paths, gated(), **more) as engine:
+    overrides = arguments(case)
+    paths = paths_for(tmp_path, overrides)
+    with durable_engine(paths, gated(), **overrides) as engine:
         step(engine)
         step(engine)
-    assert check_resumed(paths, more, to=4) == 2
-    assert check_resumed(paths, more, to=STEPS) == 4
+    assert check_resumed(paths, overrides, until=4) == 2
+    assert check_resumed(paths, overrides, until=STEPS) == 4
     for path in paths:
         assert remove_dead_runs(path) == []
         assert len(list(path.iterdir())) == 1
@@ -190,19 +190,19 @@ def test_closed_run_resumes_from_last_step(tmp_path: Path, case: str) -> None:
 @pytest.mark.parametrize(("placement", "seed"), diagonal([*PLACEMENTS], range(2)))
 def test_resume_with_separate_device_memory(tmp_path: Path, placement: str, seed: int) -> None:
     """State placed on the device is copied out for a commit, and back on resume."""
-    more = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
-    at = 0
+    overrides = {"nvme_path": str(tmp_path), "durable": True, "commit_every": 2, "resume": "auto"}
+    expected_step = 0
     for _ in range(2):
         fake = FakeAccelerator(seed)
-        given = settings(tmp_path, PLACEMENTS[placement], **more)
-        engine, *_ = infinity.initialize(gated(), given, device=fake)
+        config = settings(tmp_path, PLACEMENTS[placement], **overrides)
+        engine, *_ = infinity.initialize(gated(), config, device=fake)
         with engine:
-            assert engine.global_steps == at
-            assert equal(state_of(engine), undisturbed(at))
+            assert engine.global_steps == expected_step
+            assert equal(state_of(engine), undisturbed(expected_step))
             for _ in range(2):
                 batch_step(engine)
-            at += 2
-            assert equal(state_of(engine), undisturbed(at))
+            expected_step += 2
+            assert equal(state_of(engine), undisturbed(expected_step))
         assert not fake.violations
 
 
@@ -214,7 +214,7 @@ def batch_step(engine: Engine) -> None:
 
 def test_durable_moves_same_bytes_as_non_durable(tmp_path: Path) -> None:
     """With all state on disk, no step moves more bytes; the disk holds the state twice."""
-    moved = {}
+    moved_bytes = {}
     for durable in (False, True):
         path = tmp_path / str(durable)
         path.mkdir()
@@ -227,13 +227,13 @@ def test_durable_moves_same_bytes_as_non_durable(tmp_path: Path) -> None:
                 step(engine)
                 engine.settle()
                 steps.append({k: v - before[k] for k, v in engine.counters().items()})
-            moved[durable] = steps
+            moved_bytes[durable] = steps
             disk = engine.plan.memory["disk"]
             if durable:
                 assert disk["durable"] == disk["weights"] + disk["state"]
                 assert "every step is committed; without more bytes" in engine.plan.describe()
                 assert engine.drives()[str(path)]["nbytes"] == sum(disk.values())
-    assert moved[False] == moved[True]
+    assert moved_bytes[False] == moved_bytes[True]
 
 
 @pytest.mark.parametrize("placement", ["weights in RAM", "all in RAM"])
@@ -272,14 +272,14 @@ def test_commit_every_auto_depends_on_placement(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("placement", "precision"), diagonal([*PLACEMENTS], ["fp32", "bf16"]))
 def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: str) -> None:
     """Trained and frozen parameters are edited; a crash before the commit undoes the edit."""
-    more: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "placement": PLACEMENTS[placement],
         "precision": precision,
         "commit_every": 1,
     }
     before, edited, after = undisturbed_edit(precision)
     assert not equal(before, edited)
-    with durable_engine(tmp_path, gated(), **more) as engine:
+    with durable_engine(tmp_path, gated(), **overrides) as engine:
         step(engine)
         assert equal(state_of(engine), before)
         edit(engine)
@@ -290,7 +290,7 @@ def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: 
         )
         step(engine)
         assert equal(state_of(engine), after)
-    with durable_engine(copy, gated(), **more, resume="auto") as engine:
+    with durable_engine(copy, gated(), **overrides, resume="auto") as engine:
         assert equal(state_of(engine), before)
         edit(engine)
         assert equal(state_of(engine), edited)
@@ -299,16 +299,16 @@ def test_edit_is_part_of_next_commit(tmp_path: Path, placement: str, precision: 
         step(engine)
         assert equal(state_of(engine), after)
     shutil.rmtree(copy)
-    with durable_engine(tmp_path, gated(), **more, resume="auto") as engine:
+    with durable_engine(tmp_path, gated(), **overrides, resume="auto") as engine:
         assert engine.global_steps == 2
         assert equal(state_of(engine), after)
 
 
 def undisturbed_edit(precision: str) -> tuple[State, State, State]:
     """Return the states before and after an edit and after one more step, without a disk."""
-    given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
-    del given["nvme_path"]
-    with infinity.initialize(gated(), given)[0] as engine:
+    config = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
+    del config["nvme_path"]
+    with infinity.initialize(gated(), config)[0] as engine:
         step(engine)
         before = state_of(engine)
         edit(engine)
@@ -366,14 +366,14 @@ def finished(tmp_path: Path) -> Path:
     return directory
 
 
-def start(path: Path, model: nn.Module | None = None, **more: Any) -> Engine:
-    given = settings(path, PLACEMENTS["moments in RAM"], **{"durable": True, **more})
-    return infinity.initialize(model or gated(), given)[0]
+def start_run(path: Path, model: nn.Module | None = None, **overrides: Any) -> Engine:
+    config = settings(path, PLACEMENTS["moments in RAM"], **{"durable": True, **overrides})
+    return infinity.initialize(model or gated(), config)[0]
 
 
 def test_new_run_warns_of_existing_durable_run(tmp_path: Path, finished: Path) -> None:
     with pytest.warns(InfinityWarning, match="resume: auto") as caught:
-        start(tmp_path, durable=False).close()
+        start_run(tmp_path, durable=False).close()
     assert any(str(finished) in str(w.message) and "update 1" in str(w.message) for w in caught)
     assert list(tmp_path.iterdir()) == [finished]
 
@@ -381,21 +381,21 @@ def test_new_run_warns_of_existing_durable_run(tmp_path: Path, finished: Path) -
 def test_resume_from_named_directory(tmp_path: Path, finished: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
-    with start(other, resume=str(finished)) as engine:
+    with start_run(other, resume=str(finished)) as engine:
         assert components(engine).resumed
         assert str(finished) in engine.plan.describe()
         with pytest.raises(MachineError, match="in use by another process"):
-            start(other, resume=str(finished))
+            start_run(other, resume=str(finished))
     assert not list(other.iterdir())
 
 
 def test_resume_keeps_placement_and_chunk_size(tmp_path: Path, finished: Path) -> None:
-    more: dict[str, Any] = {
+    overrides: dict[str, Any] = {
         "placement": PLACEMENTS["all in RAM"],
         "chunk_size": 4096,
         "resume": "auto",
     }
-    with durable_engine(tmp_path, gated(), **more) as engine:
+    with durable_engine(tmp_path, gated(), **overrides) as engine:
         assert engine.plan.chunk_elements == 2048
         assert {h.weight.value for h in engine.plan.placements} == {"disk"}
         assert {h.state.value for h in engine.plan.placements} == {"host"}
@@ -403,14 +403,14 @@ def test_resume_keeps_placement_and_chunk_size(tmp_path: Path, finished: Path) -
 
 def test_resume_with_smaller_budget_is_refused(tmp_path: Path, finished: Path) -> None:
     with pytest.raises(DoesNotFitError, match=r"durable run in .* does not fit the budgets"):
-        start(tmp_path, resume="auto", budget={"disk": "4KiB"})
+        start_run(tmp_path, resume="auto", budget={"disk": "4KiB"})
 
 
 def test_resume_auto_with_several_runs_is_refused(tmp_path: Path, finished: Path) -> None:
     with durable_engine(tmp_path, gated(), placement=PLACEMENTS["moments in RAM"]):
         pass
     with pytest.raises(ConfigError, match="2 durable runs fit") as caught:
-        start(tmp_path, resume="auto")
+        start_run(tmp_path, resume="auto")
     for directory, at in zip(
         (finished, *(set(tmp_path.iterdir()) - {finished})), (1, 0), strict=True
     ):
@@ -434,33 +434,35 @@ def test_resume_with_changed_settings_is_refused(
 ) -> None:
     for resume in (str(finished), "auto"):
         with pytest.raises(ConfigError, match=why):
-            start(tmp_path, resume=resume, **change)
+            start_run(tmp_path, resume=resume, **change)
 
 
 def test_resume_auto_ignores_run_of_other_model(tmp_path: Path, finished: Path) -> None:
     why = "'blocks.0.down.bias' is in the model, but not in the stored run; .* more"
     with pytest.raises(ConfigError, match=why):
-        start(tmp_path, small_model(), resume=str(finished))
+        start_run(tmp_path, small_model(), resume=str(finished))
     with pytest.warns(InfinityWarning, match=why):
-        engine = start(tmp_path, small_model(), resume="auto")
+        engine = start_run(tmp_path, small_model(), resume="auto")
     assert components(engine).resumed is None
     engine.close()
 
 
 def test_resume_with_missing_drive_names_it(tmp_path: Path) -> None:
-    more = arguments("two drives")
-    paths = paths_for(tmp_path, more)
-    with durable_engine(paths, gated(), **more) as engine:
+    overrides = arguments("two drives")
+    paths = paths_for(tmp_path, overrides)
+    with durable_engine(paths, gated(), **overrides) as engine:
         step(engine)
-    (there,) = paths[1].iterdir()
-    away = there.rename(tmp_path / there.name)
+    (second,) = paths[1].iterdir()
+    moved = second.rename(tmp_path / second.name)
     (first,) = paths[0].iterdir()
-    with pytest.raises(CheckpointError, match=f"missing: {there}"):
-        check_resumed(paths, {**more, "resume": str(first)})
+    with pytest.raises(CheckpointError, match=f"missing: {second}"):
+        check_resumed(paths, {**overrides, "resume": str(first)})
     with pytest.raises(CheckpointError, match=r"not a durable run"):
-        check_resumed(paths, {**more, "resume": str(paths[0])})
-    away.rename(paths[0] / there.name)  # as if mounted elsewhere: found by the run in its record
-    with durable_engine(paths, gated(), **{**more, "resume": str(paths[0] / there.name)}) as engine:
+        check_resumed(paths, {**overrides, "resume": str(paths[0])})
+    moved.rename(paths[0] / second.name)  # as if mounted elsewhere: found by the run in its record
+    with durable_engine(
+        paths, gated(), **{**overrides, "resume": str(paths[0] / second.name)}
+    ) as engine:
         assert engine.global_steps == 1
         assert equal(state_of(engine), undisturbed(1))
 
@@ -470,38 +472,38 @@ def test_resume_with_missing_drive_names_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["plan.json", "state.bin"])
 def test_resume_with_damaged_files_is_refused(tmp_path: Path, finished: Path, what: str) -> None:
-    file = finished / what
+    path = finished / what
     if what == "plan.json":
-        facts = json.loads(file.read_text())
-        facts["chunk_elements"] = 4096
-        file.write_text(json.dumps(facts))
+        plan = json.loads(path.read_text())
+        plan["chunk_elements"] = 4096
+        path.write_text(json.dumps(plan))
     else:
-        file.write_bytes(file.read_bytes()[:-4096])
+        path.write_bytes(path.read_bytes()[:-4096])
     with pytest.raises(CheckpointError, match=r"damaged|truncated"):
-        start(tmp_path, resume=str(finished))
-    assert file.exists()
+        start_run(tmp_path, resume=str(finished))
+    assert path.exists()
 
 
 def test_damage_between_runs_is_detected(tmp_path: Path) -> None:
     """Checksums are stored with the commit; without io.verify they are computed on resume."""
-    verify: dict[str, Any] = {"placement": PLACEMENTS["all on disk"]}
-    with durable_engine(tmp_path, gated(), **verify) as engine:
+    overrides: dict[str, Any] = {"placement": PLACEMENTS["all on disk"]}
+    with durable_engine(tmp_path, gated(), **overrides) as engine:
         step(engine)
-    without = {**verify, "io": {"verify": False}}
-    with durable_engine(tmp_path, gated(), **without, resume="auto") as engine:
+    without_checksums = {**overrides, "io": {"verify": False}}
+    with durable_engine(tmp_path, gated(), **without_checksums, resume="auto") as engine:
         step(engine)
-    assert check_resumed([tmp_path], {**verify}, to=3) == 2
+    assert check_resumed([tmp_path], {**overrides}, until=3) == 2
     (directory,) = tmp_path.iterdir()
     state = bytearray((directory / "state.bin").read_bytes())
     assert read_run(directory).record.checksums
-    with durable_engine(tmp_path, gated(), **verify, resume="auto") as engine:
+    with durable_engine(tmp_path, gated(), **overrides, resume="auto") as engine:
         extent = components(engine).store.on_disk(
             0, Kind.WEIGHT, 0, components(engine).store.units[0].copy.active
         )
     state[extent.offset] ^= 1
     (directory / "state.bin").write_bytes(state)
-    rotten = durable_engine(tmp_path, gated(), **verify, resume="auto")
-    with rotten as engine, pytest.raises(TransferError, match="embedding"):
+    resumed = durable_engine(tmp_path, gated(), **overrides, resume="auto")
+    with resumed as engine, pytest.raises(TransferError, match="embedding"):
         state_of(engine)
 
 
@@ -529,7 +531,7 @@ def test_failed_start_removes_directory(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(Disk, "sync", fail)
     with pytest.raises(MachineError, match="no sync"):
-        start(tmp_path)
+        start_run(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
@@ -538,4 +540,4 @@ def test_step_without_document_is_not_committed(tmp_path: Path) -> None:
         step(engine)
         step_uncommitted(engine)
         step_uncommitted(engine)
-    assert check_resumed([tmp_path], {}, to=STEPS) == 1
+    assert check_resumed([tmp_path], {}, until=STEPS) == 1

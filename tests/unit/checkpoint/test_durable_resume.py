@@ -29,13 +29,13 @@ def durable(run: Run, **more: Any) -> Run:
 
 
 @contextmanager
-def quiet() -> Any:
+def ignore_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", InfinityWarning)
         yield
 
 
-def alike(one: Ending, other: Ending, losses: int) -> list[str]:
+def differences(one: Ending, other: Ending, losses: int) -> list[str]:
     """Return the differences, comparing only the last `losses` losses."""
     one.losses[:] = one.losses[-losses:]
     other.losses[:] = other.losses[-losses:]
@@ -65,7 +65,7 @@ def test_load_within_window_is_committed_immediately(
     """A run resumed after a crash starts from the load, not from the state before it."""
     expected = straight(tmp_path, WINDOW, 8)
     path = tmp_path / "second"
-    with quiet(), durable(WINDOW).engine(path, place, seed=2) as engine:
+    with ignore_warnings(), durable(WINDOW).engine(path, place, seed=2) as engine:
         micro_step(engine, 70)
         engine.load_checkpoint(saved)
         for index in range(4, 4 + more):  # an incomplete window is no step
@@ -80,17 +80,17 @@ def test_load_within_window_is_committed_immediately(
     first = 6 if more == 2 else 4
     assert record.step == (2 if more == 2 else 1)
     assert (window is None) == (more == 2)
-    with quiet(), durable(WINDOW, resume="auto").engine(path, place, seed=3) as engine:
+    with ignore_warnings(), durable(WINDOW, resume="auto").engine(path, place, seed=3) as engine:
         assert engine.resumed
         assert engine.micro_step == (0 if more == 2 else 1)
         found = ending(engine, [micro_step(engine, index) for index in range(first, 8)])
-    assert alike(found, expected, 8 - first) == []
+    assert differences(found, expected, 8 - first) == []
 
 
 @pytest.mark.parametrize("what", ["gone", "another", "damaged"])
 def test_resume_requires_checkpoint_of_the_window(tmp_path: Path, saved: Path, what: str) -> None:
     path = tmp_path / "second"
-    with quiet(), durable(WINDOW).engine(path, DISK, seed=2) as engine:
+    with ignore_warnings(), durable(WINDOW).engine(path, DISK, seed=2) as engine:
         engine.load_checkpoint(saved, "global_step1")
     tag = saved / "global_step1"
     if what == "gone":
@@ -105,12 +105,12 @@ def test_resume_requires_checkpoint_of_the_window(tmp_path: Path, saved: Path, w
         data = bytearray(file.read_bytes())
         data[-1] ^= 1
         file.write_bytes(data)
-    why = {"gone": "there is no checkpoint", "another": "another checkpoint has that name now"}
-    match = why.get(what, r"gradient\.safetensors is damaged")
-    with quiet(), pytest.raises(CheckpointError, match=match):
+    messages = {"gone": "there is no checkpoint", "another": "another checkpoint has that name now"}
+    match = messages.get(what, r"gradient\.safetensors is damaged")
+    with ignore_warnings(), pytest.raises(CheckpointError, match=match):
         durable(WINDOW, resume="auto").engine(path, DISK, seed=3)
     assert len(list(path.glob("infinity-run-*"))) == 1  # never removed
-    with quiet(), durable(WINDOW).engine(path, DISK, seed=3) as engine:
+    with ignore_warnings(), durable(WINDOW).engine(path, DISK, seed=3) as engine:
         assert not engine.resumed
 
 
@@ -123,7 +123,7 @@ def test_resume_run_with_old_unit_names(tmp_path: Path, monkeypatch: pytest.Monk
             micro_step(engine, 0)
     (directory,) = tmp_path.glob("infinity-run-*")
     assert '"name":"rest"' in (directory / "plan.json").read_text()
-    with quiet(), run.engine(tmp_path, DISK, seed=2) as engine:
+    with ignore_warnings(), run.engine(tmp_path, DISK, seed=2) as engine:
         assert engine.global_steps == 1
 
 
@@ -132,13 +132,13 @@ def test_resume_run_with_old_unit_names(tmp_path: Path, monkeypatch: pytest.Monk
 DROPOUT = Run({"precision": "bf16"})
 
 
-def draw() -> None:
+def draw_random_numbers() -> None:
     torch.rand(3)
     np.random.rand()
     random.random()
 
 
-def nothing() -> None:
+def draw_nothing() -> None:
     """Draw no random numbers."""
 
 
@@ -146,50 +146,50 @@ def run_and_resume(
     root: Path, between: Callable[[Engine], None], inside: Callable[[], None]
 ) -> tuple[Ending, Ending]:
     """Run six steps at once, and three plus three resumed; call `inside` before each step."""
-    ends = []
+    endings = []
     for name, cuts in (("straight", (6,)), ("resumed", (3, 6))):
-        at = 0
-        for number, cut in enumerate(cuts):
+        step = 0
+        for session, cut in enumerate(cuts):
             run = durable(DROPOUT, resume="auto")
-            with run.engine(root / name, DISK, seed=1 + 10 * number) as engine:
-                assert engine.global_steps == at
-                if number:
+            with run.engine(root / name, DISK, seed=1 + 10 * session) as engine:
+                assert engine.global_steps == step
+                if session:
                     between(engine)
                 losses = []
-                for at in range(at, cut):  # noqa: B020
+                for step in range(step, cut):  # noqa: B020
                     inside()
-                    losses.append(micro_step(engine, at))
-                at = cut
+                    losses.append(micro_step(engine, step))
+                step = cut
                 if cut == 6:
-                    ends.append(ending(engine, losses))
-    return ends[0], ends[1]
+                    endings.append(ending(engine, losses))
+    return endings[0], endings[1]
 
 
-@pytest.mark.parametrize("inside", [nothing, draw])
+@pytest.mark.parametrize("inside", [draw_nothing, draw_random_numbers])
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 def test_resume_restores_random_state(tmp_path: Path, inside: Callable[[], None]) -> None:
     """When `initialize` returns, generators have the state of the committed step."""
     one, other = run_and_resume(tmp_path, lambda engine: None, inside)
-    assert alike(one, other, 3) == []
+    assert differences(one, other, 3) == []
 
 
 def test_random_numbers_drawn_before_loop_warn(tmp_path: Path) -> None:
     expected = r"random numbers were drawn \(torch, numpy, python\) between initialize"
     with pytest.warns(InfinityWarning, match=expected):
-        one, other = run_and_resume(tmp_path, lambda engine: draw(), nothing)
-    assert alike(one, other, 3) != []
+        one, other = run_and_resume(tmp_path, lambda engine: draw_random_numbers(), draw_nothing)
+    assert differences(one, other, 3) != []
 
 
-@pytest.mark.parametrize("inside", [nothing, draw])
+@pytest.mark.parametrize("inside", [draw_nothing, draw_random_numbers])
 def test_restore_random_state_before_loop(
     tmp_path: Path, inside: Callable[[], None], recwarn: pytest.WarningsRecorder
 ) -> None:
     def between(engine: Engine) -> None:
-        draw()
+        draw_random_numbers()
         assert engine.restore_random_state()
 
     one, other = run_and_resume(tmp_path, between, inside)
-    assert alike(one, other, 3) == []
+    assert differences(one, other, 3) == []
     assert not [w for w in recwarn if "random numbers" in str(w.message)]
 
 
@@ -202,6 +202,6 @@ def test_restore_random_state_without_resume(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path / "saved", wait=True)
         torch.rand(1)
         engine.load_checkpoint(tmp_path / "saved")
-        first = torch.rand(2)
+        expected = torch.rand(2)
         assert engine.restore_random_state()
-        assert torch.equal(first, torch.rand(2))
+        assert torch.equal(expected, torch.rand(2))

@@ -85,11 +85,11 @@ class SlowWriter:
         changed = components(engine).saver._changed
         wait = changed.wait
 
-        def told(timeout: float | None = None) -> bool:
+        def notify(timeout: float | None = None) -> bool:
             act()
             return wait(timeout)
 
-        changed.wait = told  # type: ignore[method-assign]
+        changed.wait = notify  # type: ignore[method-assign]
 
 
 @pytest.fixture
@@ -144,12 +144,12 @@ def test_optimizer_pass_waits_for_units_being_saved(
         segment = engine.plan.units[0].trained_segments[0]
         at_rest = components(engine).store.units[0].in_ram(Kind.WEIGHT)
         assert at_rest is not None
-        held = at_rest.view(torch.float32)
-        held = held[segment.offset : segment.offset + segment.numel].view(segment.shape)
-        assert torch.equal(held, before[segment.name])
+        values = at_rest.view(torch.float32)
+        values = values[segment.offset : segment.offset + segment.numel].view(segment.shape)
+        assert torch.equal(values, before[segment.name])
         slow.go.set()
         engine.settle()
-        assert not torch.equal(held, before[segment.name])
+        assert not torch.equal(values, before[segment.name])
 
 
 def test_edit_waits_for_units_being_saved(nvme: Path, saved: Path, slow: SlowWriter) -> None:
@@ -295,16 +295,16 @@ def test_load_restores_registered_state_and_loader(nvme: Path, saved: Path) -> N
         seen = [next(batches)[0].flatten().tolist() for _ in range(2)]
         curriculum.level = 4
         engine.save_checkpoint(saved, wait=True)
-        rest = [b[0].flatten().tolist() for b in batches]
+        remaining = [b[0].flatten().tolist() for b in batches]
     engine, loader, curriculum = make()
     with engine:
         engine.load_checkpoint(saved)
         assert curriculum.level == 4
-        assert [b[0].flatten().tolist() for b in loader] == rest
-        assert [b[0].flatten().tolist() for b in loader] == seen + rest
+        assert [b[0].flatten().tolist() for b in loader] == remaining
+        assert [b[0].flatten().tolist() for b in loader] == seen + remaining
 
 
-class Peer(torch.nn.Module):
+class ImportedModel(torch.nn.Module):
     """Model of the checkpoints in tests/data/deepspeed."""
 
     def __init__(self) -> None:
@@ -330,7 +330,7 @@ def test_training_resumes_from_imported_deepspeed_checkpoint(
     data = Path(__file__).parents[2] / "data/deepspeed" / kind
     import_deepspeed(data, saved, "0.1.0")
     precision = "bf16" if "bf16" in kind else "fp32"
-    with small_engine(nvme, placement, Peer(), precision=precision) as engine:
+    with small_engine(nvme, placement, ImportedModel(), precision=precision) as engine:
         engine.load_checkpoint(saved)
         assert engine.global_steps == 3
         expected = saved_masters(saved, "global_step3")
@@ -359,14 +359,14 @@ def test_loaded_checkpoint_is_committed_immediately(
         train(engine, 3)
         engine.save_checkpoint(saved)
         expected = masters(engine)
-    given = settings(nvme, placement, durable=True, commit_every=4)
-    engine, *_ = infinity.initialize(small_model(seed=9), given)
+    config = settings(nvme, placement, durable=True, commit_every=4)
+    engine, *_ = infinity.initialize(small_model(seed=9), config)
     train(engine, 1, first=7)
     engine.load_checkpoint(saved)
     with engine.materialized(engine.module.norm), torch.no_grad():
         engine.module.norm.weight.fill_(7.0)  # never committed
     engine.close()
-    engine, *_ = infinity.initialize(small_model(seed=8), {**given, "resume": "auto"})
+    engine, *_ = infinity.initialize(small_model(seed=8), {**config, "resume": "auto"})
     with engine:
         assert engine.resumed
         assert engine.global_steps == 3
@@ -387,10 +387,10 @@ class Buffered(nn.Module):
         self.register_buffer("theta", torch.full((4,), theta), persistent=False)
         self.register_buffer("mean", torch.zeros(4, dtype=torch.bfloat16))
         self.register_buffer("turned", torch.ones(4, dtype=torch.complex64).conj())
-        grown = torch.zeros(4, dtype=torch.float64)
+        cache = torch.zeros(4, dtype=torch.float64)
         self.first, self.second = nn.Module(), nn.Module()
-        for part in (self.first, self.second):
-            part.register_buffer("cache", grown, persistent=False)
+        for submodule in (self.first, self.second):
+            submodule.register_buffer("cache", cache, persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         loss: Tensor = self.model(tokens)
@@ -402,8 +402,10 @@ def test_buffers_of_any_kind_round_trip(nvme: Path, saved: Path) -> None:
     with small_engine(nvme, model=Buffered()) as engine:
         train(engine, 1)
         module: Any = engine.module
-        for part in (module.first, module.second):
-            part.cache = part.cache.new_ones(6) if part is module.first else module.first.cache
+        for submodule in (module.first, module.second):
+            submodule.cache = (
+                submodule.cache.new_ones(6) if submodule is module.first else module.first.cache
+            )
         module.mean = torch.full((4,), 2.0)  # wider dtype than at registration
         module.theta = torch.full((4,), 1.0, dtype=torch.float64)
         engine.save_checkpoint(saved, "one")

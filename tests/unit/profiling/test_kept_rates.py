@@ -18,8 +18,8 @@ AUTO = {"weights": "auto", "optimizer_state": "auto", "gradients": "auto"}
 
 
 def plan_of(path: Path, placement: dict[str, str] = AUTO) -> Plan:
-    given = settings(path, placement, cpu={"num_threads": 0})
-    with infinity.initialize(small_model(), given)[0] as engine:
+    config = settings(path, placement, cpu={"num_threads": 0})
+    with infinity.initialize(small_model(), config)[0] as engine:
         return engine.plan
 
 
@@ -42,11 +42,11 @@ def test_initialize_uses_and_reports_cached_rates(
     folder: Path,  # noqa: F811
     measurements: Measurements,  # noqa: F811
 ) -> None:
-    made = cached([tmp_path])
+    measured = cached([tmp_path])
     counts = measurements.counts
     found = kept_rates([tmp_path], CpuDevice())
-    assert (found.rates, found.measured, found.nominal) == (made.rates, made.measured, ())
-    assert f"chosen by rates measured {made.measured}" in plan_of(tmp_path).describe()
+    assert (found.rates, found.measured, found.nominal) == (measured.rates, measured.measured, ())
+    assert f"chosen by rates measured {measured.measured}" in plan_of(tmp_path).describe()
     assert measurements.counts == counts
 
 
@@ -55,10 +55,10 @@ def test_kept_rates_names_unmeasured_disk_as_nominal(
     measurements: Measurements,  # noqa: F811
 ) -> None:
     cached()
-    elsewhere = Path("/dev/shm")
-    if not elsewhere.is_dir():
+    other_path = Path("/dev/shm")
+    if not other_path.is_dir():
         pytest.skip("no second file system")
-    found = kept_rates([elsewhere], CpuDevice())
+    found = kept_rates([other_path], CpuDevice())
     assert found.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert "nominal, not measured: disk_read" in found.origin
     assert kept_rates([], CpuDevice()).nominal == ()  # no path: disk rates are not needed

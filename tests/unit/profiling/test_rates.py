@@ -42,7 +42,7 @@ BRIEF_S = 0.2
 
 
 @pytest.fixture(autouse=True)
-def _small(monkeypatch: pytest.MonkeyPatch) -> None:
+def _short_measurements(monkeypatch: pytest.MonkeyPatch) -> None:
     """Shorten measurements; the measured rates need not be accurate."""
     monkeypatch.setattr(disk_rates, "SPAN_BYTES", 32 << 20)
     monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 1)
@@ -50,7 +50,7 @@ def _small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64, 128))
 
 
-def check(found: Rates, names: Sequence[str]) -> None:
+def check_rates(found: Rates, names: Sequence[str]) -> None:
     numbers = found.numbers()
     assert set(numbers) == set(names)
     assert all(math.isfinite(rate) and rate > 0 for rate in numbers.values()), numbers
@@ -68,7 +68,7 @@ def drive(tmp_path: Path) -> Path:
 def test_measure_rates_unified_memory(drive: Path, folder: Path) -> None:
     before = torch.random.get_rng_state()
     found = cached([drive], num_threads=1, seconds=BRIEF_S).rates
-    check(found, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
+    check_rates(found, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert (found.to_device, found.from_device, found.device_update) == (None, None, None)
     assert list(drive.iterdir()) == []
     assert torch.equal(torch.random.get_rng_state(), before), "the user's numbers stay as they are"
@@ -100,8 +100,8 @@ def test_measure_rates_with_device(
         device.synchronize()
     finally:
         device.close()
-    process = [DEVICE_UPDATE] if kernels else []
-    check(found, [*DISK, *UPDATE, *COMPUTE, *COPIES, *process])
+    update_names = [DEVICE_UPDATE] if kernels else []
+    check_rates(found, [*DISK, *UPDATE, *COMPUTE, *COPIES, *update_names])
     assert device.violations == []
 
 
@@ -157,21 +157,21 @@ def test_disk_rates_under_load_count_lost_products(
     def repeating(work: Callable[[], object]) -> Iterator[Callable[[], int]]:
         yield iter([7, 7 + products]).__next__
 
-    class Moved:
+    class FakeDisk:
         _counters = iter([{"read_bytes": 1, "write_bytes": 2},
                           {"read_bytes": 3 * 10**9 + 1, "write_bytes": 2 * 10**9 + 2}])  # fmt: skip
 
         def counters(self) -> dict[str, int]:
             return next(self._counters)
 
-    class Tier:
+    class FakeTier:
         def rates(self) -> dict[str, float]:
             return {"disk_read": 1.0}
 
     monkeypatch.setattr(disk_rates, "repeating", repeating)
     monkeypatch.setattr(disk_rates, "calls_per_s", lambda *_: 100.0)
     monkeypatch.setattr(disk_rates.time, "perf_counter", iter([10.0, 12.0]).__next__)
-    found = disk_rates._rates_under_load(Moved(), Tier(), 1.0)  # type: ignore[arg-type]
+    found = disk_rates._rates_under_load(FakeDisk(), FakeTier(), 1.0)  # type: ignore[arg-type]
     monkeypatch.undo()
     assert found == {"disk_read": 1.0, DISK_PER_CPU_S: pytest.approx(5e9 / lost_s)}
 
@@ -179,24 +179,24 @@ def test_disk_rates_under_load_count_lost_products(
 def test_measure_disk_writes_incompressible_data(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shares: list[float] = []
+    distinct_shares: list[float] = []
 
     class Spy(Disk):
         def close(self) -> None:
-            text = Path(self._files[0].path).read_bytes()[: 1 << 20]
-            words = [text[i : i + 8] for i in range(0, len(text), 8)]
-            shares.append(len(set(words)) / len(words))
+            data = Path(self._files[0].path).read_bytes()[: 1 << 20]
+            blocks = [data[i : i + 8] for i in range(0, len(data), 8)]
+            distinct_shares.append(len(set(blocks)) / len(blocks))
             super().close()
 
     monkeypatch.setattr(disk_rates, "Disk", Spy)
     disk_rates.measure_disk([tmp_path], IoConfig(), 0.05)
-    assert shares[0] > 0.99
+    assert distinct_shares[0] > 0.99
 
 
 @pytest.mark.parametrize("kinds", ["eio", "enospc"])
 def test_measure_disk_error_removes_files(tmp_path: Path, kinds: str) -> None:
-    told = pytest.raises(TransferError, match="the measurement of the disk's speed")
-    with told, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
+    error = pytest.raises(TransferError, match="the measurement of the disk's speed")
+    with error, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
         disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
@@ -228,11 +228,11 @@ def test_num_chunks_exceeds_cpu_caches(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = read_machine()
 
     def chunks(cache_bytes: int, available_bytes: int) -> int:
-        facts = vars(machine) | {
+        fields = vars(machine) | {
             "cache_bytes": cache_bytes,
             "host_available_bytes": available_bytes,
         }
-        monkeypatch.setattr(processor_rates, "read_machine", lambda: Machine(**facts))
+        monkeypatch.setattr(processor_rates, "read_machine", lambda: Machine(**fields))
         return processor_rates._num_chunks()
 
     monkeypatch.setattr(processor_rates, "_LEAST_CHUNKS", 8)
@@ -273,10 +273,10 @@ class Measurements:
 
 @pytest.fixture
 def measurements(monkeypatch: pytest.MonkeyPatch) -> Measurements:
-    made = Measurements()
-    monkeypatch.setattr(calibration, "measure_processors", made.measure_processors)
-    monkeypatch.setattr(calibration, "measure_disk", made.measure_disk)
-    return made
+    measurements = Measurements()
+    monkeypatch.setattr(calibration, "measure_processors", measurements.measure_processors)
+    monkeypatch.setattr(calibration, "measure_disk", measurements.measure_disk)
+    return measurements
 
 
 @pytest.fixture
@@ -397,22 +397,24 @@ def test_other_machine_or_mount_is_measured_again(
     meminfo = f"MemTotal: {64 * GIB // 1024} kB\n"
     cached([tmp_path], root=computer(root, {"proc/meminfo": meminfo}))
     assert measurements.counts == (3, 5)
-    little_more = f"MemTotal: {64 * GIB // 1024 + 7} kB\n"  # as after a new kernel
-    cached([tmp_path], root=computer(root, {"proc/meminfo": little_more}))
+    slightly_more = f"MemTotal: {64 * GIB // 1024 + 7} kB\n"  # as after a new kernel
+    cached([tmp_path], root=computer(root, {"proc/meminfo": slightly_more}))
     assert measurements.counts == (3, 5)
 
 
 def damaged(text: str) -> list[str]:
     """Return damaged variants of a cache entry."""
     entry = json.loads(text)
-    spoilt: list[Any] = [entry | {"of": {}}, entry | {"measured": "yesterday"}, [], 3, None]
-    spoilt += [entry | {"rates": value} for value in ({}, [], None, {"x": 1.0}, {"update.fp32": 1})]
+    entries: list[Any] = [entry | {"of": {}}, entry | {"measured": "yesterday"}, [], 3, None]
+    entries += [
+        entry | {"rates": value} for value in ({}, [], None, {"x": 1.0}, {"update.fp32": 1})
+    ]
     for name, rate in (
         ("update.fp32", 0), ("update.fp32", -1.0), ("update.fp32", None), ("update.fp32", "nan"),
         ("update.fp32", "x"), ("colour", 1.0), ("compute.bf16", float("inf")),
     ):  # fmt: skip
-        spoilt.append(entry | {"rates": entry["rates"] | {name: rate}})
-    return ["", "{", text[: len(text) // 2], "[" * 100_000, *map(json.dumps, spoilt)]
+        entries.append(entry | {"rates": entry["rates"] | {name: rate}})
+    return ["", "{", text[: len(text) // 2], "[" * 100_000, *map(json.dumps, entries)]
 
 
 def test_damaged_cache_entry_is_measured_again(folder: Path, measurements: Measurements) -> None:
@@ -471,6 +473,6 @@ def test_measured_rates_round_trip_through_cache(
 ) -> None:
     monkeypatch.setattr(ProcessorTimes, "now", lambda: None)  # other tests may be running
     found = cached([drive], seconds=BRIEF_S)
-    check(found.rates, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
+    check_rates(found.rates, [*DISK, DISK_PER_CPU_S, *UPDATE, *COMPUTE])
     assert cached([drive], seconds=BRIEF_S) == found, "JSON gives the very numbers back"
     assert os.listdir(drive) == []

@@ -44,12 +44,12 @@ def traced(
     placement: dict[str, str],
     kind: str = "cpu",
     steps: int = 4,
-    **more: Any,
+    **overrides: Any,
 ) -> tuple[TraceTimeline, list[Any]]:
     """Train `steps` steps of two micro-batches; return the trace and the step reports."""
-    more = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **more}
+    overrides = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **overrides}
     (path / "nvme").mkdir(exist_ok=True)
-    config = settings(path / "nvme", placement, **more)
+    config = settings(path / "nvme", placement, **overrides)
     engine = rough.initialize(small_model(), config, poison=None, device=make_device(kind))[0]
     reports = []
     with engine:
@@ -96,22 +96,22 @@ def test_trace_bytes_and_stalls_match_step_reports(tmp_path: Path, kind: str, wh
     assert sum(walls[1:]) <= sum(spans) + 1e-4
     assert sum(spans[:-1]) <= sum(walls) + 1e-4
     assert all(a.end == pytest.approx(b.begin) for a, b in itertools.pairwise(steps))
-    moved_at_all = dict.fromkeys(TRACKS, 0)
+    moved_total = dict.fromkeys(TRACKS, 0)
     for step, report in zip(steps, reports, strict=True):
         for track in TRACKS:
             inside = [s for s in timeline.of(track) if step.begin <= s.submitted < step.end]
             assert sum(s.nbytes for s in inside) == report.moved[track], (step.what, track)
-            moved_at_all[track] += report.moved[track]
+            moved_total[track] += report.moved[track]
         assert step.args["moved"] == report.moved
         for cause, seconds in report.stall_s.items():
-            mine = [
+            durations = [
                 s.seconds
                 for s in timeline.of("stall")
                 if s.what == cause and step.begin <= s.begin < step.end
             ]
-            assert sum(mine) == pytest.approx(seconds, abs=2e-6)
-    assert (moved_at_all["disk_read"] > 0) == (where != "device")
-    assert (moved_at_all["to_device"] > 0) == (kind == "fake")
+            assert sum(durations) == pytest.approx(seconds, abs=2e-6)
+    assert (moved_total["disk_read"] > 0) == (where != "device")
+    assert (moved_total["to_device"] > 0) == (kind == "fake")
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
@@ -145,8 +145,8 @@ def test_verdict_of_slow_disk_is_disk(tmp_path: Path) -> None:
     assert total is not None
     assert total.share("disk") > 0.8
     assert total.waits > 0.5 * total.seconds
-    said = [verdict(step) for step in [*shares.steps[1:], total]]
-    assert all("disk" in text and "binds" in text for text in said), said
+    verdicts = [verdict(step) for step in [*shares.steps[1:], total]]
+    assert all("disk" in text and "binds" in text for text in verdicts), verdicts
     queued = [s.begin - s.submitted for s in timeline.of("disk_read", "disk_write")]
     assert max(queued) > 0  # some requests were queued
 
@@ -164,8 +164,8 @@ def test_trace_records_accelerator_copies(tmp_path: Path) -> None:
     check_sane(timeline)
     copies = timeline.of("to_device", "from_device")
     assert {s.what for s in copies} >= {"weight", "gradient"}
-    late = [s for s in copies if s.begin - s.submitted > 0.0005]
-    assert len(late) > len(copies) / 4  # copies are asynchronous
+    delayed = [s for s in copies if s.begin - s.submitted > 0.0005]
+    assert len(delayed) > len(copies) / 4  # copies are asynchronous
     total = Shares(timeline).total
     assert total is not None
     assert total.busy["to_device"] > 0
@@ -188,15 +188,15 @@ def test_recomputed_forwards_are_inside_backwards(
     timeline = read_timeline(tmp_path / "t.json")
     check_sane(timeline)
     backward = [s for s in timeline.of("compute") if s.what == "backward"]
-    again = [
+    recomputed = [
         s
         for s in timeline.of("compute")
         if s.what == "forward" and any(b.begin <= s.begin and s.end <= b.end for b in backward)
     ]
-    assert bool(again) == (checkpointing.mode != "none" and checkpointing.place == "block")
-    for one in again:
-        around = next(b for b in backward if b.begin <= one.begin and one.end <= b.end)
-        assert around.unit == one.unit
+    assert bool(recomputed) == (checkpointing.mode != "none" and checkpointing.place == "block")
+    for one in recomputed:
+        enclosing = next(b for b in backward if b.begin <= one.begin and one.end <= b.end)
+        assert enclosing.unit == one.unit
 
 
 def test_tracing_does_not_change_results(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_trace_continues_after_exceptions(tmp_path: Path) -> None:
     assert len({(s.what, s.unit) for s in inside}) == 10
 
 
-class Watched(FakeAccelerator):
+class WaitRecordingDevice(FakeAccelerator):
     """Device with a separate compute clock, as on CUDA; records its waits."""
 
     host_clock = False
@@ -305,9 +305,13 @@ class Watched(FakeAccelerator):
 def test_compute_slices_exclude_waits_for_weights(tmp_path: Path, checkpoint: str) -> None:
     """No wait is inside a compute slice, however long it takes."""
     (tmp_path / "nvme").mkdir()
-    more = {"activations": {"checkpoint": checkpoint}, "prefetch_units": 0, "precision": "bf16"}
-    config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **more)
-    device = Watched()
+    overrides = {
+        "activations": {"checkpoint": checkpoint},
+        "prefetch_units": 0,
+        "precision": "bf16",
+    }
+    config = settings(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), **overrides)
+    device = WaitRecordingDevice()
     with infinity.initialize(small_model(), config, device=device)[0] as engine:
         trace = components(engine).transfers.trace
         assert trace is not None
@@ -337,7 +341,7 @@ def test_trace_records_saving_and_commits(tmp_path: Path) -> None:
     assert all(0 <= s.begin <= s.end for s in timeline.of("saving"))
 
 
-def train_for_ever(nvme: Path, trace: Path) -> None:
+def train_forever(nvme: Path, trace: Path) -> None:
     config = settings(nvme, ON_DISK, trace=str(trace))
     engine = infinity.initialize(small_model(), config)[0]
     for index in count():
@@ -348,7 +352,7 @@ def train_for_ever(nvme: Path, trace: Path) -> None:
 def test_killed_run_leaves_valid_trace(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     trace = tmp_path / "t.json"
-    with Program(train_for_ever, tmp_path / "nvme", trace) as child:
+    with Program(train_forever, tmp_path / "nvme", trace) as child:
         state = Path(f"/proc/{child.process.pid}/stat")
         assert wait_until(lambda: trace.is_file() and trace.read_text().count('"cat":"step"') > 1)
         child.signal(signal.SIGSTOP)  # completes a write in progress, which SIGKILL may not
@@ -366,7 +370,7 @@ def test_killed_run_leaves_valid_trace(tmp_path: Path) -> None:
 
 
 def test_stall_table_in_docs_matches_code() -> None:
-    page = Path(__file__).parents[3] / "docs" / "ARCHITECTURE.md"
-    rows = [f"| `{name}` | {why.meaning} | {why.remedy} |" for name, why in STALLS.items()]
-    lines = page.read_text(encoding="utf-8").splitlines()
+    document = Path(__file__).parents[3] / "docs" / "ARCHITECTURE.md"
+    rows = [f"| `{name}` | {stall.meaning} | {stall.remedy} |" for name, stall in STALLS.items()]
+    lines = document.read_text(encoding="utf-8").splitlines()
     assert [line for line in lines if line in rows] == rows

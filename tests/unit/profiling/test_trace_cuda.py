@@ -12,7 +12,7 @@ import torch
 from infinity.storage.cuda_events import FAR_MS, CudaClock, CudaEvent, CudaSpan, CudaStamp
 
 
-class Gpu:
+class SimulatedGpu:
     """Simulated device clock and progress; counts host waits."""
 
     def __init__(self) -> None:
@@ -21,10 +21,10 @@ class Gpu:
         self.waits = 0
 
 
-class PlayedEvent:
+class SimulatedEvent:
     """Simulated `torch.cuda.Event`; times are 32-bit floats of milliseconds."""
 
-    gpu: Gpu
+    gpu: SimulatedGpu
 
     def __init__(self, enable_timing: bool = False, blocking: bool = False) -> None:
         self.timing, self.blocking = enable_timing, blocking
@@ -40,7 +40,7 @@ class PlayedEvent:
         self.gpu.waits += 1
         self.gpu.done_ms = max(self.gpu.done_ms, self.at_ms)
 
-    def elapsed_time(self, end: PlayedEvent) -> float:
+    def elapsed_time(self, end: SimulatedEvent) -> float:
         assert self.timing and end.timing  # noqa: PT018
         assert self.query() and end.query()  # noqa: PT018
         (rounded,) = struct.unpack("f", struct.pack("f", end.at_ms - self.at_ms))
@@ -48,14 +48,14 @@ class PlayedEvent:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
-    gpu = Gpu()
-    monkeypatch.setattr(PlayedEvent, "gpu", gpu, raising=False)
-    monkeypatch.setattr(torch.cuda, "Event", PlayedEvent)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimulatedGpu:
+    gpu = SimulatedGpu()
+    monkeypatch.setattr(SimulatedEvent, "gpu", gpu, raising=False)
+    monkeypatch.setattr(torch.cuda, "Event", SimulatedEvent)
     return gpu
 
 
-def test_event_times_are_host_times_without_waiting(gpu: Gpu) -> None:
+def test_event_times_are_host_times_without_waiting(gpu: SimulatedGpu) -> None:
     stream: Any = None
     before = time.perf_counter_ns()
     clock = CudaClock(stream)
@@ -80,26 +80,26 @@ def test_event_times_are_host_times_without_waiting(gpu: Gpu) -> None:
     assert gpu.waits == 1
 
 
-def test_event_times_stay_exact_for_hours(gpu: Gpu) -> None:
+def test_event_times_stay_exact_for_hours(gpu: SimulatedGpu) -> None:
     stream: Any = None
     clock = CudaClock(stream)
     start_ms, start_ns = gpu.now_ms, clock._anchor_ns
-    worst = 0.0
+    worst_ns = 0.0
     for _ in range(5000):  # ten hours
         gpu.now_ms += FAR_MS * 0.73 + 0.123
         gpu.done_ms = gpu.now_ms
         stamp = CudaStamp(clock, stream)
         found = stamp.time_ns()
         assert found is not None
-        worst = max(worst, abs(found - start_ns - (gpu.now_ms - start_ms) * 1e6))
+        worst_ns = max(worst_ns, abs(found - start_ns - (gpu.now_ms - start_ms) * 1e6))
     far_ms = gpu.now_ms - start_ms
-    one_float = struct.unpack("f", struct.pack("f", far_ms))[0]
+    single_anchor_ms = struct.unpack("f", struct.pack("f", far_ms))[0]
     assert far_ms > 3.6e7
-    assert worst < 1e6  # a millisecond in ten hours; slices of a step are exact to a microsecond
-    assert abs(one_float - far_ms) < 4  # what a single anchor would give
+    assert worst_ns < 1e6  # a millisecond in ten hours; slices of a step are exact to a microsecond
+    assert abs(single_anchor_ms - far_ms) < 4  # what a single anchor would give
 
 
-def test_event_without_timing_is_unchanged(gpu: Gpu) -> None:
+def test_event_without_timing_is_unchanged(gpu: SimulatedGpu) -> None:
     event = CudaEvent(None)  # type: ignore[arg-type]
     assert not event.raw.timing
     assert event.done()

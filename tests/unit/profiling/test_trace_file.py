@@ -23,7 +23,7 @@ from infinity.profiling.trace_reader import TraceError, parse_events, read_timel
 from infinity.profiling.trace_recorder import NO_UNIT, SPREAD, Trace
 
 
-class Later:
+class PendingStamp:
     """Time stamp that is pending until `at` is set."""
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Later:
         return self.at
 
 
-def filled(path: Path, count: int = 50) -> Trace:
+def make_trace(path: Path, count: int = 50) -> Trace:
     trace = Trace(path, ["first", 'with "quotes"'], {"device": "cpu"})
     for i in range(count):
         begin = trace.start_ns + 1000 * i
@@ -43,7 +43,7 @@ def filled(path: Path, count: int = 50) -> Trace:
 
 def test_trace_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here.json"
-    trace = filled(path)
+    trace = make_trace(path)
     trace.add("stall", "norm", NO_UNIT, trace.start_ns, trace.start_ns + 5, args={"more": 1})
     trace.close()
     trace.close()
@@ -63,10 +63,10 @@ def test_trace_round_trip(tmp_path: Path) -> None:
 
 def test_trace_file_is_valid_json_at_any_time(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
-    trace = filled(path, 1)
+    trace = make_trace(path, 1)
     seen = set()
 
-    def whole() -> bool:
+    def is_valid_json() -> bool:
         with suppress(json.JSONDecodeError):
             seen.add(len(json.loads(path.read_text())))
             return True
@@ -74,24 +74,24 @@ def test_trace_file_is_valid_json_at_any_time(tmp_path: Path) -> None:
 
     for i in range(200):
         trace.add("update", "update", 0, trace.start_ns + i, trace.start_ns + i + 1, 7)
-        assert wait_until(whole)  # retries if read in the middle of a write
+        assert wait_until(is_valid_json)  # retries if read in the middle of a write
         if i % 50 == 49:  # the file has grown
-            assert wait_until(lambda flushes=i // 50 + 1: whole() and len(seen) > flushes)
+            assert wait_until(lambda flushes=i // 50 + 1: is_valid_json() and len(seen) > flushes)
     trace.close()
     assert sum(e.get("cat") == "update" for e in json.loads(path.read_text())) == 200
 
 
 def test_truncated_trace_is_read_partially(tmp_path: Path) -> None:
-    filled(tmp_path / "t.json", 20).close()
+    make_trace(tmp_path / "t.json", 20).close()
     text = (tmp_path / "t.json").read_text()
-    whole = list(parse_events(text))
-    assert len(whole) == len(json.loads(text))
+    events = list(parse_events(text))
+    assert len(events) == len(json.loads(text))
     sizes = set()
     for end in range(0, len(text), 7):
-        part = list(parse_events(text[:end]))
-        assert part == whole[: len(part)]
-        sizes.add(len(part))
-    assert max(sizes) >= len(whole) - 1
+        prefix = list(parse_events(text[:end]))
+        assert prefix == events[: len(prefix)]
+        sizes.add(len(prefix))
+    assert max(sizes) >= len(events) - 1
     torn = tmp_path / "torn.json"
     torn.write_text(text[: len(text) * 3 // 4])
     timeline = read_timeline(torn)
@@ -130,7 +130,7 @@ def test_full_queue_drops_and_reports_events(
 
 def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"], capacity=2000)
-    never, flush, flushed = Later(), trace._flush, threading.Event()
+    pending, flush, flushed = PendingStamp(), trace._flush, threading.Event()
     trace._flush = lambda: (flush(), flushed.set())  # type: ignore[method-assign]
 
     def settle() -> None:
@@ -143,7 +143,9 @@ def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
             for i in range(500):
                 now = trace.start_ns + i
                 trace.add("disk_write", "state", 0, now, now + 900, 4096, submitted=now)
-                trace.add("to_device", "weight", 0, now, never, 64)  # a track that never completes
+                trace.add(
+                    "to_device", "weight", 0, now, pending, 64
+                )  # a track that never completes
             assert wait_until(lambda: not trace._queue)
 
     record(5)
@@ -167,7 +169,7 @@ def test_long_trace_memory_is_bounded(tmp_path: Path) -> None:
 def test_pending_events_are_written_in_track_order(tmp_path: Path) -> None:
     trace = Trace(tmp_path / "t.json", ["unit"])
     at = trace.start_ns
-    one, end_of_one, other, end_of_other = (Later() for _ in range(4))
+    one, end_of_one, other, end_of_other = (PendingStamp() for _ in range(4))
     trace.add("to_device", "weight", 0, one, end_of_one, 10, submitted=at)
     trace.add("to_device", "weight", 0, other, end_of_other, 20, submitted=at)
     trace.add("compute", "forward", 0, one, other)
@@ -177,7 +179,7 @@ def test_pending_events_are_written_in_track_order(tmp_path: Path) -> None:
     assert not read_timeline(trace.path).of("to_device", "compute")
     one.at, end_of_one.at = at + 100, at + 300
     assert wait_until(lambda: len(read_timeline(trace.path).of("to_device", "compute")) == 4)
-    trace.add("to_device", "weight", 0, at, Later(), 30)
+    trace.add("to_device", "weight", 0, at, PendingStamp(), 30)
     trace.close()
     timeline = read_timeline(trace.path)
     copies = [
@@ -250,7 +252,7 @@ def test_disk_full_is_not_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(trace_recorder, "write_at", full)
-    trace = filled(tmp_path / "t.json")
+    trace = make_trace(tmp_path / "t.json")
     trace.close()
     assert trace.failure is not None
     assert trace.num_dropped == 50
@@ -266,7 +268,7 @@ def open_paths() -> set[str]:
 
 
 def test_trace_from_threads_and_forked_child(tmp_path: Path) -> None:
-    trace = filled(tmp_path / "t.json", 0)
+    trace = make_trace(tmp_path / "t.json", 0)
     assert str(trace.path) in open_paths()
     workers = [
         threading.Thread(
@@ -292,11 +294,11 @@ def test_trace_from_threads_and_forked_child(tmp_path: Path) -> None:
     trace.add("stall", "late", NO_UNIT, 0, 1)  # nothing happens
 
 
-WHOLE = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "args": {}}
+VALID_EVENT = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "args": {}}
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "message"),
     [
         ({"ts": "a"}, "its 'ts' is 'a', not a finite number"),
         ({"ts": None}, "its 'ts' is None"),
@@ -312,13 +314,17 @@ WHOLE = {"name": "a", "ph": "X", "ts": 1, "dur": 1, "args": {}}
     ],
     ids=str,
 )
-def test_malformed_event_is_named(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
-    events = [{"name": "trace begins", "ph": "i", "ts": 0, "args": {}}, WHOLE, WHOLE | changes]
+def test_malformed_event_is_named(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    events = [
+        {"name": "trace begins", "ph": "i", "ts": 0, "args": {}},
+        VALID_EVENT,
+        VALID_EVENT | changes,
+    ]
     (tmp_path / "t.json").write_text(json.dumps(events))
     with pytest.raises(TraceError) as caught:
         read_timeline(tmp_path / "t.json")
     assert "event 3 of" in str(caught.value)
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_unreadable_trace_error_has_remedy(tmp_path: Path) -> None:

@@ -24,65 +24,65 @@ from infinity.profiling import memory_watch
 MIB = 1 << 20
 
 
-class Hoarder(Block):
+class AllocatingBlock(Block):
     """Block that allocates `wanted` bytes in each forward."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width)
-        self.wanted = 0
-        self.hoard: list[Tensor] = []
+        self.extra_bytes = 0
+        self.allocated: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.wanted:
-            self.hoard.append(torch.ones(self.wanted // 4))
+        if self.extra_bytes:
+            self.allocated.append(torch.ones(self.extra_bytes // 4))
         return super().forward(x)
 
 
-def hoarding_model() -> SmallModel:
+def allocating_model() -> SmallModel:
     torch.manual_seed(0)
     model = SmallModel()
-    model.blocks = nn.ModuleList(Hoarder(WIDTH) for _ in range(3))  # one class: same units
+    model.blocks = nn.ModuleList(AllocatingBlock(WIDTH) for _ in range(3))  # one class: same units
     return model
 
 
 def budget_above_now(nbytes: int) -> dict[str, Any]:
     """Return a host budget `nbytes` above what a small engine will plan."""
-    own = max(psutil.Process().memory_info().rss, 320 * MIB)
-    return {"budget": {"host": own + nbytes}}
+    rss_bytes = max(psutil.Process().memory_info().rss, 320 * MIB)
+    return {"budget": {"host": rss_bytes + nbytes}}
 
 
 def test_exceeded_budget_raises_with_unit_and_sizes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
-    model = hoarding_model()
-    hoarder = model.blocks[0]
-    assert isinstance(hoarder, Hoarder)
-    given = settings(tmp_path, **budget_above_now(256 * MIB))
-    with infinity.initialize(model, given)[0] as engine:
+    model = allocating_model()
+    block = model.blocks[0]
+    assert isinstance(block, AllocatingBlock)
+    config = settings(tmp_path, **budget_above_now(256 * MIB))
+    with infinity.initialize(model, config)[0] as engine:
         train(engine, 1)
-        hoarder.wanted = 512 * MIB
+        block.extra_bytes = 512 * MIB
         with pytest.raises(DoesNotFitError) as caught:
             engine(batch(0))
         text = str(caught.value)
-        for part in ("in the forward of unit 'blocks.1'", "(host tier)", "budget.host is",
+        for expected in ("in the forward of unit 'blocks.1'", "(host tier)", "budget.host is",
                      "were planned", "estimated at", "for 18 tokens", "try: smaller"):  # fmt: skip
-            assert part in text, text
-        hoarder.wanted = 0
-        hoarder.hoard.clear()
+            assert expected in text, text
+        block.extra_bytes = 0
+        block.allocated.clear()
         train(engine, 1)  # only the failed step is lost
 
 
 def test_memory_near_budget_warns_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     monkeypatch.setattr(memory_watch, "NEAR_SHARE", 0.0)
-    given = settings(tmp_path, **budget_above_now(256 * MIB))
-    with infinity.initialize(hoarding_model(), given)[0] as engine:
-        with warnings.catch_warnings(record=True) as told:
+    config = settings(tmp_path, **budget_above_now(256 * MIB))
+    with infinity.initialize(allocating_model(), config)[0] as engine:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             monkeypatch.setattr(components(engine).hooks.watch, "_next_trim_s", 0.0)
             train(engine, 2)
-        texts = [str(w.message) for w in told if issubclass(w.category, InfinityWarning)]
+        texts = [str(w.message) for w in caught if issubclass(w.category, InfinityWarning)]
         assert len(texts) == 1
         assert "budget.host is" in texts[0]
 
@@ -93,8 +93,8 @@ def test_freed_heap_is_returned_near_budget(
 ) -> None:
     calls: list[None] = []
     monkeypatch.setattr(memory_watch, "TRIM_SHARE", share)
-    given = settings(tmp_path, **budget_above_now(1 << 30))
-    with infinity.initialize(hoarding_model(), given)[0] as engine:
+    config = settings(tmp_path, **budget_above_now(1 << 30))
+    with infinity.initialize(allocating_model(), config)[0] as engine:
         train(engine, 2)  # the first two steps always return freed memory
         monkeypatch.setattr(memory_watch, "return_freed_memory", lambda: calls.append(None))
         train(engine, 3)
@@ -103,7 +103,7 @@ def test_freed_heap_is_returned_near_budget(
 
 def test_low_machine_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
-    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+    with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
         monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
         monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
@@ -118,7 +118,7 @@ def test_transient_low_memory_reading_does_not_raise(
 ) -> None:
     readings = itertools.chain([15] * memory_watch.LOOKS_AGAIN, itertools.repeat(500))
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
-    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+    with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
         monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
@@ -129,7 +129,7 @@ def test_transient_low_memory_reading_does_not_raise(
 
 
 def test_first_step_reports_include_activation_memory(tmp_path: Path) -> None:
-    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+    with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         for step in range(3):
             train(engine, 1)
             report = engine.last_report
@@ -144,11 +144,11 @@ def test_first_step_reports_include_activation_memory(tmp_path: Path) -> None:
 
 
 def test_watch_samples_at_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with infinity.initialize(hoarding_model(), settings(tmp_path))[0] as engine:
+    with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         train(engine, 3)
         watcher = components(engine).hooks.watch
         samples: list[float] = []
-        monkeypatch.setattr(watcher, "_sample", lambda *given: samples.append(given[2]))
+        monkeypatch.setattr(watcher, "_sample", lambda *config: samples.append(config[2]))
         ticks = itertools.count(time.monotonic() + 10, memory_watch.SAMPLE_S / 100)
         monkeypatch.setattr(memory_watch, "time", SimpleNamespace(monotonic=ticks.__next__))
         for _ in range(10_000):
@@ -163,10 +163,10 @@ def test_budget_excludes_memory_reserved_by_later_engine(
 ) -> None:
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     wide = SmallModel(num_blocks=2, width=2048)  # 128 MiB of weights, 512 MiB with all state
-    given = settings(tmp_path, **budget_above_now(128 * MIB))
+    config = settings(tmp_path, **budget_above_now(128 * MIB))
     placement = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
     with (
-        infinity.initialize(hoarding_model(), given)[0] as engine,
+        infinity.initialize(allocating_model(), config)[0] as engine,
         infinity.initialize(wide, settings(tmp_path, placement, chunk_size=1 << 20))[0],
     ):
         train(engine, 1)

@@ -23,13 +23,13 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
 ]
 # GPU tests that measure time, capture or compile cannot run here.
-NOT_HERE = ("compiled", "capture", "queued", "cache", "square", "many")
+EXCLUDED = ("compiled", "capture", "queued", "cache", "square", "many")
 # One test of each kind.
-SOME = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
-SOME += ("another_thread", "bad_input", "cpu_adam", "that_copies")
+SELECTED = ("updates[2-disk]", "device-ram", "in_turn", "inputs[host]", "once", "trace", "own[ram]")
+SELECTED += ("another_thread", "bad_input", "cpu_adam", "that_copies")
 
 
-def python(*command: str) -> str:
+def run_python(*command: str) -> str:
     """Run a Python command, check that it succeeds, and return its stdout."""
     paths = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
@@ -45,20 +45,22 @@ def python(*command: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("chosen", [SOME, pytest.param((), marks=pytest.mark.big)])
+@pytest.mark.parametrize("chosen", [SELECTED, pytest.param((), marks=pytest.mark.big)])
 def test_gpu_tests_pass_on_host(chosen: tuple[str, ...]) -> None:
-    words = [f"({' or '.join(chosen)})"] if chosen else []
-    words += [f"not {word}" for word in NOT_HERE]
-    told = python(
+    conditions = [f"({' or '.join(chosen)})"] if chosen else []
+    conditions += [f"not {word}" for word in EXCLUDED]
+    output = run_python(
         *("-m", "pytest", "-q", "-p", "support.host_cuda", "-p", "no:cacheprovider"),
-        *("-m", "gpu", "-k", " and ".join(words), str(TESTS / "gpu")),
+        *("-m", "gpu", "-k", " and ".join(conditions), str(TESTS / "gpu")),
     )
-    assert " passed" in told
-    assert "skipped" not in told
+    assert " passed" in output
+    assert "skipped" not in output
 
 
 def test_unordered_accesses_are_reported() -> None:
-    told = json.loads(python("-c", "from support import host_cuda, unordered; unordered.main()"))
-    assert told.pop("nothing") == 0
-    assert len(told) == 6
-    assert all(count > 0 for count in told.values()), told
+    counts = json.loads(
+        run_python("-c", "from support import host_cuda, unordered; unordered.main()")
+    )
+    assert counts.pop("nothing") == 0
+    assert len(counts) == 6
+    assert all(count > 0 for count in counts.values()), counts

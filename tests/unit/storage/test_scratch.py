@@ -22,7 +22,7 @@ from infinity.storage import run_dir as module
 from infinity.storage.run_dir import Scratch, remove_dead_runs
 
 # Empty packages: importing `infinity/__init__.py`, mainly torch, would take seconds per process.
-BARE = """
+EMPTY_PACKAGES = """
 import sys, types
 for name in ("infinity", "infinity.storage"):
     sys.modules[name] = types.ModuleType(name)
@@ -30,7 +30,7 @@ for name in ("infinity", "infinity.storage"):
 """
 ROOT = Path(module.__file__).resolve().parent.parent.parent
 RUN = (
-    f"root = {str(ROOT)!r}{BARE}"
+    f"root = {str(ROOT)!r}{EMPTY_PACKAGES}"
     """
 import sys, time
 from infinity.storage.run_dir import Scratch
@@ -138,25 +138,25 @@ def test_cleanup_does_not_lock_durable_runs(
     durable.keep({})
     durable.remove()
     other._lock.close()  # as a kill does
-    tried: list[str] = []
+    locked: list[str] = []
 
-    class Watched(module.LockFile):
-        def __init__(self, path: Path, *, dir_fd: int, **more: bool) -> None:
-            tried.append(Path(os.readlink(f"/proc/self/fd/{dir_fd}")).name)
-            super().__init__(path, dir_fd=dir_fd, **more)
+    class RecordingLock(module.LockFile):
+        def __init__(self, path: Path, *, dir_fd: int, **options: bool) -> None:
+            locked.append(Path(os.readlink(f"/proc/self/fd/{dir_fd}")).name)
+            super().__init__(path, dir_fd=dir_fd, **options)
 
-    monkeypatch.setattr(module, "LockFile", Watched)
+    monkeypatch.setattr(module, "LockFile", RecordingLock)
     assert remove_dead_runs(tmp_path) == [other.directory]
-    assert tried == [other.directory.name]
+    assert locked == [other.directory.name]
     assert names_in(tmp_path) == [durable.directory.name]
 
 
 def test_next_run_removes_killed_run_but_not_live_one(tmp_path: Path) -> None:
-    with live_run(tmp_path) as (process, living):
-        dead = killed_run(tmp_path)
+    with live_run(tmp_path) as (process, live):
+        killed = killed_run(tmp_path)
         scratch = Scratch.create(tmp_path)
-        assert not dead.exists()
-        assert (living / "state").stat().st_size == 4096
+        assert not killed.exists()
+        assert (live / "state").stat().st_size == 4096
         assert remove_dead_runs(tmp_path) == []
         scratch.remove()
         process.communicate()  # closes stdin: the run removes its directory
@@ -189,8 +189,8 @@ def test_interrupted_removal_is_completed(tmp_path: Path) -> None:
 
 
 def test_cleanup_ignores_other_names(tmp_path: Path) -> None:
-    dead = killed_run(tmp_path)
-    kept = {}
+    killed = killed_run(tmp_path)
+    others = {}
     for name in (
         "infinity-run-1-xyz",
         "infinity-run-1-0123456789abcdef0",
@@ -199,16 +199,16 @@ def test_cleanup_ignores_other_names(tmp_path: Path) -> None:
         "infinity-run--0123456789abcdef",
         "data",
     ):
-        kept[name] = tmp_path / name
-        shutil.copytree(dead, kept[name])
-    hidden = tmp_path / "elsewhere"
-    shutil.copytree(dead, hidden)
+        others[name] = tmp_path / name
+        shutil.copytree(killed, others[name])
+    link_target = tmp_path / "elsewhere"
+    shutil.copytree(killed, link_target)
     link = tmp_path / "infinity-run-2-0123456789abcdef"
-    link.symlink_to(hidden)
+    link.symlink_to(link_target)
     (tmp_path / "infinity-run-3-0123456789abcdef").write_text("a file")
-    assert remove_dead_runs(tmp_path) == [dead]
-    assert all((path / "state").exists() for path in kept.values())
-    assert (hidden / "state").exists()
+    assert remove_dead_runs(tmp_path) == [killed]
+    assert all((path / "state").exists() for path in others.values())
+    assert (link_target / "state").exists()
     assert link.is_symlink()
 
 
@@ -222,14 +222,14 @@ def test_symlinked_lock_or_record_is_not_followed(tmp_path: Path) -> None:
 
 
 def test_cleanup_ignores_directory_of_other_user(tmp_path: Path) -> None:
-    dead = killed_run(tmp_path)
+    killed = killed_run(tmp_path)
     try:
-        os.chown(dead, 65534, 65534)
+        os.chown(killed, 65534, 65534)
     except PermissionError as error:
         pytest.skip(f"files cannot be given to another user here: {error}")
     assert remove_dead_runs(tmp_path) == []
-    os.chown(dead, 0, 0)
-    assert remove_dead_runs(tmp_path) == [dead]
+    os.chown(killed, 0, 0)
+    assert remove_dead_runs(tmp_path) == [killed]
 
 
 def test_incomplete_directory_is_removed_only_when_old(tmp_path: Path) -> None:
@@ -250,17 +250,17 @@ def test_directory_is_locked_before_it_is_visible(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_record = module.write_record
-    seen: list[list[Path]] = []
+    removed: list[list[Path]] = []
 
-    def look_around(path: Path) -> None:
+    def clean_up_concurrently(path: Path) -> None:
         # As a second process starting at this moment.
-        seen.append(remove_dead_runs(tmp_path))
+        removed.append(remove_dead_runs(tmp_path))
         write_record(path)
-        seen.append(remove_dead_runs(tmp_path))
+        removed.append(remove_dead_runs(tmp_path))
 
-    monkeypatch.setattr(module, "write_record", look_around)
+    monkeypatch.setattr(module, "write_record", clean_up_concurrently)
     Scratch.create(tmp_path).remove()
-    assert seen == [[], []]
+    assert removed == [[], []]
 
 
 def test_concurrent_starts_with_killed_runs(tmp_path: Path) -> None:

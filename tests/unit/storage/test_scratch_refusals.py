@@ -21,21 +21,21 @@ def names_in(root: Path) -> list[str]:
     return sorted(os.listdir(root))
 
 
-def refusal(path: Path) -> InfinityError:
+def create_error(path: Path) -> InfinityError:
     with pytest.raises(InfinityError) as caught:
         Scratch.create(path)
     return caught.value
 
 
 def test_missing_path_or_file_is_refused(tmp_path: Path) -> None:
-    error = refusal(tmp_path / "none")
+    error = create_error(tmp_path / "none")
     assert isinstance(error, MachineError)
     assert error.remedy == f"mkdir -p {tmp_path / 'none'}"
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
     for name in ("file", "link", "file/below"):
-        assert isinstance(refusal(tmp_path / name), MachineError)
-    assert "is not a directory" in refusal(tmp_path / "file").what
+        assert isinstance(create_error(tmp_path / name), MachineError)
+    assert "is not a directory" in create_error(tmp_path / "file").what
     assert names_in(tmp_path) == ["file", "link"]
 
 
@@ -70,7 +70,7 @@ def test_os_error_is_explained_and_leaves_nothing(
         else:
             patch.setattr(module, "write_record", refuse)
         before = descriptors()
-        error = refusal(tmp_path)
+        error = create_error(tmp_path)
         assert descriptors() <= before
     assert type(error) is kind
     assert part in str(error)
@@ -115,5 +115,5 @@ def test_check_space_error_has_sizes(tmp_path: Path) -> None:
         scratch.check_space(4096)
         with pytest.raises(DoesNotFitError) as caught:
             scratch.check_space(2**60)
-        for part in ("1.00 EiB needed", "free at", str(tmp_path), "missing"):
-            assert part in caught.value.what
+        for text in ("1.00 EiB needed", "free at", str(tmp_path), "missing"):
+            assert text in caught.value.what

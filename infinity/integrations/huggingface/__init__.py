@@ -1,4 +1,4 @@
-"""Models of the transformers package: loaded to where their weights rest, generated with, saved.
+"""Integration with transformers: loading, planning, training and saving of its models.
 
-transformers is imported where it is used, and not before: `import infinity` does not need it.
+transformers is imported on first use; `import infinity` does not need it.
 """

@@ -1,15 +1,17 @@
-"""Objects that a Trainer gets for an engine: a module to call, and an accelerator.
+"""Adapters between `transformers.Trainer` and an engine: a model wrapper and an accelerator.
 
 [Note: micro-batches]
-A Trainer says by `accelerator.sync_gradients` whether the micro-batch that begins is the last of
-its window, which may be shorter at the end of an epoch. The engine is told at the forward; a
-micro-batch that is not the last ends when the next forward comes.
+A Trainer sets `accelerator.sync_gradients` before a micro-batch that is the last of its
+accumulation window; windows may be shorter at the end of an epoch. The boundary is passed to the
+engine at the forward. `engine.step()` for a micro-batch that is not the last is called at the next
+forward.
 
 [Note: reference models]
-A reference model (DPO, KTO, GRPO) or a reward model that is a network gets an engine for inference:
-weights only. It is made before the trained model's, within the same budgets: of what is free it
-gets at most the share that its weights are of all that will rest, and where that is too little, as
-little as it can do with.
+A reference model (DPO, KTO, GRPO) or a reward model that is a network gets an engine for inference,
+which holds weights only. It may be created before the engine of the trained model, within the same
+budgets. It gets at most the fraction of the free bytes that its weights are of the bytes of both
+models; the remainder is reserved for the trained model. If it does not fit there, its weights are
+placed on disk, or in RAM without `nvme_path`.
 """
 
 from __future__ import annotations
@@ -38,25 +40,25 @@ _Accelerator: Any = importlib.import_module("accelerate").Accelerator
 
 
 class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
-    """`accelerate.Accelerator` for a model whose memory is an engine's.
+    """`accelerate.Accelerator` for a model that is managed by an engine.
 
-    A Trainer's accelerator becomes one by its class. What it does for other modules, loaders
-    and trackers is as before.
+    `InfinityTrainer` assigns this class to the `__class__` of its accelerator. Other modules,
+    data loaders and trackers are handled by the base class.
     """
 
     engine: Engine | None = None
-    offload: Callable[[nn.Module], Engine] | None = None  # a model that is not trained
-    beside: tuple[Engine, ...] = ()  # of those models
-    grad_norm: Tensor | None = None  # of the step that comes, NaN until it has happened
-    _open = False  # a window with gradients
-    _due = False  # the end of a micro-batch that has them, and is not the last
-    _ends_window = True  # the current micro-batch
-    max_norm: float | None = None  # of the TrainingArguments as the engine was made
-    _clipping = 0.0  # that of the engine then
-    more_follow = False  # micro-batches, whatever the Trainer says: it has handed over all
+    offload: Callable[[nn.Module], Engine] | None = None  # creates engines for reference models
+    beside: tuple[Engine, ...] = ()  # engines of reference models
+    grad_norm: Tensor | None = None  # of the next step, shape (); NaN until the step is done
+    _open = False  # the accumulation window has gradients
+    _due = False  # engine.step() is due for a micro-batch that is not the last of its window
+    _ends_window = True  # the current micro-batch is the last of its window
+    max_norm: float | None = None  # TrainingArguments.max_grad_norm when the engine was created
+    _clipping = 0.0  # engine.gradient_clipping when the engine was created
+    more_follow = False  # further micro-batches of the window follow; overrides sync_gradients
 
     def attach(self, engine: Engine) -> None:
-        """From now on `backward` is the engine's."""
+        """Use the engine for backward passes, clipping and steps."""
         self.engine = engine
         self._start_over()
         self.grad_norm = None
@@ -65,7 +67,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         engine.optimizer.register_step_post_hook(self._stepped)
 
     def begin_micro_batch(self) -> None:
-        """A forward that gradients will be asked of; see the note."""
+        """Begin a forward pass with gradients; see [Note: micro-batches]."""
         engine = self._engine()
         if self._due:
             engine.step()
@@ -74,29 +76,30 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         engine.set_gradient_accumulation_boundary(self._ends_window)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """The engine's backward; the Trainer has divided the loss."""
+        """Run the engine's backward pass; the Trainer has already divided the loss."""
         try:
             self._engine().backward(loss, scale_wrt_gas=False)
         except BaseException:
-            self._start_over()  # as the engine has
+            self._start_over()  # the engine has discarded the window as well
             raise
         self._open, self._due = True, not self._ends_window
 
     def forget_window(self) -> None:
-        """Drop the gradients of a window that has begun."""
+        """Discard the gradients of an open accumulation window."""
         if self._open:
             Engine.zero_grad(self._engine())
         self._start_over()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
-        """The norm of the step that comes: NaN, and the number once `optimizer.step()` is done.
+        """Set the norm that the next step clips to, and return its gradient norm.
 
-        The engine clips as it steps: by its configuration, until another norm is told than was
-        when it was made.
+        The engine clips in `optimizer.step()`. A `max_norm` equal to `self.max_norm` selects the
+        clipping of the engine's configuration. The returned tensor has shape ``()`` and is NaN
+        until the step is done, which fills it in place.
         """
         if norm_type != 2:
             raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
-        if math.isfinite(max_norm):  # Trainer says inf where it wants the norm only
+        if math.isfinite(max_norm):  # Trainer passes inf to get the norm without clipping
             is_default = max_norm == self.max_norm or self.max_norm is None
             self._engine().gradient_clipping = self._clipping if is_default else float(max_norm)
         if self.grad_norm is None:
@@ -106,20 +109,20 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     def prepare_model(
         self, model: Any, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> Any:
-        """The model; one that others are measured by, as a reference, rests with an engine."""
+        """Prepare a model; one in evaluation mode (a reference model) is offloaded to an engine."""
         if self.offload is None or not evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
         self.beside = (*self.beside, self.offload(model))
         return model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        """The user's module."""
+        """Return the user's module."""
         model = model.module if isinstance(model, OffloadedModel) else model
         return super().unwrap_model(model, *args, **kwargs)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """Whether the last step found gradients that were not finite."""
+        """True if the last step was skipped because its gradients were not finite."""
         if self.engine is None:
             return bool(super().optimizer_step_was_skipped)
         report = self.engine.last_report
@@ -136,38 +139,38 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         self._open, self._due, self._ends_window, self.more_follow = False, False, True, False
 
     def _steps(self, *_: Any) -> None:
-        """Whatever was called of the model in this window, a Trainer steps at its end."""
+        # A Trainer steps only at the end of a window, even if a forward cleared the boundary.
         self._engine().set_gradient_accumulation_boundary(True)
 
     def _stepped(self, *_: Any) -> None:
         self._start_over()
         norm = self._engine().grad_norm
         if self.grad_norm is not None and norm is not None:
-            self.grad_norm.fill_(norm)  # the Trainer holds it, and logs it from now on
+            self.grad_norm.fill_(norm)  # the Trainer holds this tensor and logs it after the step
         self.grad_norm = None
 
 
 class OffloadedModel(nn.Module):
-    """The `model_wrapped` of a Trainer: calls the engine; `module` is the user's module."""
+    """`model_wrapped` of a Trainer: calls the engine. `module` is the user's module."""
 
     def __init__(self, engine: Engine, accelerator: OffloadAccelerator) -> None:
         super().__init__()
         self.module = engine.module
-        # Past nn.Module: neither is a part of this module.
+        # Bypass nn.Module.__setattr__: the engine is not a submodule.
         vars(self).update(engine=engine, _accelerator=accelerator)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The engine's forward."""
+        """Run the engine's forward pass."""
         if torch.is_grad_enabled():
             self._accelerator.begin_micro_batch()
         return self.engine(*args, **kwargs)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients of a window that has begun; after a step there are none."""
+        """Discard the gradients of an open accumulation window; a no-op after a step."""
         self._accelerator.forget_window()
 
     def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
-        """Stay; raises `ConfigError` for another dtype than the engine computes in."""
+        """Return self; raise `ConfigError` if a dtype other than the engine's is requested."""
         dtype = COMPUTE_DTYPES[self.engine.plan.precision.name]
         asked = [*args, *kwargs.values()]
         other = [a for a in asked if isinstance(a, torch.dtype) and a is not dtype]
@@ -185,19 +188,19 @@ class OffloadedModel(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
 
-# Keys that say how to train, or where one run keeps what is its own.
+# Config keys of training, and of files that belong to a single run.
 _OF_TRAINING = {"optimizer", "scheduler", "loss_scale", "durable", "commit_every", "resume",
                 "step_log", "trace", "trace_steps"}  # fmt: skip
-_TRAINED_BYTES = 14  # a parameter with AdamW and one micro-batch
+_TRAINED_BYTES = 14  # bytes per trained parameter, with AdamW and one micro-batch
 
 
 def offload_beside(
     model: nn.Module, trained: nn.Module | None, config: Config, device: torch.device
 ) -> Engine:
-    """An engine for a model without gradients; see [Note: reference models].
+    """Create an inference engine for a reference model; see [Note: reference models].
 
-    `trained` is a model that has no engine yet. Raises `DoesNotFitError` where not even the
-    slots for its units fit.
+    `trained` is the model to train if it has no engine yet, else None. Raises `DoesNotFitError` if
+    not even the slots for the units of `model` fit.
     """
     model.requires_grad_(False).eval()
     raw, ranks = config.model_dump(exclude_unset=True, exclude=_OF_TRAINING), find_ranks()
@@ -210,7 +213,7 @@ def offload_beside(
         limits = limits_for(config, opened, model, ranks)
     free = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
     left = {tier: int(n * others / (model_bytes + others)) for tier, n in free.items()}
-    left[Tier.HOST] += limits.base  # the process, which is then not counted as this engine's
+    left[Tier.HOST] += limits.base  # the process base: initialize() does not count it again
     PROCESS.take(model, left, opened, promised=True)
     try:
         return initialize(model, config, device=device, ranks=ranks)[0]

@@ -1,10 +1,11 @@
-"""The batches of one optimizer step of a Trainer: joined, and cut as the plan has it.
+"""Re-batching of an optimizer step of a Trainer into the micro-batches of the plan.
 
 [Note: a step's batches]
-A Trainer hands over a step as `gradient_accumulation_steps` batches, and divides each loss by the
-labels of all of them (`num_items_in_batch`). So the step is a sum over samples, and how these are
-cut changes no more than the order of that sum: the plan may choose micro-batches and slices (see
-[Note: batch schedule]). Where the loss is no such sum, every batch stays a micro-batch.
+A Trainer passes a step as `gradient_accumulation_steps` batches and divides each loss by the
+number of labels in all of them (`num_items_in_batch`). The loss of the step is thus a sum over
+samples, and another split into micro-batches changes only the order of summation: the plan may
+choose micro-batches and slices (see [Note: batch schedule]). If the loss is not such a sum, every
+batch remains a micro-batch.
 """
 
 from __future__ import annotations
@@ -35,11 +36,10 @@ from infinity.training.run_plan import case_here
 
 Batch: TypeAlias = Mapping[str, Any]
 
-# What may be in a batch that is joined with others, and what a shorter one is filled up with: text,
-# one row for each sample. Other inputs (images by the patch, sequences packed into one row) need
-# not have their rows in the order of samples.
+# Inputs that can be joined, with the padding values for shorter rows: text inputs with one row per
+# sample. Rows of other inputs (image patches, packed sequences) may not correspond to samples.
 _PADS = {
-    "input_ids": None,  # the pad token
+    "input_ids": None,  # None: the pad token
     "decoder_input_ids": None,
     "attention_mask": 0,
     "decoder_attention_mask": 0,
@@ -50,21 +50,22 @@ _PADS = {
 }
 
 
-# --- which steps are sums over samples -----------------------------------------------------------
+# --- eligibility ---------------------------------------------------------------------------------
 
 
 def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool:
-    """Whether a Trainer's loss of a batch is a sum over samples, over `num_items_in_batch`.
+    """Return True if a Trainer's loss of a batch is a sum over samples / `num_items_in_batch`.
 
-    So where the loss is the model's, and the model is one of transformers' that leaves it to a
-    `loss_function` that takes the number. `methods` are methods and the class that is to have them:
-    a subclass with others may compute anything. A label smoother needs logits, which are whole.
+    This holds if the loss is computed by a transformers model that calls a `loss_function` with a
+    `num_items_in_batch` parameter. `methods` are pairs of method name and class: the Trainer must
+    use the implementations of these classes, because an override may compute anything. A label
+    smoother is excluded: it needs the full logits.
     """
     for name, kind in methods:
         if getattr(getattr(trainer, name), "__func__", None) is not getattr(kind, name):
             return False
     others = (trainer.compute_loss_func, trainer.label_smoother)
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # newer than transformers 5.18
+    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # added after transformers 5.18
     if any(other is not None for other in others) or scaled is False:
         return False
     model = trainer.model
@@ -72,7 +73,7 @@ def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool
     settings: Any = getattr(base, "config", None)
     parts = [settings, settings.get_text_config()] if hasattr(settings, "get_text_config") else []
     if any(getattr(part, "output_router_logits", False) for part in parts):
-        return False  # a loss of the router's, a mean over whatever passes together
+        return False  # the router loss is a mean over the micro-batch
     code = getattr(inspect.unwrap(base.forward), "__code__", None)
     loss = getattr(base, "loss_function", None)
     if code is None or "loss_function" not in code.co_names or not callable(loss):
@@ -89,11 +90,11 @@ def pad_token_of(trainer: Any) -> int:
 
 
 def _samples(batch: Any) -> int | None:
-    """How many samples a batch has; None where that is not one row of known tensors for each."""
+    """Return the number of samples; None unless all values are known tensors with a row each."""
     if not isinstance(batch, Mapping) or not batch or batch.keys() - _PADS.keys():
         return None
     if "position_ids" in batch and "attention_mask" not in batch:
-        return None  # they may begin anew in a row, where texts are packed
+        return None  # positions may restart within a row of packed sequences
     values = list(batch.values())
     plain = all(
         isinstance(v, Tensor) and v.layout is torch.strided and v.dim() in (1, 2) for v in values
@@ -103,7 +104,7 @@ def _samples(batch: Any) -> int | None:
 
 
 def can_join(batches: Sequence[Any]) -> bool:
-    """Return True if batches can be joined without changing the model's results of samples."""
+    """Return True if joining the batches does not change the model's results for any sample."""
     if not batches or any(_samples(batch) is None for batch in batches):
         return False
     first = batches[0]
@@ -115,7 +116,7 @@ def can_join(batches: Sequence[Any]) -> bool:
             if (value.dim(), value.dtype, value.device) != (other.dim(), other.dtype, other.device):
                 return False
             if value.shape[1:] != other.shape[1:] and "attention_mask" not in first:
-                return False  # nothing would say what is padding
+                return False  # padding could not be masked
     return True
 
 
@@ -123,10 +124,11 @@ def can_join(batches: Sequence[Any]) -> bool:
 
 
 def joined(parts: Sequence[Batch], pad_token: int = 0, *, slices: int = 1) -> dict[str, Tensor]:
-    """Batches that can be joined as one, each filled up to the longest, on the right.
+    """Concatenate batches along samples, padded on the right to the longest.
 
-    Rows and positions must not be equally many where blocks run in `slices`, which tell the two
-    apart by their number: then a position of padding comes on top, where a mask says what it is.
+    If blocks run in slices (`slices` > 1), the numbers of rows and positions must differ, because
+    slicing identifies these dimensions by size: one more position of padding is added then, if
+    there is an attention mask.
     """
     found = {}
     for name in parts[0]:
@@ -145,9 +147,9 @@ def joined(parts: Sequence[Batch], pad_token: int = 0, *, slices: int = 1) -> di
 
 
 def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
-    """Parts of batches, in order, in lists of `size` samples together; the last may have fewer.
+    """Yield lists of batches or views of batches with `size` samples in total, in order.
 
-    A batch that is not divided is itself; parts are views.
+    The last list may have fewer samples. Batches that are not divided are yielded without a copy.
     """
     parts: list[Batch] = []
     room = size
@@ -168,9 +170,10 @@ def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
 
 
 class StepBatches:
-    """The batches of one optimizer step, which go through the model in micro-batches of the plan's.
+    """Batches of one optimizer step, re-batched into the micro-batches of the plan.
 
-    `samples` are those of a whole step on each rank; a step may have fewer, at the end of an epoch.
+    `samples` is the number of samples of a full step on each rank; the last step of an epoch may
+    have fewer.
     """
 
     def __init__(
@@ -184,7 +187,7 @@ class StepBatches:
         self._handed_over = 0
 
     def compare(self, decided: Decided) -> None:
-        """Warn where a run goes on from one with another schedule."""
+        """Warn if the resumed checkpoint was saved with another batch schedule."""
         if decided not in (self.schedule, (None, None)):
             schedule = "{} micro-batches, blocks in {} slices"
             warnings.warn(
@@ -195,9 +198,9 @@ class StepBatches:
             )
 
     def hold(self, batches: Sequence[Any], num_items: Any) -> None:
-        """The batches of the step that begins; none where each has to be a micro-batch.
+        """Store the batches of the next step if they can be joined on all ranks.
 
-        So it is on all ranks where it is on one.
+        Otherwise store none: every batch is then a micro-batch, on all ranks.
         """
         joins = num_items is not None and can_join(batches)
         joining = self._ranks.synchronize("begins a step of a Trainer", int(joins))
@@ -205,7 +208,7 @@ class StepBatches:
         self._handed_over = 0
 
     def take(self, batch: Any) -> bool:
-        """Whether it is the next of them."""
+        """Return True and advance if `batch` is the next of the stored batches."""
         at = self._handed_over
         taken = at < len(self._held) and batch is self._held[at]
         self._handed_over += taken
@@ -213,11 +216,11 @@ class StepBatches:
 
     @property
     def complete(self) -> bool:
-        """Whether all of them were handed over."""
+        """True if all stored batches were passed to `take`."""
         return self._handed_over == len(self._held)
 
     def cut_anew(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
-        """The micro-batches of the step, one made after the other, and whether it is the last."""
+        """Yield the micro-batches of the step lazily, each with True if it is the last."""
         rows = sum(_samples(batch) or 0 for batch in self._held)
         count, slices = self.schedule
         size = -(-max(self._samples, rows) // count)
@@ -229,11 +232,11 @@ class StepBatches:
 # --- the plan ------------------------------------------------------------------------------------
 
 
-Decided: TypeAlias = tuple[int | None, int | None]  # micro-batches and slices; None: open
+Decided: TypeAlias = tuple[int | None, int | None]  # micro-batches, slices; None: by the plan
 
 
 def decided_by(folder: str, tag: str) -> Decided:
-    """What decides the numbers of the run that saved a checkpoint."""
+    """Return the batch schedule of the run that saved a checkpoint."""
     with CheckpointReader(Path(folder), tag) as reader:
         config = reader.manifest.config
     found = config if isinstance(config, Mapping) else {}
@@ -248,22 +251,22 @@ def with_schedule(
     decided: Decided,
     ranks: DistContext = SINGLE_PROCESS,
 ) -> Config:
-    """Return a configuration with the fastest schedule that fits a step of `samples`.
+    """Return a configuration with the fastest batch schedule that fits a step of `samples`.
 
-    In `config` a step is `gradient_accumulation_steps` batches of `activations.tokens` each. What
-    `activations` names stays, as does what was `decided`. Blocks that the model recomputes by
-    itself stay whole.
+    In `config` a step is `gradient_accumulation_steps` batches of `activations.tokens` each. Keys
+    set in `activations` and the values of `decided` are not changed. If the model has gradient
+    checkpointing enabled, all blocks are recomputed, and not sliced by default.
 
-    Of several ranks `samples` are those of each, and what the first chooses is all ranks'.
+    `samples` counts the samples of each rank. All ranks get the choice of the first rank.
 
-    Sums rest in fp32 where there is more than one batch, as without a schedule: so a step whose
-    batches cannot be joined may be taken batch by batch after all.
+    With more than one batch, gradient sums are stored in fp32, as without a schedule: a step whose
+    batches cannot be joined is run batch by batch.
     """
     batches, settings = config.gradient_accumulation_steps, config.activations
     assert settings.tokens is not None
     micro_batches, slices = decided
     if micro_batches is not None and samples % micro_batches:
-        micro_batches = None  # of another batch
+        micro_batches = None  # the checkpoint was saved with another batch size
     if "slices" in settings.model_fields_set:
         slices = None
     wish = BatchSchedule.named_by(settings, micro_batches, slices)
@@ -281,7 +284,7 @@ def with_schedule(
     step = case.with_step(tokens, 1)
 
     def choose(wish: BatchSchedule) -> ScheduleResult:
-        # A durable run finds its state by its units, which may not change with the machine.
+        # A durable run finds its state by unit, so units must not depend on the machine.
         others = () if config.durable else other_ranges(step, target)
         return choose_schedule(step, wish, samples, others)
 
@@ -294,7 +297,7 @@ def with_schedule(
 
 
 def shared(config: Config, ranks: DistContext) -> Config:
-    """A configuration with the batch schedule that it has on the first rank."""
+    """Return the configuration with the batch schedule of the first rank."""
     if ranks.count == 1:
         return config
     ranks.synchronize("chooses micro-batches")

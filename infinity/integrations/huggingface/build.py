@@ -1,4 +1,4 @@
-"""Models of transformers: built from a configuration, and filled from files."""
+"""Construction of transformers models from a config, with random or lazily loaded weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infinity.optim.moments import COMPUTE_DTYPES
 
 AnyConfig = Config | Mapping[str, Any] | str | Path | None
 
-# Without it transformers asks at the terminal whether code of a repository may run.
+# Otherwise transformers asks on the terminal whether to run code of a repository.
 _NO_CODE = {"trust_remote_code": False}
 
 
@@ -37,20 +37,20 @@ def load_model(
     model_kwargs: Mapping[str, Any] | None = None,
     revision: str | None = None,
 ) -> nn.Module:
-    """A pretrained model whose weights are still in their safetensors files, in eval mode.
+    """Return a pretrained model in eval mode whose weights are read lazily from safetensors files.
 
-    For what must happen before `infinity.initialize(model, config)`: adapters, freezing, new
-    heads. Names are converted, tensors fused and split, and weights tied by transformers' own
-    rules. The arguments are those of `from_pretrained`. The files must stay until `initialize`.
+    For changes before `infinity.initialize(model, config)`: adapters, freezing, new heads. Names
+    are converted, tensors fused and split, and weights tied by the rules of transformers. The
+    arguments are those of `from_pretrained`. The files must exist until `initialize` returns.
 
-    Parameters that the files do not have (a new head) are initialised and have memory, with
-    transformers' report of them; the others are promises on the CPU (`model/lazy_tensor.py`), of
-    values as in the files: fp32 files give fp32 masters, also where `precision` is bf16.
+    Parameters that are missing in the files (a new head) are initialized in memory, and
+    transformers reports them. All others are lazy tensors on the CPU (`model/lazy_tensor.py`) with
+    the dtype of the files: fp32 files give fp32 masters even if `precision` is bf16.
 
-    Raises `ConfigError` where files and model do not fit, `MachineError` for an id the Hub does
-    not give.
+    Raises `ConfigError` if files and model do not match, `MachineError` if the Hub does not provide
+    the files.
     """
-    transformers()  # a package that is missing is named before all else
+    transformers()  # raise for a missing package before any other error
     directory = find_directory(source, revision)
     settings = read_settings({} if config is None else config).config
     if settings.seed is not None:
@@ -60,7 +60,7 @@ def load_model(
     facts, options = _split_kwargs(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
     if files.quantised:
-        facts = without_quantisation(facts)  # values are promised: transformers must not unpack
+        facts = without_quantisation(facts)  # lazy tensors return dequantized values
     promised = {
         name: LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
         for name, facts in files.facts.items()
@@ -80,18 +80,18 @@ def fill_model(
     options: Mapping[str, Any],
     source: str,
 ) -> Any:
-    """Build a transformers model over lazy tensors, by the rules of its own `from_pretrained`.
+    """Build a transformers model over lazy tensors with its `from_pretrained`.
 
     Args:
-        kind: Class of transformers, or an `AutoModel...`.
+        kind: Model class of transformers, or an `AutoModel...`.
         config: Its config.
         promised: Lazy tensors (`model/lazy_tensor.py`) by their names in published files.
-        precision: bf16, fp16 or fp32: dtype of what `promised` lacks.
+        precision: bf16, fp16 or fp32: dtype of parameters missing in `promised`.
         options: Other arguments of `from_pretrained`.
-        source: Where the tensors come from, for errors.
+        source: Source of the tensors, for error messages.
 
     Raises:
-        ConfigError: No tensor is one of the model's, or they do not fit.
+        ConfigError: No tensor belongs to the model, or shapes do not match.
     """
     with explained(f"{source} does not fit {kind.__name__}"):
         model, info = kind.from_pretrained(
@@ -113,7 +113,7 @@ def fill_model(
 
 
 def without_quantisation(config: Any) -> Any:
-    """Return a transformers config as of a model whose weights are not quantised."""
+    """Return a copy of a transformers config without `quantization_config`."""
     if hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
         del config.quantization_config
@@ -121,7 +121,7 @@ def without_quantisation(config: Any) -> Any:
 
 
 def take_generation_config(model: Any, directory: Path) -> None:
-    """Give a model the generation config of a directory, if it generates and there is one."""
+    """Set the generation config of a directory on the model, if both support it."""
     if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
         kind = transformers().GenerationConfig
         model.generation_config = kind.from_pretrained(directory)
@@ -134,10 +134,11 @@ def build_model(
     model_class: Any = None,
     model_kwargs: Mapping[str, Any] | None = None,
 ) -> nn.Module:
-    """A new model, built under `infinity.Init`: the values of an ordinary build with the same seed.
+    """Build a model with random weights under `infinity.Init`, in train mode.
 
-    `source` is a transformers config, a directory or Hub id with a config.json, or a dict as in
-    one; the other arguments are those of `from_config`. In train mode, as transformers leaves it.
+    The values equal those of an ordinary build with the same seed. `source` is a transformers
+    config, a directory or Hub id with a config.json, or a mapping with its content; the other
+    arguments are those of `from_config`.
     """
     library = transformers()
     if isinstance(source, Mapping):
@@ -160,9 +161,9 @@ def build_model(
 
 
 def read_config(directory: Path, wanted: Any = None) -> Any:
-    """The config.json, as the config of the class that is asked for, or of its own model_type.
+    """Read config.json with the config class of `wanted`, or by its `model_type`.
 
-    `directory` may be the file itself.
+    `directory` may be the file. `wanted` is a model class, its name, or None.
     """
     library = transformers()
     kind = getattr(library, wanted, None) if isinstance(wanted, str) else wanted
@@ -178,10 +179,10 @@ def read_config(directory: Path, wanted: Any = None) -> Any:
 
 
 def class_for(config: Any, wanted: Any) -> Any:
-    """The class to build: the one asked for, by name or as it is, else the one that was saved.
+    """Return the model class to build: `wanted`, a class or its name, else the saved class.
 
-    Of a config that names none it is the first of what trains such a model whole: with an encoder
-    (not its decoder alone), with what reads pictures, else a causal language model.
+    If the config names no class, return the first auto class that covers the full model: with the
+    encoder (not the decoder alone), with the vision tower, else a causal language model.
     """
     library = transformers()
     if wanted is not None and not isinstance(wanted, str):
@@ -214,7 +215,7 @@ def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
     return type(made), made.config
 
 
-# What of transformers' `from_pretrained` chooses files, or is said otherwise here: and how.
+# Arguments of `from_pretrained` that are refused in `model_kwargs`, with their replacements here.
 _NOT_HERE = {
     **dict.fromkeys(("dtype", "torch_dtype"), "precision in the configuration"),
     **dict.fromkeys(("config", "state_dict"), "model_config=..., and the files"),
@@ -229,7 +230,7 @@ _NOT_HERE = {
 
 
 def _split_kwargs(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Split `model_kwargs` into a config with its keys and the rest, as transformers does."""
+    """Move `model_kwargs` that are config keys into a copy of the config, as transformers does."""
     if refused := [name for name in options if name in _NOT_HERE]:
         raise ConfigError(
             f"model_kwargs has {', '.join(refused)}",
@@ -245,7 +246,7 @@ def _split_kwargs(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, A
 
 
 def _num_promised(model: nn.Module) -> int:
-    """How many parameters come from the files; buffers get their values now."""
+    """Materialize lazy buffers; return the number of lazy parameters."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):

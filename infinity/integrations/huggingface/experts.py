@@ -1,11 +1,12 @@
-"""Experts of transformers models, computed range by range.
+"""Computation of the experts of transformers models by ranges of experts.
 
-transformers 5 keeps a layer's experts as stacks (`gate_up_proj`, `down_proj`), and looks up how
-they are computed in a registry. Here is an entry of it, with the products of its `grouped_mm`, and
-its bits: a product of an expert's tokens does not depend on the other experts. Only
-`grouped_mm`, the default, is replaced. Biases, a row an expert, stay with their layer.
+transformers 5 stores the experts of a layer as stacked tensors (`gate_up_proj`, `down_proj`) and
+looks up their implementation in a registry. This module adds an entry that uses the products of
+`grouped_mm` and is bitwise equal to it: the product of an expert's tokens does not depend on the
+other experts. Only `grouped_mm`, the default, is replaced. Biases (one row per expert) remain in
+the unit of their layer.
 
-The config that selects the entry may be that of other models, too: modules without an engine are
+The config that selects the entry may be shared with other models: modules without an engine are
 computed by `grouped_mm`, and the last engine to close restores the config.
 """
 
@@ -22,23 +23,23 @@ from torch import Tensor, nn
 
 from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges, has_computer
 
-NAME = "infinity_ranges"  # in transformers' registry
+NAME = "infinity_ranges"  # key in the registry of transformers
 REPLACED = "grouped_mm"
-_engines: Counter[int] = Counter()  # by id of a config: those that compute by the entry
+_engines: Counter[int] = Counter()  # number of engines that use the entry, by id of the config
 
 
 def declare_experts(model: nn.Module) -> None:
-    """Name the stacks of each module of `model` that this registry's entry can compute."""
+    """Set the names of the stacked weights on each experts module that can compute by ranges."""
     for module in _experts_of(model):
         first = "gate_up_proj" if module.has_gate else "up_proj"
         setattr(module, ATTRIBUTE, (first, "down_proj"))
 
 
 def compute_in_ranges(model: nn.Module) -> Callable[[], None]:
-    """Declare experts, and have them computed by `ranged_experts_forward`.
+    """Declare the experts of `model` and compute them with `ranged_experts_forward`.
 
     Returns:
-        A function that restores the implementation that was chosen.
+        A function that restores the previous implementation. Idempotent.
     """
     declare_experts(model)
     configs = {id(module.config): module.config for module in _experts_of(model)}
@@ -69,7 +70,7 @@ def _register() -> None:
 
 
 def _experts_of(model: nn.Module) -> Iterator[Any]:
-    """Yield the modules that look up their implementation, and would find `grouped_mm`."""
+    """Yield the experts modules whose implementation is `grouped_mm` or this module's."""
     for module in model.modules():
         made: Any = module
         direct = {name for name, _ in made.named_parameters(recurse=False)}
@@ -87,7 +88,7 @@ def _experts_of(model: nn.Module) -> Iterator[Any]:
 def ranged_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute as transformers' `grouped_mm_experts_forward` does, in an engine in ranges."""
+    """Compute like `grouped_mm_experts_forward` of transformers; by ranges under an engine."""
     if not has_computer(self):
         plain: Callable[..., Tensor] = _moe().ALL_EXPERTS_FUNCTIONS[REPLACED]
         return plain(self, hidden_states, top_k_index, top_k_weights)

@@ -22,11 +22,12 @@ _WANTED = [
 def find_directory(
     source: str | os.PathLike[str], revision: str | None = None, wanted: Sequence[str] = _WANTED
 ) -> Path:
-    """The directory with the model's files; a Hub id is downloaded, or found in the Hub's cache.
+    """Return the directory with the model's files; a Hub id is downloaded or read from the cache.
 
-    Of a Hub id only the files `wanted`, patterns of names, are there for sure.
+    For a Hub id only files that match the patterns `wanted` are guaranteed to exist.
 
-    Raises `ConfigError` for what is neither, `MachineError` where the Hub cannot be asked.
+    Raises `ConfigError` if `source` is neither a directory nor a Hub id, `MachineError` if the
+    download fails.
     """
     if not isinstance(source, str | os.PathLike):
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""Models of transformers without values, for plans.
+"""transformers models on the meta device, for planning.
 
-A config is all it takes: a file, a directory, or a Hub id, of which config.json alone is fetched.
+Only a config is needed: a file, a directory, or a Hub id, of which only config.json is downloaded.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.model.named_models import PUBLISHED
 from infinity.model.targets import Target, read_model_config, target_of
 from infinity.model.weight_directory import holds_weights
 
-# Far above every published model; more is a slip of the pen, and takes minutes to build.
+# Far above every published model. A larger number is a typo, and takes minutes to build.
 MAX_LAYERS = 4096
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encoder_layers",
                "decoder_layers")  # fmt: skip
@@ -30,9 +30,9 @@ _SETTERS = (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_)
 
 
 class _Unset(TorchFunctionMode):
-    """Initialisers do nothing: on meta there is nothing to set, and torch takes seconds to learn.
+    """Mode in which initializers do nothing, for models on meta.
 
-    The first random number on meta makes torch import its compiler.
+    Otherwise the first random number on meta makes torch import its compiler, for seconds.
     """
 
     def __torch_function__(
@@ -49,18 +49,18 @@ class _Unset(TorchFunctionMode):
 
 
 def meta_model(config: Any, model_class: Any = None) -> nn.Module:
-    """The model of a transformers config, in fp32 on meta: nothing is computed or allocated.
+    """Build the model of a transformers config in fp32 on meta, without allocating memory.
 
-    `model_class` as in `from_pretrained`. Raises `ConfigError` for numbers that make no model.
+    `model_class` as in `from_pretrained`. Raises `ConfigError` if the config is invalid.
     """
     kind = class_for(config, model_class)
-    make = getattr(kind, "from_config", None) or kind._from_config  # of an AutoModel..., or a model
+    make = getattr(kind, "from_config", None) or kind._from_config  # auto or model class
     what = f"transformers cannot build the {config.model_type!r} model"
     with explained(what, f"correct its {CONFIG_NAME}"):
         try:
             with torch.device("meta"), _Unset():
                 made = make(config, dtype=torch.float32)
-        except RuntimeError:  # it looks at values while it is built
+        except RuntimeError:  # the constructor reads values of its tensors
             made = build_model(config, model_class=kind)
     assert isinstance(made, nn.Module)
     declare_experts(made)
@@ -70,11 +70,10 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
 
 
 def find_target(text: str, model_class: str | None = None, lora: int | None = None) -> Target:
-    """Return the model to plan for, of a config.json, its directory or a Hub id; with adapters of
-    rank `lora` if given.
+    """Return the target for a config.json, its directory or a Hub id, with LoRA of rank `lora`.
 
-    Raises `ConfigError` for what is no model's config, or has senseless numbers, `MachineError` for
-    an id that is not in the Hub's cache and that the Hub does not give.
+    Raises `ConfigError` if the config is not a model's or is invalid, `MachineError` if a Hub id is
+    not cached and cannot be downloaded.
     """
     path = Path(text).expanduser()
     from_hub = not path.exists()
@@ -88,7 +87,7 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
 
 
 def published_target(name: str, lora: int | None = None) -> Target:
-    """Return what to plan for of a model of `PUBLISHED`, as `find_target` does of its config."""
+    """Return the target for a model of `PUBLISHED`, as `find_target` does for its config."""
     from transformers import AutoConfig
 
     with explained(f"transformers has no config for {name}", "install a newer transformers"):
@@ -98,7 +97,7 @@ def published_target(name: str, lora: int | None = None) -> Target:
 
 
 def _check_counts(raw: Mapping[str, Any]) -> None:
-    """Refuse more layers than are built in seconds."""
+    """Raise `ConfigError` for a number of layers above `MAX_LAYERS`."""
     for part in (raw, *raw.values()):
         for key in _LAYER_KEYS if isinstance(part, Mapping) else ():
             if isinstance(part.get(key), int) and part[key] > MAX_LAYERS:

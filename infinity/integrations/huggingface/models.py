@@ -1,4 +1,4 @@
-"""transformers models without their memory: `initialize` reads or makes each value in place."""
+"""Engines for transformers models whose weights are read or initialized directly on their tiers."""
 
 from __future__ import annotations
 
@@ -38,26 +38,26 @@ def from_pretrained(
     """Load a pretrained transformers model and make an engine for it.
 
     Weights are read from the files one tensor at a time, directly to their tiers. RAM holds one
-    tensor; of fused ones (experts) also the tensors that they are made of. The module is in eval
-    mode, as in transformers: call `engine.train()`.
+    tensor, and the source tensors of a fused one (experts). The module is in eval mode, as in
+    transformers: call `engine.train()`.
 
     Args:
         source: A directory with a config.json and safetensors, or a Hub id.
         config: Configuration of the engine, as for `initialize`.
         model_class: A class of transformers or its name, such as
-            ``"AutoModelForSequenceClassification"``. Default: the class that was saved.
+            ``"AutoModelForSequenceClassification"``. Default: the saved class.
         model_config: A transformers config that replaces the config.json.
         model_kwargs: Arguments of the model's own `from_pretrained`, such as `attn_implementation`.
         revision: Revision of a Hub repository.
-        prepare: Called with the model before the engine is made, for freezing or adapters: ``lambda
-            model: peft.get_peft_model(model, peft_config)``. May return another module.
+        prepare: Called with the model before the engine is created, for freezing or adapters:
+            ``lambda model: peft.get_peft_model(model, peft_config)``. May return another module.
         **arguments: Other arguments of `initialize`.
 
     Returns:
         ``(engine, optimizer, loader, scheduler)``, as `initialize`.
 
     Raises:
-        ConfigError: Files, model or configuration do not fit together.
+        ConfigError: Files, model and configuration do not match.
         MachineError: The Hub does not provide the files.
     """
     more = {"model_config": model_config, "revision": revision}
@@ -74,9 +74,9 @@ def from_config(
     prepare: Prepare | None = None,
     **arguments: Any,
 ) -> tuple[Engine, OffloadedOptimizer, Any, Any]:
-    """Make an engine for a transformers model with random weights, which are never all in RAM.
+    """Make an engine for a transformers model with random weights, without building it in RAM.
 
-    The values are those of an ordinary build with the seed of the configuration, bit for bit.
+    The values are bitwise equal to an ordinary build with the seed of the configuration.
 
     Args:
         source: A transformers config, a mapping like a config.json, or a directory or Hub id with
@@ -84,7 +84,7 @@ def from_config(
         config: Configuration of the engine, as for `initialize`.
         model_class: A class of transformers or its name. Default: that of the config.
         model_kwargs: Arguments of the model's own `from_config`.
-        prepare: Called with the model before the engine is made; may return another module.
+        prepare: Called with the model before the engine is created; may return another module.
         **arguments: Other arguments of `initialize`.
 
     Returns:
@@ -105,7 +105,7 @@ def _initialize(
             f"prepare is {prepare!r}, which cannot be called",
             remedy="prepare=lambda model: peft.get_peft_model(model, peft_config), say",
         )
-    # What `initialize` would be told; the arguments that told it are not passed on.
+    # Other sources of the configuration. Resolved here, so not passed on to `initialize`.
     ways = [arguments.pop(name, None) for name in ("config_params", "args")]
     names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
     given: dict[str, Any] = {name: arguments.get(name) for name in names}
@@ -122,8 +122,8 @@ def _initialize(
 
 
 def choose_logits(model: nn.Module, config: Config) -> Config:
-    """The configuration of an engine over a model, with logits sliced in causal language models."""
+    """Return the configuration, with chunked logits if the model is or wraps a causal LM."""
     names = importlib.import_module("transformers.models.auto.modeling_auto")
     causal = set(names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    kinds = (kind for module in model.modules() for kind in type(module).__mro__)  # or around one
+    kinds = (kind for module in model.modules() for kind in type(module).__mro__)
     return config.with_chunked_logits() if any(k.__name__ in causal for k in kinds) else config

@@ -1,4 +1,4 @@
-"""Optional packages, imported when they are used."""
+"""Lazy imports of optional packages."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from infinity.errors import ConfigError
 
 
 def transformers() -> Any:
-    """The module; raises as `package`."""
+    """Import and return transformers; see `package`."""
     return package("transformers")
 
 
 def package(name: str) -> Any:
-    """The module; raises `ConfigError` saying what to install where it is missing."""
+    """Import and return a package; raise `ConfigError` with a remedy if it is missing."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

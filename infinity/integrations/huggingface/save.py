@@ -1,4 +1,4 @@
-"""`save_pretrained`: writes an engine's model as a directory that transformers loads."""
+"""`save_pretrained`: export of an engine's model to a directory that transformers loads."""
 
 from __future__ import annotations
 
@@ -36,28 +36,28 @@ def save_pretrained(
 ) -> list[Path]:
     """Write a model that transformers' `from_pretrained` loads: configs, safetensors and tokenizer.
 
-    One tensor at a time is in RAM, two if tensors are split. Tied weights are written once. All
-    files appear at once when they are complete. If the model has adapters of peft, only these are
-    written, as by peft.
+    At most one tensor is in RAM, two if tensors are split. Tied weights are written once. The files
+    appear atomically when all are complete. If the model has peft adapters, only these are written,
+    in the format of peft.
 
     Args:
-        engine: Engine over a model of transformers or peft.
-        directory: Where to write; created if missing.
-        tokenizer: Any object with a `save_pretrained`.
+        engine: Engine of a transformers or peft model.
+        directory: Directory to write to; created if missing.
+        tokenizer: Object with a `save_pretrained` method, or None.
         dtype: As in `Engine.save_weights`.
-        max_shard: Largest weight file, except for larger tensors: bytes or a text such as
-            ``"5GiB"``.
-        original_format: Write the names and shapes of published files: experts one by one, for
-            example, if the model fuses them.
+        max_shard: Largest size of a weight file, in bytes or as a string such as ``"5GiB"``. A
+            larger tensor gets its own file.
+        original_format: Write the names and shapes of published files: for example, separate
+            experts if the model fuses them.
 
     Returns:
         Paths of the weight files.
 
     Raises:
-        ConfigError: The model is not of transformers or peft.
+        ConfigError: The model is not a transformers or peft model.
         DoesNotFitError: The disk is full.
-        MachineError: The directory cannot be written. Training may continue after any error, and
-            older files are unchanged.
+        MachineError: The directory cannot be written. After any error training may continue, and
+            existing files are unchanged.
     """
     module: Any = engine.module
     target = Path(directory).expanduser()
@@ -74,7 +74,7 @@ def save_pretrained(
     try:
         return written_by_first(ranks, outgoing, write)
     finally:
-        state.flush()  # nothing was edited: only forgets what is cached
+        state.flush()  # no value was edited: only frees the cache
 
 
 def save_adapters(
@@ -83,13 +83,13 @@ def save_adapters(
     """Write the adapters of a peft model as its own `save_pretrained` does.
 
     Args:
-        module: The peft model; its own tensors are not read.
+        module: The peft model; its parameters are not read.
         target: Directory to write to; files appear when all are complete.
-        values: Values by the names of `module.state_dict()`, of which the adapters' are read.
-        tokenizer: Anything with a `save_pretrained`.
+        values: Tensors by the names of `module.state_dict()`; only those of adapters are read.
+        tokenizer: Object with a `save_pretrained` method, or None.
     """
     with saving(target) as folder:
-        with suppress(FileNotFoundError):  # peft writes into the one that is there
+        with suppress(FileNotFoundError):  # peft edits an existing model card
             shutil.copyfile(target / "README.md", folder / "README.md")
         module.save_pretrained(os.fspath(folder), state_dict=values)
         _save_tokenizer(tokenizer, folder)
@@ -106,10 +106,10 @@ def write_model(
 
     Args:
         module: The model, of which only the configurations are used.
-        tensors: What `as_saved` returns.
+        tensors: Tensors from `as_saved`.
         target: Directory to write to; files appear when all are complete.
-        tokenizer: Anything with a `save_pretrained`, or None.
-        max_shard_bytes: Largest weight file, except for larger tensors.
+        tokenizer: Object with a `save_pretrained` method, or None.
+        max_shard_bytes: Largest size of a weight file; a larger tensor gets its own file.
     """
 
     def save_others(folder: Path) -> None:
@@ -138,7 +138,7 @@ def _check(module: Any) -> None:
 
 
 def name_of_tied(module: Any, names: tuple[str, ...]) -> str:
-    """Return the name, of several of one tensor, under which transformers saves it."""
+    """Return the name under which transformers saves a tied tensor, out of its `names`."""
     tied = set(module.all_tied_weights_keys)
     return next((name for name in names if name not in tied), names[0])
 
@@ -146,12 +146,12 @@ def name_of_tied(module: Any, names: tuple[str, ...]) -> str:
 def as_saved(
     module: Any, tensors: Iterable[Outgoing], original_format: bool = True
 ) -> list[Outgoing]:
-    """Return the tensors that transformers saves of a model.
+    """Return the tensors of a model under the names and shapes that transformers saves.
 
     Args:
-        module: The model, of which only rules for names are used.
-        tensors: Its tensors, those of one memory once, by `name_of_tied`.
-        original_format: Undo what transformers renames, fuses and splits when it loads.
+        module: The model, of which only the naming rules are used.
+        tensors: Its tensors; tied ones once, under the name from `name_of_tied`.
+        original_format: Revert the renames, fusions and splits that transformers does on loading.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
     last = _LastRead()
@@ -180,14 +180,14 @@ def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:
 
 
 class _LastRead:
-    """Keeps the tensor read last: of one that is split, the parts are written one by one."""
+    """Cache of the last tensor read, for tensors whose slices are written one after the other."""
 
     def __init__(self) -> None:
         self._name = ""
         self._value = torch.empty(0)
 
     def read(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        """Return the values; those of another name are released first."""
+        """Return the tensor `name`; a cached tensor of another name is freed first."""
         if name != self._name:
             self._name, self._value = "", torch.empty(0)
             self._value = read()

@@ -1,4 +1,4 @@
-"""Merges TrainingArguments and a configuration for `InfinityTrainer`."""
+"""Merging of TrainingArguments and a configuration for `InfinityTrainer`."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _OWN_STATE = ("8bit", "4bit", "bnb", "paged")
 
 
 class GroupsOnly(torch.optim.Optimizer):
-    """Takes the parameter groups that a Trainer makes, and no step."""
+    """Placeholder optimizer that receives the parameter groups from a Trainer; cannot step."""
 
     def __init__(self, params: Any, **options: Any) -> None:
         super().__init__(params, {})
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Never: the engine's optimizer takes its place."""
+        """Raise `AssertionError`: the optimizer of the engine does the steps."""
         raise AssertionError("stands for groups only")
 
 
 def check_name(name: str) -> None:
-    """Raise `ConfigError` for a `TrainingArguments.optim` that keeps state of its own."""
+    """Raise `ConfigError` for a `TrainingArguments.optim` with its own format of state."""
     name = str(getattr(name, "value", name))
     if any(word in name for word in _OWN_STATE):
         raise ConfigError(
@@ -46,15 +46,12 @@ def check_name(name: str) -> None:
         )
 
 
-# `TrainingArguments` that keep `deepspeed=` for us, whether or not that package is installed.
-
-
 _Arguments: Any = transformers().TrainingArguments
 
 
 @dataclass
 class TrainingArguments(_Arguments):  # type: ignore[misc]
-    """`transformers.TrainingArguments` whose `deepspeed` needs no package deepspeed.
+    """`transformers.TrainingArguments` whose `deepspeed` does not need the package deepspeed.
 
     `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`.
     """
@@ -73,12 +70,14 @@ _PRECISIONS = ("bf16", "bfloat16", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class TrainerSettings:
-    """Settings of the engine.
+    """Settings of the engine and the LR schedule.
 
-    `config` has no schedule: the Trainer steps it, so it is `scheduler`, or None for that of the
-    TrainingArguments. `names_optimizer` says whether the configuration chose the update rule,
-    `names_micro_batches` whether a key of ours said how many there are. `translation` is there
-    where it was DeepSpeed's, whose batch triangle says no more than how large a step is.
+    `config` has no `scheduler` section because the Trainer steps the schedule; `scheduler` is that
+    section, or None for the schedule of the TrainingArguments. `names_optimizer` is True if the
+    configuration sets the update rule, `names_micro_batches` if it sets
+    `gradient_accumulation_steps` in infinity's format. The batch keys of DeepSpeed do not count:
+    they only define the size of a step. `translation` is None unless the configuration is
+    DeepSpeed's.
     """
 
     config: Config
@@ -93,9 +92,9 @@ def find_settings(
 ) -> TrainerSettings:
     """Return the settings of a run; `num_training_steps` completes an "auto" schedule.
 
-    What the configuration leaves out, or calls "auto", comes from `args`; what it gives must be
-    the same there, as transformers demands of a DeepSpeed configuration. Raises `ConfigError`
-    that lists all that differs, for two configurations, or for one that resumes by itself.
+    Keys that are missing or "auto" in the configuration are taken from `args`; all others must
+    equal `args`, as transformers requires of a DeepSpeed configuration. Raises `ConfigError` that
+    lists all differences; also for two configurations, or one that sets `resume`.
     """
     refuse_arguments(args)
     theirs = getattr(args, "deepspeed", None)
@@ -135,7 +134,7 @@ def find_settings(
 
 
 def refuse_arguments(args: Any) -> None:
-    """Raise one `ConfigError` for all TrainingArguments that cannot mean anything here."""
+    """Raise one `ConfigError` that lists all unsupported TrainingArguments."""
     kwargs = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     reasons = {
         "torch_compile": args.torch_compile and "compiled graphs keep addresses, and weights move",
@@ -160,7 +159,7 @@ def refuse_arguments(args: Any) -> None:
 
 
 def _precision(args: Any, model: nn.Module) -> str:
-    """Return the precision: of the flag, else of most parameters, as in `Trainer`."""
+    """Return the precision set by a flag, else the most frequent parameter dtype, as `Trainer`."""
     if args.bf16 or args.fp16:
         return "bf16" if args.bf16 else "fp16"
     sizes: Counter[torch.dtype] = Counter()
@@ -169,12 +168,12 @@ def _precision(args: Any, model: nn.Module) -> str:
     return _PRECISION_OF.get(max(sizes, key=sizes.__getitem__, default=torch.float32), "fp32")
 
 
-# --- what TrainingArguments say ------------------------------------------------------------------
+# --- values of TrainingArguments -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class _NamedArgument:
-    """A value of TrainingArguments, and how it is called: there, by us and by DeepSpeed."""
+    """Value of TrainingArguments with its names there, in infinity's config and in DeepSpeed's."""
 
     argument: str
     value: Any
@@ -183,7 +182,7 @@ class _NamedArgument:
 
 
 def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
-    """Return the settings that a configuration may omit, and must agree with otherwise."""
+    """Return the values that a configuration may omit and must equal otherwise."""
     steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
     decay = args.weight_decay
     micro = args.per_device_train_batch_size
@@ -210,13 +209,13 @@ def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
     ]  # fmt: skip
 
 
-# --- ours --------------------------------------------------------------------------------------
+# --- configuration of infinity -------------------------------------------------------------------
 
 
 def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
-    autos = ("gradient_accumulation_steps", "gradient_clipping", "precision")  # args have them
+    autos = ("gradient_accumulation_steps", "gradient_clipping", "precision")  # from args
     raw = {k: v for k, v in read_source(source)[1].items() if k not in autos or v != "auto"}
     if isinstance(raw.get("optimizer"), Mapping):
         raw["optimizer"] = {k: v for k, v in raw["optimizer"].items() if v != "auto"}
@@ -235,7 +234,7 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     for name, one in by_name.items():
         section, _, key = name.rpartition(".")
         (merged["optimizer"] if section else merged)[key] = one.value
-    for key, entries in RULES[kind].deepspeed_keys.items():  # of a rule with a part that is AdamW's
+    for key, entries in RULES[kind].deepspeed_keys.items():  # rules that are AdamW in part
         for entry in entries if f"optimizer.{key}" in from_args else ():
             merged["optimizer"].setdefault(entry, from_args[f"optimizer.{key}"].value)
     return TrainerSettings(
@@ -247,7 +246,7 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
     )
 
 
-# --- DeepSpeed's -------------------------------------------------------------------------------
+# --- configuration of DeepSpeed ------------------------------------------------------------------
 
 
 def _translated(
@@ -289,7 +288,7 @@ def _translated(
     return TrainerSettings(load_config(merged), config.scheduler, named, micro_batches, translation)
 
 
-# --- what differs ------------------------------------------------------------------------------
+# --- comparison ----------------------------------------------------------------------------------
 
 
 def _check_same(

@@ -1,4 +1,4 @@
-"""Values of the engine in a Trainer's log."""
+"""Metrics of the engine for the log of a Trainer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _MOVED = {"disk_read": "disk_read_gib", "disk_write": "disk_write_gib",
 
 
 class StepLog:
-    """Sums up reports of steps, and tokens, from one log to the next."""
+    """Accumulator of step reports and token counts between two logs."""
 
     def __init__(self) -> None:
         self._last: StepReport | None = None
@@ -28,13 +28,13 @@ class StepLog:
         self._moved = dict.fromkeys(_MOVED, 0)
 
     def batch(self, inputs: Any, name: str) -> None:
-        """A batch is trained on; `name` is the model's main input, whose integers are tokens."""
+        """Count the tokens of a batch: elements of the input `name`, if it is an integer tensor."""
         found = inputs.get(name) if isinstance(inputs, Mapping) else None
         if isinstance(found, torch.Tensor) and not found.is_floating_point():
             self._tokens += found.numel()
 
     def see(self, report: StepReport | None) -> None:
-        """The engine's last report; one that was seen already is not counted again."""
+        """Add the last report of the engine, unless it was added already."""
         if report is not None and report is not self._last:
             self._last = report
             self._steps += 1
@@ -45,11 +45,11 @@ class StepLog:
                 self._moved[direction] += report.moved.get(direction, 0)
 
     def take(self, ranks: int) -> dict[str, float]:
-        """Return values of the steps since the last call; empty without steps.
+        """Return the metrics of the steps since the last call and reset; empty without steps.
 
-        `step_s` and `stall_s` are mean seconds of a step, and of its waits; bytes are GiB a step of
-        this rank, directions in which nothing moved left out; `memory_peak_gib` is the largest peak
-        of the tier that computes; `tokens_per_s` are of all `ranks`, each with as many as this.
+        `step_s` and `stall_s` are the mean seconds per step and of stalls per step. Transfers are
+        GiB per step of this rank; directions without transfers are omitted. `memory_peak_gib` is
+        the largest peak of the compute device. `tokens_per_s` is the local rate times `ranks`.
         """
         found: dict[str, float] = {}
         if count := self._steps:

@@ -63,13 +63,13 @@ from infinity.optim.lr_schedules import make_schedule
 from infinity.training.load_weights import load_weights
 from infinity.training.rng_state import capture_rng, restore_rng
 
-# Private methods of Trainer are replaced, and `_created_lr_scheduler` (a second train() makes the
-# schedule anew) and `TrainingArguments._n_gpu` are set, as Trainer does. A test holds each name,
-# its parameters and its callers to what is expected: a release that changes one fails there, and
-# not in somebody's training.
+# This module overrides private methods of Trainer and sets `_created_lr_scheduler` (so that a
+# second train() creates a new schedule) and `TrainingArguments._n_gpu`, as Trainer does. A test
+# checks each name, its parameters and its callers, so that a release that changes one fails in the
+# test and not in a training run.
 
 
-OLDEST = (5, 17)  # of transformers: the tests of the trainer fail with older ones
+OLDEST = (5, 17)  # oldest supported transformers; tests of the trainer fail with older releases
 
 
 def stock_trainer(package: Any) -> Any:
@@ -89,23 +89,23 @@ _Trainer: Any = stock_trainer(transformers())
 class InfinityTrainer(_Trainer):  # type: ignore[misc]
     """`transformers.Trainer` that offloads model, gradients and optimizer state to an engine.
 
-    The engine is `trainer.engine`, made by the first `train()`, `evaluate()` or `predict()`. It
-    stays alive after `train()`, so that evaluating and saving work. Under `torchrun` N ranks
-    compute the numbers of one rank with N times `gradient_accumulation_steps`.
+    The engine is `trainer.engine`, created by the first `train()`, `evaluate()` or `predict()`. It
+    stays open after `train()` for evaluation and saving. Under `torchrun`, N ranks compute the
+    numbers of one rank with N times `gradient_accumulation_steps`.
 
-    A `checkpoint-N` holds the model as `from_pretrained` takes it, and the engine's checkpoint
-    instead of optimizer.pt: a run that resumes computes the bits of one that was not interrupted.
-    In bf16 and fp16 the model is saved in these; the exact masters are in the engine's checkpoint
-    (``trainer.engine.save_weights(path, dtype="fp32")``).
+    A `checkpoint-N` contains the model in the format of `from_pretrained`, and the checkpoint of
+    the engine instead of optimizer.pt. A resumed run is bitwise equal to an uninterrupted one. With
+    bf16 and fp16 the model is saved in that dtype; the fp32 masters are in the checkpoint of the
+    engine (``trainer.engine.save_weights(path, dtype="fp32")``).
 
     Args:
-        model: Any module: in RAM, built under `infinity.Init`, on the meta device, or with its
-            weights in their files. It is never moved, cast or wrapped.
+        model: Any module: in RAM, built under `infinity.Init`, on the meta device, or with lazily
+            loaded weights. It is never moved, cast or wrapped.
         args: `TrainingArguments`; ``deepspeed=...`` is used like `infinity_config`.
         infinity_config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a
-            `Config`. `args` fill in keys that are missing or "auto"; values that both name must be
-            equal. With `activations.tokens`, the most tokens of a batch, the plan chooses how the
-            batches of a step pass the model; losses equal those of `Trainer` except for rounding.
+            `Config`. Keys that are missing or "auto" are taken from `args`; values set in both must
+            be equal. With `activations.tokens`, the maximum number of tokens of a batch, the plan
+            chooses the micro-batches of a step; losses equal Trainer's except for rounding.
         given: Positional arguments of `transformers.Trainer`: `model`, `args`, ...
         named: Keyword arguments of `transformers.Trainer`.
 
@@ -118,7 +118,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         ...     trainer.train()
     """
 
-    # The Trainer's own, which a type checker does not see.
+    # Attributes of Trainer, declared for the type checker.
     model: Any
     model_wrapped: Any
     optimizer: Any
@@ -147,7 +147,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     # --- the engine ------------------------------------------------------------------------------
 
     def _open(self) -> Engine:
-        """The engine of the model, made if there is none."""
+        """Return the engine of the model; create it if needed."""
         engine = self.engine
         if engine is not None and engine.module is self.model:
             if self._closed:
@@ -155,14 +155,14 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
                     "the trainer is closed", remedy="make a new one, over a new model"
                 )
             return engine
-        if engine is not None:  # another model, of model_init
+        if engine is not None:  # model_init returned another model
             engine.close()
             self.engine = None
         given = self.optimizer
         choice, settings = self._choose(given), self._settings_now()
         ranks = find_ranks()
         config = self._with_schedule(choose_logits(self.model, choice.config), ranks)
-        config = config.model_copy(update={"cast_inputs": True})  # images and sound come in fp32
+        config = config.model_copy(update={"cast_inputs": True})  # images and audio are fp32
         deepspeed_settings = DeepSpeedSettings(
             config,
             -(-self._samples // config.gradient_accumulation_steps),
@@ -179,7 +179,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             device=self.args.device,
             ranks=ranks,
         )
-        restore_rng(generators)  # a Trainer draws as if there were no engine
+        restore_rng(generators)  # random draws of the Trainer do not depend on the engine
         self.engine, self._closed = engine, False
         self._loop.scheduler = None
         engine.register_state("trainer", self._loop)
@@ -197,12 +197,12 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     @property
     def _samples(self) -> int:
-        """Of an optimizer step on each rank."""
+        """Number of samples of an optimizer step on each rank."""
         args = self.args
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
     def _with_schedule(self, config: Config, ranks: DistContext) -> Config:
-        """With the plan's batch schedule, where it may choose: then `_batches` are cut by it."""
+        """Return `config` with a batch schedule and set `_batches`, if the plan may choose one."""
         self._batches = None
         theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
         ours = [(name, InfinityTrainer) for name in ("training_step", "get_batch_samples")]
@@ -221,12 +221,12 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         settings = self._settings_now()
         config = settings.config
         if not any(p.requires_grad for p in self.model.parameters()):
-            return OptimizerChoice(without_optimizer(config), None)  # to evaluate, or to predict
+            return OptimizerChoice(without_optimizer(config), None)  # evaluation or prediction only
         if given is not None:
             return choose_instance(config, given, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
             trained = [p for p in self.model.parameters() if p.requires_grad]
-            # One group, as transformers makes where DeepSpeed makes the optimizer: all decay.
+            # One group in which all weights decay, as transformers passes to DeepSpeed optimizers.
             decay = config.optimizer.parameters()["weight_decay"]
             return OptimizerChoice(config, [{"params": trained, "weight_decay": decay}])
         if self.optimizer_cls_and_kwargs is not None:
@@ -239,7 +239,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         return choose_class(config, kind, options, groups)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The parameter groups that `Trainer` makes: with weight decay, and without."""
+        """Return the parameter groups of `Trainer`, with and without weight decay."""
         before = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = (GroupsOnly, {})
         try:
@@ -259,8 +259,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         """Release threads, files and memory. Idempotent.
 
         Args:
-            restore: Give the model's parameters their full values, in RAM; otherwise they stay
-                offloaded.
+            restore: Materialize the model's parameters in RAM; otherwise they stay offloaded.
         """
         self._closed = True
         for engine in self.accelerator.beside:
@@ -274,10 +273,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
-    # --- what Trainer would do with model and optimizer ------------------------------------------
+    # --- overrides for model and optimizer -------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As Trainer's; the accelerator then leaves model and optimizer to the engine."""
+        """Create Trainer's accelerator and make it leave model and optimizer to the engine."""
         refuse_arguments(self.args)
         check_name(self.args.optim)
         if self.args.n_gpu > 1:
@@ -286,7 +285,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.accelerator.__class__ = OffloadAccelerator
         self.accelerator.offload = self._offload_beside
 
-    # No mixed precision, no DeepSpeed and no compilation by accelerate.
+    # Disable mixed precision, DeepSpeed and compilation of accelerate.
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
         built.pop("dynamo_plugin", None)
@@ -296,7 +295,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass
 
-    # The model that is called is the engine's.
+    # The Trainer calls the wrapper of the engine.
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self.engine is None:
             self.create_optimizer()
@@ -304,11 +303,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         return self.model_wrapped
 
     def get_train_dataloader(self) -> Any:
-        """Return Trainer's loader; random draws of its batches are the same after a resume."""
+        """Return Trainer's loader, with random draws that are reproduced after a resume."""
         return note_draws(super().get_train_dataloader(), self._loop)
 
     def create_optimizer(self, model: Any = None) -> Any:
-        """Make the engine if there is none.
+        """Create the engine if needed.
 
         Args:
             model: Not used.
@@ -322,7 +321,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def create_scheduler(
         self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None
     ) -> Any:
-        """Make the schedule of the configuration, or else that of the `TrainingArguments`.
+        """Create the schedule of the configuration, else that of the `TrainingArguments`.
 
         Args:
             num_training_steps: Optimizer steps of the run.
@@ -338,10 +337,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self._created_lr_scheduler = True
         return super().create_scheduler(num_training_steps, optimizer)
 
-    # --- a step's batches ------------------------------------------------------------------------
+    # --- batches of a step -----------------------------------------------------------------------
 
     def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the batches of a step, and hold them for the batch schedule.
+        """Return the batches of a step, and store them for the batch schedule.
 
         Args:
             args: Arguments of `Trainer.get_batch_samples`.
@@ -360,15 +359,16 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     ) -> Tensor:
         """Run forward and backward of a batch.
 
-        With a batch schedule the call for the last batch of a step runs all of them.
+        With a batch schedule, the call for the last batch of a step runs all its micro-batches.
 
         Args:
-            model: The model, wrapped.
+            model: The wrapped model.
             inputs: The batch.
-            num_items_in_batch: Items of the step, over which the loss is averaged.
+            num_items_in_batch: Number of items of the step, over which the loss is averaged.
 
         Returns:
-            The loss; with a batch schedule that of the step in its last call, 0 in the others.
+            The loss. With a batch schedule, the last call of a step returns the loss of the step,
+            the others return 0.
         """
         self._see_step()
         self._step_log.batch(inputs, getattr(self.model, "main_input_name", "input_ids"))
@@ -387,7 +387,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self._step_log.see(self.engine.last_report)
 
     def log(self, logs: dict[str, float], *more: Any, **named: Any) -> None:
-        """Log values; a log with a loss also gets the timings of its steps.
+        """Log values; add the metrics of the engine to a log with a loss.
 
         Args:
             logs: Values by name.
@@ -400,23 +400,23 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         super().log(logs, *more, **named)
 
     def compute_ref_log_probs(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the reference's log probabilities, as TRL's trainers.
+        """Compute the log probabilities of the reference model, as in TRL's trainers.
 
-        Before training the model may be its own reference: then the engine is made.
+        The model may be its own reference before training; the engine is created in this case.
 
         Args:
-            model: The reference.
+            model: The reference model.
             args: Arguments of the method of TRL's trainer.
             kwargs: Arguments of the method of TRL's trainer.
 
         Returns:
-            The values of the method of TRL's trainer.
+            The return value of the method of TRL's trainer.
         """
         if model is self.model:
             self._open()
         return super().compute_ref_log_probs(model, *args, **kwargs)
 
-    # Engine, optimizer, schedule and checkpoint, without accelerator.prepare.
+    # Set up engine, optimizer, schedule and checkpoint without accelerator.prepare.
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None
     ) -> tuple[nn.Module, Any]:
@@ -465,10 +465,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             refuse_foreign(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    # Weights come with that checkpoint.
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if has_engine(resume_from_checkpoint):
-            return  # all of it comes with the engine
+            return  # _prepare_for_training loads the checkpoint of the engine
         warnings.warn(
             f"{resume_from_checkpoint} holds no checkpoint of an engine: its weights are taken, "
             "the optimizer starts anew (saved with save_only_model, or by another Trainer)",
@@ -479,13 +478,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
-        if has_engine(best):  # fp32 masters, where weights are saved in 16 bits
+        if has_engine(best):  # has fp32 masters, also if the saved weights have 16 bits
             self._open().load_checkpoint(best, TAG, load_module_only=True)
         else:
             self._take_weights(best)
 
     def _take_weights(self, folder: str) -> None:
-        """Weights that `save_pretrained` wrote, to wherever the model's rest."""
+        """Load weights written by `save_pretrained` into the engine, or the model without one."""
         engine = self.engine
         if hasattr(self.model, "peft_config"):
             peft = package("peft")
@@ -494,12 +493,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             with nullcontext() if engine is None else engine.materialized(trained):
                 peft.set_peft_model_state_dict(self.model, adapters, self.model.active_adapter)
         elif engine is not None and isinstance(self.model, transformers().PreTrainedModel):
-            found = load_model(folder, model_class=type(self.model))  # by transformers' rules
+            # With the conversion of names by transformers.
+            found = load_model(folder, model_class=type(self.model))
             engine.load_state_dict(found.state_dict())
         else:
             load_weights(self.model if engine is None else engine, folder)
 
-    # Weights tensor by tensor from where they rest, which all ranks read.
+    # Write weights tensor by tensor from their tiers; all ranks take part.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         absent = any(p.is_meta or isinstance(p, LazyTensor) for p in self.model.parameters())
         if state_dict is not None or (self.engine is None and not absent):
@@ -520,11 +520,11 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             tokenizer.save_pretrained(target)
         torch.save(self.args, Path(target) / "training_args.bin")  # as Trainer does; never loaded
 
-    # The engine's checkpoint in the place of both, and of the random state.
+    # The checkpoint of the engine replaces optimizer.pt, scheduler.pt and rng_state.pth.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         engine = self._open()
         with engine.ranks.collective_section("saves a checkpoint"):
-            if not engine.ranks.rank:  # one that is there is of a run that went on from before
+            if not engine.ranks.rank:  # left by a run that was resumed from an earlier step
                 shutil.rmtree(Path(output_dir) / TAG, ignore_errors=True)
         engine.save_checkpoint(output_dir, TAG, save_latest=False, wait=True)
 

@@ -1,8 +1,8 @@
-"""The engine's part of a Trainer's `checkpoint-N`, written and read.
+"""Lookup and validation of `checkpoint-N` folders of a Trainer with an engine.
 
-`checkpoint-N/engine` is the engine's checkpoint, with the schedule and the random generators in
-it: it stands for optimizer.pt, scheduler.pt and rng_state.pth, and nothing of it is unpickled.
-The other files are as `Trainer` writes them.
+`checkpoint-N/engine` is the checkpoint of the engine, which includes the schedule and the random
+generators. It replaces optimizer.pt, scheduler.pt and rng_state.pth, and is loaded without
+unpickling. The other files are written by `Trainer`.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ _FOLDER = re.compile(r"checkpoint-(\d+)")
 
 
 def has_engine(folder: str | os.PathLike[str]) -> bool:
-    """Whether the folder holds a checkpoint of an engine, complete."""
+    """Return True if the folder contains a complete checkpoint of an engine."""
     return (Path(folder) / TAG / MANIFEST_NAME).is_file()
 
 
 def newest_complete(directory: str) -> str | None:
-    """The newest `checkpoint-N` of an engine that is complete; None where there is no folder.
+    """Return the newest complete `checkpoint-N` of an engine; None if there is no `checkpoint-N`.
 
-    A crash while one is saved leaves a folder without its last file: such are passed over. Warns
-    where newer ones hold weights only. Raises `ConfigError` where none of them is complete.
+    A crash during saving leaves a folder without its last file; such folders are skipped. Warns if
+    newer folders contain weights only. Raises `ConfigError` if no folder is complete.
     """
     numbers = {
         int(match[1]): path
@@ -71,7 +71,7 @@ def newest_complete(directory: str) -> str | None:
 
 
 def refuse_foreign(folder: str) -> None:
-    """Raise for a folder from which nothing can be resumed."""
+    """Raise `ConfigError` if the folder is not a complete `checkpoint-N`."""
     if not Path(folder).is_dir():
         raise ConfigError(
             f"resume_from_checkpoint={folder!r} is no directory",

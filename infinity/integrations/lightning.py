@@ -1,6 +1,6 @@
-"""`Trainer(strategy=InfinityStrategy({...}))`: Lightning's Trainer over an engine, on one device.
+"""Integration with Lightning: `Trainer(strategy=InfinityStrategy({...}))`, on one device.
 
-lightning is imported here and nowhere else; `import infinity` does not need it.
+Only this module imports lightning; `import infinity` does not need it.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from infinity.model.parameters import freeze
 from infinity.optim.from_torch import adopt_scheduler, choose_instance
 from infinity.training.load_weights import load_weights
 
-TAG = "engine"  # of the engine's checkpoint, in a checkpoint of Lightning's
-LOOP = "lightning.ckpt"  # what Lightning keeps of a run, written last
-_PRECISION = {"bf16": "bf16", "16": "fp16", "32": "fp32"}  # of Lightning's "bf16-true", ...
+TAG = "engine"  # folder of the engine's checkpoint in a checkpoint directory
+LOOP = "lightning.ckpt"  # file with Lightning's state of a run, written last
+_PRECISION = {"bf16": "bf16", "16": "fp16", "32": "fp32"}  # by Lightning's "bf16-true", ...
 
 
-# Names of Lightning's callbacks, some of which releases lack.
+# Callbacks that average weights, by name: some are missing in older releases of Lightning.
 _AVERAGING = frozenset(("StochasticWeightAveraging", "WeightAveraging", "EMAWeightAveraging"))
 
 
 def _lightning() -> Any:
-    """The package, under whichever of its two names the program uses it."""
+    """Import Lightning under the name that the program has imported already, if any."""
     names = ["lightning.pytorch", "pytorch_lightning"]
     for name in sorted(names, key=lambda name: name not in sys.modules):
         try:
@@ -57,22 +57,22 @@ _optimizers_of: Any = importlib.import_module(
 
 
 class EnginePrecision(_Precision):  # type: ignore[misc]
-    """Backward, clipping and step by the engine, which computes in a precision of its own."""
+    """Precision plugin that runs backward, clipping and step by the engine."""
 
     def __init__(self, precision: str = "32-true") -> None:
         super().__init__()
         self.precision = precision
         self.engine: Engine | None = None
-        self.clipping = 0.0  # of the configuration
+        self.clipping = 0.0  # gradient_clipping of the configuration
 
     def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **how: Any) -> None:
-        """Lightning has divided the loss by the micro-batches of a step."""
+        """Run the backward pass; Lightning has already divided the loss by the micro-batches."""
         self.require().backward(tensor, scale_wrt_gas=False, **how)
 
     def optimizer_step(
         self, optimizer: Any, model: Any, closure: Callable[[], Any], **how: Any
     ) -> Any:
-        """Forward and backward, and then the engine's step."""
+        """Run the closure (forward and backward), then the step of the engine."""
         result = closure()
         if result is None and model.automatic_optimization:
             raise TrainingError(
@@ -87,7 +87,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
     def clip_gradients(
         self, optimizer: Any, clip_val: float | None = 0.0, gradient_clip_algorithm: Any = "norm"
     ) -> None:
-        """The step that comes clips by this global norm; 0: by that of the configuration."""
+        """Set the global norm that the next step clips to; 0 selects that of the configuration."""
         if not clip_val:
             self.require().gradient_clipping = self.clipping
             return
@@ -100,11 +100,11 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
         self.require().gradient_clipping = float(clip_val)
 
     def forward_context(self) -> Any:
-        """Nothing: weights are in the engine's precision, and it casts floating inputs."""
+        """Return a null context: the engine casts floating inputs to its precision."""
         return nullcontext()
 
     def require(self) -> Engine:
-        """The engine; raises `ConfigError` where there is none."""
+        """Return the engine; raise `ConfigError` if there is none."""
         if self.engine is None:
             raise ConfigError("there is no engine yet", remedy="call trainer.fit() first")
         return self.engine
@@ -113,15 +113,15 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
 class InfinityStrategy(_Strategy):  # type: ignore[misc]
     """Lightning strategy that offloads weights, gradients and optimizer state to an engine.
 
-    The engine is `strategy.engine`: made by `fit`, or for inference by `validate`, `test` and
-    `predict`. It stays alive afterwards, so that the module can be called and saved. A checkpoint
-    is a directory with the engine's checkpoint and `lightning.ckpt`; a run that resumes computes
-    the bits of one that was not interrupted. With `save_weights_only` it is safetensors.
+    The engine is `strategy.engine`, created by `fit`, or for inference by `validate`, `test` and
+    `predict`. It stays open afterwards, so that the module can be called and saved. A checkpoint is
+    a directory with the checkpoint of the engine and `lightning.ckpt`; a resumed run is bitwise
+    equal to an uninterrupted one. With `save_weights_only` it contains safetensors files.
 
     Args:
         config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a `Config`.
             The Trainer fills in `precision`, `accumulate_grad_batches` and `gradient_clip_val`;
-            values that both name must be equal.
+            values set in both must be equal.
         device: Device of computation. Default: the first GPU if the Trainer uses one.
 
     Example:
@@ -130,7 +130,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
     """
 
     strategy_name = "infinity"
-    _precision_plugin = None  # the Trainer asks whether one was given
+    _precision_plugin = None  # read by the Trainer to see if a plugin was passed
 
     def __init__(self, config: Any = None, device: torch.device | str | None = None) -> None:
         super().__init__("cpu")
@@ -144,7 +144,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """Release threads, files and memory. Idempotent.
 
         Args:
-            restore: Give the module's parameters their full values, in RAM.
+            restore: Materialize the module's parameters in RAM.
         """
         if self.engine is not None:
             self.engine.close(restore=restore)
@@ -173,10 +173,10 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             self._precision.precision = str(getattr(plugin, "precision", "32-true"))
 
     def setup_environment(self) -> None:
-        """Set up the process.
+        """Set up the accelerator.
 
         Raises:
-            ConfigError: There are several processes.
+            ConfigError: The run has several processes.
         """
         ranks = find_ranks()
         ranks.close()
@@ -189,7 +189,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         super().setup_environment()
 
     def setup(self, trainer: Any) -> None:
-        """Make the engine of the module, or reuse it for inference.
+        """Create the engine of the module, or reuse it for inference.
 
         Args:
             trainer: The Trainer.
@@ -216,7 +216,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     def _open(self, trainer: Any, fits: bool) -> None:
         module = self.lightning_module
-        for part in module.modules():  # of metrics: states that only `to` moves
+        for part in module.modules():  # metrics have states that only `to` moves
             if part is not module and not any(True for _ in part.parameters()):
                 part.to(self.root_device)
         self.optimizers, self.lr_scheduler_configs = _optimizers_of(module) if fits else ([], [])
@@ -246,7 +246,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         for schedule in self.lr_scheduler_configs:
             adopt_scheduler(schedule.scheduler, given)
         self.optimizers = [ours] if fits else []
-        module.to(self.root_device)  # where it is: so that `self.device` says so
+        module.to(self.root_device)  # parameters do not move; sets `module.device`
 
     def _agreed(self, config: Config, trainer: Any) -> Config:
         """Merge the Trainer's settings into the configuration; conflicts raise `ConfigError`."""
@@ -272,7 +272,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
                 )
         return config.model_copy(update=update)
 
-    # --- a step ----------------------------------------------------------------------------------
+    # --- steps -----------------------------------------------------------------------------------
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's `training_step` as a call of the engine.
@@ -282,7 +282,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             kwargs: Passed to the module's `training_step`.
 
         Returns:
-            The value of the module's `training_step`.
+            The return value of the module's `training_step`.
         """
         loop, module = self.lightning_module.trainer.fit_loop, self.lightning_module
         assert self.engine is not None
@@ -301,7 +301,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             self.engine.step()
 
     def on_validation_start(self) -> None:
-        """Drop gradients that a module with manual optimization has left, as Lightning does."""
+        """Discard gradients left by a module with manual optimization, as Lightning does."""
         module = self.lightning_module
         if module.trainer.state.fn == "fit" and not module.automatic_optimization:
             Engine.zero_grad(self._precision.require())
@@ -336,14 +336,14 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """Write a checkpoint directory; return when it is on stable storage.
 
         Args:
-            checkpoint: Lightning's own state.
+            checkpoint: State of Lightning.
             filepath: Path of the directory; an existing one is replaced.
             storage_options: Passed to Lightning's checkpoint plugin.
         """
         assert self.engine is not None
         folder = Path(filepath)
         if folder.is_dir() and not folder.is_symlink():
-            shutil.rmtree(folder)  # of a run that went on from before this step
+            shutil.rmtree(folder)  # left by a run that was resumed from an earlier step
         else:
             folder.unlink(missing_ok=True)
         folder.mkdir(parents=True)
@@ -354,7 +354,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         self.checkpoint_io.save_checkpoint(checkpoint, folder / LOOP, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> Any:
-        """Load the engine's state, and return Lightning's own.
+        """Load the state of the engine, and return that of Lightning.
 
         Args:
             checkpoint_path: A directory of `save_checkpoint`, or a file of another strategy, whose
@@ -362,7 +362,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             weights_only: Passed to Lightning's checkpoint plugin.
 
         Returns:
-            Lightning's own state.
+            The state of Lightning.
 
         Raises:
             CheckpointError: The checkpoint is incomplete or damaged.
@@ -391,10 +391,12 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         return self.checkpoint_io.load_checkpoint(folder / LOOP, weights_only=weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights from a checkpoint of another strategy; ours are loaded already.
+        """Load weights from a checkpoint of another strategy.
+
+        Weights of this strategy are already loaded by `load_checkpoint`.
 
         Args:
-            checkpoint: The value of `load_checkpoint`.
+            checkpoint: The return value of `load_checkpoint`.
             strict: Raise if names are missing or unexpected.
         """
         assert self.engine is not None

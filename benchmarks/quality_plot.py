@@ -1,4 +1,4 @@
-"""Loss curves as an SVG, by hand: smoothed curves, and below them what differs from fp32."""
+"""SVG of loss curves: smoothed curves, and below them the differences from fp32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Curve = Sequence[tuple[float, float]]
 
 
 def smoothed(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
-    """(step, mean of the `window` losses up to it), from the first full window on."""
+    """Return (step, mean of the last `window` losses), from the first full window on."""
     points = []
     total = 0.0
     for index, loss in enumerate(losses):
@@ -26,7 +26,7 @@ def smoothed(losses: Sequence[float], window: int) -> list[tuple[float, float]]:
 
 
 def draw(losses: dict[str, list[float]], title: str, window: int) -> str:
-    """The SVG's text; `losses` holds bits per byte by variant, fp32 among them."""
+    """Return the SVG; `losses` are bits per byte by variant and must include fp32."""
     curves = {name: smoothed(values, window) for name, values in losses.items()}
     exact = dict(curves["fp32"])
     differences = {
@@ -83,7 +83,7 @@ def _panel(place: tuple[int, int], curves: dict[str, list[tuple[float, float]]],
 
 
 def _ticks(low: float, high: float) -> list[float]:
-    """Round numbers within a range, about five of them."""
+    """Return about five round numbers within a range."""
     raw = (high - low) / 5
     size = 10 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 5, 10) if size * factor >= raw)

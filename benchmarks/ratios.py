@@ -1,4 +1,4 @@
-"""Ratios of contenders that ran side by side, and how far to trust them."""
+"""Ratios of contenders that ran interleaved, with confidence intervals."""
 
 from __future__ import annotations
 
@@ -7,30 +7,30 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Ours may be this much slower than the reference and still count as at the limit of the disk.
+# Smallest ratio of infinity to the reference that counts as reaching the limit of the disk.
 TARGET = 0.97
 CONFIDENCE = 0.9
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """Ours divided by the reference, round by round; without a unit."""
+    """Ratio of infinity's rates to those of the reference, per round; dimensionless."""
 
     median: float
     low: float
     high: float
     coverage: float
-    """The chance that `low` to `high` holds the true median; below 0.9 there were few rounds."""
+    """Probability that the true median is in `low` to `high`; below 0.9 if there are few rounds."""
     values: tuple[float, ...]
 
     @property
     def holds(self) -> bool:
-        """Whether the interval contains the target or lies above it."""
+        """True if the interval contains the target or lies above it."""
         return self.high >= TARGET
 
 
 def ratio_of(ours: Sequence[float], reference: Sequence[float]) -> Ratio:
-    """Return the ratio of rates measured in the same rounds; both in the same unit and order."""
+    """Return the ratio of rates measured in the same rounds, in the same unit and order."""
     assert len(ours) == len(reference) > 0
     values = tuple(a / b for a, b in zip(ours, reference, strict=True))
     low, high, coverage = median_interval(values)
@@ -42,9 +42,9 @@ def median_interval(
 ) -> tuple[float, float, float]:
     """Return (low, high, coverage): the narrowest pair of order statistics around the median.
 
-    The k-th smallest and k-th largest of n values hold the true median unless fewer than k of
-    them fell on one side of it, so the coverage is 1 - 2 P(Binomial(n, 1/2) < k), whatever the
-    distribution. With fewer than 5 values the whole range covers less than 0.9.
+    The k-th smallest and k-th largest of n values enclose the true median unless fewer than k
+    values are on one side of it. The coverage is thus 1 - 2 P(Binomial(n, 1/2) < k) for every
+    distribution. With fewer than 5 values even the full range covers less than 0.9.
     """
     ordered, n = sorted(values), len(values)
     best, best_coverage, outside = 1, 1 - 2 / 2**n, 0.0
@@ -58,5 +58,5 @@ def median_interval(
 
 
 def geometric_mean(values: Sequence[float]) -> float:
-    """Return the mean that treats twice as fast and half as fast alike."""
+    """Return the geometric mean: a factor of 2 and one of 1/2 cancel."""
     return math.exp(statistics.fmean(math.log(value) for value in values))

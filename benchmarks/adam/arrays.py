@@ -1,4 +1,4 @@
-"""Arrays that the contenders of `bench_adam.py` share, so that no one has better memory."""
+"""Arrays shared by the contenders of `bench_adam.py`, so that all use the same memory."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from infinity.types import MOMENT_BLOCK, MomentFormat
 
 HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 STEP = 100
-SAMPLE = 1 << 20  # elements that are drawn; the arrays repeat them
+SAMPLE = 1 << 20  # random elements, which the arrays repeat
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout and how its moments are stored."""
+    """A layout of weights and the format of its moments."""
 
     layout: str  # fp32, split (bf16 + int16) or fp16 (with an fp32 master)
     moments: MomentFormat
 
     @property
     def name(self) -> str:
-        """What tables call it."""
         return f"{self.layout}, {self.moments.value} moments"
 
     @property
     def weight_dtypes(self) -> tuple[torch.dtype, torch.dtype | None]:
-        """Of the weight and what rests beside it."""
+        """Dtypes of the weight and of the remaining bits of its master."""
         return {
             "fp32": (torch.float32, None),
             "split": (torch.bfloat16, torch.int16),
@@ -51,7 +50,7 @@ CASES = (
 
 
 def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of its own, in huge pages where the machine allows them."""
+    """Return an uninitialized tensor in a separate mapping, in huge pages if available."""
     nbytes = num_elements * dtype.itemsize
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
@@ -67,7 +66,7 @@ def fill(target: torch.Tensor, values: torch.Tensor) -> None:
 
 
 class Arrays:
-    """Plain fp32 Adam state of `n` elements, and beside it what one case stores otherwise."""
+    """fp32 Adam state of `n` elements; source of the values in the formats of each case."""
 
     def __init__(self, n: int, num_pieces: int) -> None:
         self.n = n
@@ -76,7 +75,7 @@ class Arrays:
         self.weight = allocate(n, torch.float32)
         self.gradient = allocate(n, torch.float32)
         self.moments = [allocate(n, torch.float32) for _ in range(2)]
-        self.copy = allocate(n, torch.bfloat16)  # of the weights, for whoever needs one
+        self.copy = allocate(n, torch.bfloat16)  # of the weights, for mixed precision
         spread = torch.exp(torch.randn(SAMPLE, generator=generator))  # scales differ by element
         fill(self.weight, self._normal * 0.02)
         fill(self.gradient, torch.randn(SAMPLE, generator=generator) * spread * 1e-3)
@@ -87,11 +86,10 @@ class Arrays:
         self.cuts = [(a, b) for a, b in pairwise(marks) if a < b]
 
     def parts(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The pieces of one array."""
         return [tensor[first:end] for first, end in self.cuts]
 
     def pieces(self, case: Case) -> list[Piece]:
-        """Return the case's own arrays, filled with what the plain ones hold, cut in pieces."""
+        """Return new arrays in the formats of `case`, with the values of the fp32 arrays."""
         dtype, rest_dtype = case.weight_dtypes
         weight, gradient, rest = self.weight, self.gradient, None
         with CpuKernels() as kernels:

@@ -1,4 +1,4 @@
-"""Who takes part in `bench_adam.py`: something that does one step on shared arrays."""
+"""Contenders of `bench_adam.py`: optimizer steps on shared arrays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_SAMPLE_S = 0.03  # a sample repeats the step until it takes this long
 
 @dataclass
 class Contender:
-    """One way to do one step; `bytes_per_param` is what it must move at least."""
+    """An implementation of one step; `bytes_per_param` is the minimum traffic in bytes."""
 
     name: str
     bytes_per_param: float
@@ -24,7 +24,7 @@ class Contender:
     repeats: int = 1
 
     def warm_up(self) -> None:
-        """Touch everything once, and see how often a sample must repeat."""
+        """Run one step, and set `repeats` such that a sample takes `MIN_SAMPLE_S`."""
         self.step()
         self.repeats = max(1, round(MIN_SAMPLE_S / self._seconds()))
 
@@ -42,7 +42,7 @@ class Contender:
 
 
 def plain_parameters(arrays: Arrays) -> list[torch.nn.Parameter]:
-    """The fp32 arrays as parameters with gradients."""
+    """Return the fp32 arrays as parameters with gradients, one per piece."""
     made = []
     for weight, gradient in zip(
         arrays.parts(arrays.weight), arrays.parts(arrays.gradient), strict=True
@@ -54,7 +54,7 @@ def plain_parameters(arrays: Arrays) -> list[torch.nn.Parameter]:
 
 
 def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Contender:
-    """torch's AdamW, and if wanted the bf16 copy of the weights that mixed precision needs."""
+    """AdamW of torch; with `copies` also the bf16 copy of the weights for mixed precision."""
     parameters = plain_parameters(arrays)
     optimizer = torch.optim.AdamW(
         parameters,
@@ -81,7 +81,7 @@ def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Cont
 
 
 def deepspeed_adam(arrays: Arrays) -> Contender:
-    """DeepSpeed's CPU Adam and the bf16 copy; raises whatever its import or its build raises."""
+    """CPU Adam of DeepSpeed with the bf16 copy; may raise any error of its import or build."""
     from deepspeed.ops.adam import DeepSpeedCPUAdam  # type: ignore[import-not-found]
 
     parameters = plain_parameters(arrays)
@@ -100,7 +100,7 @@ def deepspeed_adam(arrays: Arrays) -> Contender:
 
 
 def take_turns(contenders: Sequence[Contender], num_rounds: int) -> list[list[float]]:
-    """Seconds per step of every contender, by round; who begins rotates from round to round."""
+    """Return seconds per step by contender and round; the order rotates from round to round."""
     times: list[list[float]] = [[] for _ in contenders]
     for number in range(num_rounds):
         for turn in range(len(contenders)):

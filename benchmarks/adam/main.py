@@ -1,12 +1,13 @@
-"""Time the optimizer kernels against the memory's limit, torch's AdamW and a peer.
+"""Time the optimizer kernels against the memory bandwidth, torch's AdamW and DeepSpeed's.
 
     python tools/bench_adam.py --json --n 10e6,100e6 --pieces 1,300 --threads 1,all
 
-`limit` is torch multiplying half as many bytes by 1 in place: as many are read and written, with
-normal stores. (A copy past the caches was half as fast on an EPYC, and slower than the update.)
-Contenders take turns, as memory speed wanders. Ratios are medians of ratios within a round, with
-the 90 % interval of the median. `torch fused + copy` also writes the bf16 weights that mixed
-precision needs, as the split layout does in its own pass; parameters per second count, not bytes.
+`limit` multiplies half the bytes of an update by 1 in place with torch: it reads and writes the
+same number of bytes, with normal stores. (A copy with non-temporal stores was half as fast on an
+EPYC, and slower than the update.) Contenders run interleaved because memory speed fluctuates.
+Ratios are medians of ratios within a round, with the 90 % interval of the median.
+`torch fused + copy` also writes the bf16 weights for mixed precision, as the split layout does in
+the same pass; contenders are compared by parameters per second, not by bytes.
 """
 
 from __future__ import annotations
@@ -29,25 +30,24 @@ from infinity import _adam
 from infinity.cli.doctor import machine_facts
 from infinity.optim.cpu import CpuKernels, Piece
 
-TARGET = 0.95  # of the limit
+TARGET = 0.95  # fraction of the limit
 
 
 def rounded(ratio: Ratio) -> dict[str, float]:
-    """A ratio as it is reported."""
     return {"median": round(ratio.median, 3), "low": round(ratio.low, 3),
             "high": round(ratio.high, 3)}  # fmt: skip
 
 
 def moved_by(piece: Piece) -> int:
-    """Bytes that an update must read and write at least."""
+    """Return the minimum number of bytes that an update reads and writes."""
     stored = [piece.master_state, *(t for m in piece.moments for t in (m.values, m.scales))]
     both = sum(tensor.nbytes for tensor in stored if tensor is not None)
-    weights = 1 if piece.weight.dtype is torch.float16 else 2  # a copy of the master: only written
+    weights = 1 if piece.weight.dtype is torch.float16 else 2  # fp16: only written
     return weights * piece.weight.nbytes + 2 * both + piece.gradient.nbytes
 
 
 class Bench:
-    """One setting: how many parameters, pieces and threads."""
+    """Benchmark of one setting: numbers of parameters, pieces and threads."""
 
     def __init__(self, n: int, num_pieces: int, num_threads: int, num_rounds: int) -> None:
         self.n, self.num_pieces, self.num_threads = n, num_pieces, num_threads
@@ -57,7 +57,6 @@ class Bench:
         self.kernels = {isa: CpuKernels(num_threads, isa) for isa in _adam.isas()}
 
     def close(self) -> None:
-        """End the threads."""
         for kernels in self.kernels.values():
             kernels.close()
 
@@ -68,14 +67,14 @@ class Bench:
             yield from self._case(case)
 
     def _plain(self, slow: bool) -> Iterator[dict[str, Any]]:
-        """torch and the peer on fp32 arrays, against torch fused with its copy."""
+        """Yield rows of torch and DeepSpeed on fp32 arrays, relative to `torch fused + copy`."""
         baseline = torch_adamw(self.arrays, "torch fused + copy", copies=True, fused=True)
         others = [torch_adamw(self.arrays, "torch fused", copies=False, fused=True)]
         if slow:
             others.append(torch_adamw(self.arrays, "torch foreach", copies=False, foreach=True))
         try:
             others.append(deepspeed_adam(self.arrays))
-        except Exception as error:  # whatever a package that is not ours may do
+        except Exception as error:  # its import and build fail in many ways
             print(f"no DeepSpeed: {type(error).__name__}: {error}"[:200], file=sys.stderr)
         contenders = [baseline, *others]
         for contender in contenders:
@@ -88,7 +87,7 @@ class Bench:
         pieces = self.arrays.pieces(case)
         nbytes = sum(map(moved_by, pieces)) / self.n
         limit = Contender("limit", nbytes, partial(self._in_place, int(nbytes * self.n) // 2))
-        # The whole call: checks of every piece are part of it.
+        # The full call, including the checks of every piece.
         ours = [
             Contender(case.name, nbytes, lambda k=k: k.update_all(pieces), isa)
             for isa, k in self.kernels.items()
@@ -102,7 +101,7 @@ class Bench:
             yield self._row(contender, seconds, times[0], times[1])
 
     def _in_place(self, nbytes: int) -> None:
-        """Read so many bytes, and write them where they were, with torch's threads."""
+        """Read and write `nbytes` in place with the threads of torch."""
         values = self.arrays.gradient
         count = nbytes // values.itemsize
         for start in range(0, count, len(values)):
@@ -134,7 +133,7 @@ class Bench:
 
 
 def show(row: dict[str, Any]) -> None:
-    """Print one line of the table, on stderr: stdout is for JSON."""
+    """Print one line of the table to stderr; stdout is for JSON."""
 
     def text(ratio: dict[str, float] | None) -> str:
         if ratio is None:
@@ -156,7 +155,6 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Measure what the command line asks for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--n", type=numbers, default=[100_000_000], help="parameters: 10e6,100e6")

@@ -1,1 +1,1 @@
-"""What `tools/gpu_check.sh` runs on a machine with a GPU: stages, targets, report."""
+"""Checks of `tools/gpu_check.sh` on a machine with a GPU: stages, targets, report."""

@@ -1,6 +1,6 @@
-"""What `gpu_check.sh` runs: looks what is there, builds, runs checks, and writes a report.
+"""Main program of `gpu_check.sh`: inspect the machine, build, run checks and write a report.
 
-Where no GPU is, it says what would run, proves that what is carried is enough, and shows plans.
+Without a GPU, print the commands, check that the carried wheels are complete, and print plans.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from gpu.targets import table
 from gpu.wheels import REPOSITORY
 
 FACTS_S = 60.0  # the first CUDA context of a fresh machine, and compiled kernels
-BUILT = REPOSITORY / "build" / "gpu_site"  # git ignores it: kept on the machine between calls
-BEGAN = time.monotonic()  # before torch is imported, and looks for GPUs
-LIMIT_S = 570.0  # of everything, unless told less: a stage ends within ten minutes
-SHOWN_LINES = 60  # of a check's output in the report
-AWAY_GIB = 5.0  # of RAM that was available at the start, when a check begins
-GRACE_S = 30.0  # to clean up in: a hundred GiB are unpinned in seconds
+BUILT = REPOSITORY / "build" / "gpu_site"  # ignored by git: persists on the machine between calls
+BEGAN = time.monotonic()  # before the import of torch, which searches GPUs
+LIMIT_S = 570.0  # default limit of a call: a stage ends within ten minutes
+SHOWN_LINES = 60  # last lines of a check's output in the report
+AWAY_GIB = 5.0  # RAM that may be missing at the start of a check, compared with the first
+GRACE_S = 30.0  # for cleanup: unpinning a hundred GiB takes seconds
 MISSING, NO_GPU, WARNED, STOPPED = 3, 4, 5, 124
 LOADS = "import torch, infinity._adam, infinity._aio"
 FACTS = """
@@ -66,7 +66,7 @@ except Exception as error:
 
 @dataclass(frozen=True)
 class Result:
-    """How a check went; `code` is None where it was not run, and `output` says why."""
+    """Result of a check. `code` is None if it was not run; `output` is the reason then."""
 
     check: Check
     code: int | None
@@ -75,7 +75,7 @@ class Result:
 
 
 def why_no_gpu() -> str | None:
-    """Why nothing can be checked here; None if torch sees a GPU."""
+    """Return the reason why torch sees no GPU; None if it sees one."""
     try:
         import torch
     except ImportError as error:
@@ -87,36 +87,36 @@ def why_no_gpu() -> str | None:
 
 
 def install(site: Path, *what: str) -> list[str]:
-    """The command that puts wheels, or this repository, into a folder."""
+    """Return the command that installs wheels, or this repository, into a folder."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
     pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
     return [*pip, *what]
 
 
 def gpu_gib() -> float:
-    """What the first GPU has; this process makes no context there, which takes its memory."""
+    """Return the GiB of the first GPU, without a context of this process, which takes memory."""
     asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        return float(subprocess.check_output(asked, text=True, timeout=20)) / 1024  # of MiB
+        return float(subprocess.check_output(asked, text=True, timeout=20)) / 1024  # MiB
     import torch
 
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
 def ram_gib(told: float | None) -> float:
-    """What this machine has, as the system says, or as was told where that grows."""
+    """Return the GiB of RAM: the value of the option if set (RAM may grow), else the system's."""
     return told or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def wait_for_ram(gib: float) -> None:
-    """Wait until so much RAM is available, for a while: a killed child's is unpinned in seconds."""
+    """Wait until `gib` of RAM are available, at most `GRACE_S`: unpinning by the OS is slow."""
     until = time.monotonic() + GRACE_S
     while memory_gib()[1] < gib and time.monotonic() < until:
         time.sleep(0.5)
 
 
 def wheels(site: Path) -> list[Check]:
-    """Install what is carried; CUDA's packages only where the machine's do not do."""
+    """Return the check that installs the carried wheels, without CUDA packages that exist."""
     theirs = carried.OF_CUDA if carried.has_cuda_core() else ()
     found = sorted(
         str(path) for path in carried.WHEELS.glob("*.whl") if carried.name_of(path) not in theirs
@@ -125,33 +125,30 @@ def wheels(site: Path) -> list[Check]:
 
 
 def build(site: Path) -> Check:
-    """Build and install this repository."""
     return Check("build", 90, install(site, "--no-build-isolation", "."))
 
 
 def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
-    """Our package, in a folder: the wheel that is carried, or if that is none or does not load,
-    built.
-    """
+    """Install infinity into a folder: the carried wheel, or a build if it is missing or fails."""
     ours, results = carried.prebuilt(), list[Result]()
     if ours is not None:
         carry = Check("prebuilt", 15, install(site, str(ours)))
         loads = Check("loads", 30, [sys.executable, "-P", "-c", LOADS])
         results = run_all([carry, loads], out, work, until)
     if not results or any(result.code != 0 for result in results):
-        results = run_all([build(site)], out, work, until)  # what went before is in the log
+        results = run_all([build(site)], out, work, until)  # earlier results are in the log
     return results
 
 
 def keep_traces(work: Path, out: Path) -> None:
-    """Compress traces of megabytes; their summaries are there already."""
+    """Copy traces to `out`, compressed."""
     for path in sorted(work.glob("*/trace-*.json")):
         with gzip.open(out / f"{path.parent.name}.trace.json.gz", "wb") as kept:
             kept.write(path.read_bytes())
 
 
 def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
-    """What benchmarks said, by the name of the check; one that was stopped said nothing."""
+    """Return the JSON reports of checks by name; a check that was stopped has none."""
     found = {}
     for check in checks:
         path = work / f"{check.name}.json"
@@ -162,15 +159,16 @@ def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]
 
 
 def keep_results(work: Path, checks: Sequence[Check], out: Path) -> dict[str, dict[str, Any]]:
-    """`reports_in`, also written to a file."""
+    """Return `reports_in`, and write it to results.json."""
     reports = reports_in(work, checks)
     (out / "results.json").write_text(json.dumps(reports, indent=1) + "\n", encoding="utf-8")
     return reports
 
 
 def warnings_in(report: dict[str, Any]) -> list[str]:
-    """What engines warned of: memory that is not pinned makes every number a wrong one. And what
-    torch's allocator had to free and take again, at a budget that it is held to.
+    """Return the warnings of engines and retries of torch's allocator in a report.
+
+    Without pinned memory every number is wrong; retries mean that the budget is too small.
     """
     contenders = report.get("contenders", {})
     facts = [report, *contenders.values()]
@@ -185,7 +183,7 @@ def warnings_in(report: dict[str, Any]) -> list[str]:
 
 
 def show_table(paths: Sequence[str]) -> int:
-    """The table of several runs' results together."""
+    """Print the table of the merged results of several runs; return the exit code."""
     found: dict[str, dict[str, Any]] = {}
     for path in paths:
         found |= json.loads(Path(path).read_text(encoding="utf-8"))
@@ -194,7 +192,7 @@ def show_table(paths: Sequence[str]) -> int:
 
 
 def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
-    """Run one check for at most `limit_s` seconds; its output goes to the log, and is shown."""
+    """Run a check for at most `limit_s` seconds; print its output and append it to the log."""
     began = time.monotonic()
     print(f"== {check.name}: {' '.join(check.command)}", flush=True)
     with tempfile.TemporaryFile("w+", errors="replace") as told:
@@ -204,7 +202,7 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
             code = STOPPED
-            # Interrupted, pytest says what has failed so far; a benchmark takes its children along.
+            # On SIGINT pytest reports the failures so far, and a benchmark ends its children.
             for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
                 process.send_signal(signum)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -228,7 +226,7 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
 def run_all(
     checks: Sequence[Check], out: Path, work: Path, until: float, device_gib: float = WHOLE_GIB
 ) -> list[Result]:
-    """One after the other; one that fails does not hide what comes after it."""
+    """Run checks in order until time `until`; a failure does not stop later ones."""
     results = []
     for check in checks:
         left = until - time.monotonic()
@@ -249,7 +247,7 @@ def write_report(
     out: Path,
     reports: dict[str, dict[str, Any]],
 ) -> Path:
-    """A page for docs/benchmarks: the machine, targets, checks, and what each check said last."""
+    """Write a page for docs/benchmarks: machine, targets, checks and the end of their outputs."""
     today = datetime.now(UTC)
     machine = facts.partition("\n")[0].strip() or "unknown machine"
     slug = re.sub(r"[^a-z0-9]+", "-", machine.partition(" GiB")[0].lower()).strip("-")
@@ -295,10 +293,9 @@ def _outcome(result: Result) -> str:
 
 
 def describe(checks: Sequence[Check]) -> None:
-    """Print what would run."""
     for check in checks:
         command = " ".join(check.command).replace(sys.executable, "python")
-        command = re.sub(r"(\S+\.whl )+(\S+\.whl)", r".. \2", command)  # all carried ones
+        command = re.sub(r"(\S+\.whl )+(\S+\.whl)", r".. \2", command)  # list only the last wheel
         print(f"{check.name} (at most {check.limit_s:.0f} s): {command}")
     total = sum(check.limit_s for check in checks)
     print(f"in all at most {total:.0f} s")
@@ -307,10 +304,10 @@ def describe(checks: Sequence[Check]) -> None:
 
 
 def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Path) -> int:
-    """Print what would run and the plans of `stages`.
+    """Print the commands and the plans of `stages`.
 
     Returns:
-        The exit code: `MISSING` if a wheel is not carried, or a plan does not fit the machine.
+        The exit code: `MISSING` if a wheel is missing or a plan does not fit the machine.
     """
     said, wrong = carried.state()
     print("\n".join(said))
@@ -335,7 +332,7 @@ def _told(wrong: Sequence[str]) -> bool:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check; returns the exit code."""
+    """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
     parser.add_argument("--dry-run", action="store_true", help="run nothing")
@@ -391,16 +388,16 @@ def check_all(
     device_gib: float,
     until: float,
 ) -> int:
-    """Install, build, run and report, until then; the exit code."""
+    """Install, build, run and report until time `until`; return the exit code."""
     out.mkdir(parents=True, exist_ok=True)
     (out / "log.txt").write_text("")
     available = memory_gib()[1]
     paths = [str(site), os.environ.get("PYTHONPATH")]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    # Programs that are carried come after the machine's own.
+    # Programs of the machine take precedence over carried ones.
     os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), str(site / "bin")]))
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    os.environ["INFINITY_KERNEL_CACHE"] = str(BUILT / "kernels")  # tests have no home of their own
+    os.environ["INFINITY_KERNEL_CACHE"] = str(BUILT / "kernels")  # tests set XDG_CACHE_HOME
     results = run_all([check for check in checks if check.plain], out, work, until)
     done = site / "done"
     if not done.exists():
@@ -423,7 +420,7 @@ def check_all(
         looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
         found = run(looking, FACTS_S, out, work)
         if found.code and carried.has_cuda_core() and (theirs := carried.of_cuda()):
-            # The machine's packages of CUDA do not do: those that are carried.
+            # The CUDA packages of the machine fail: install the carried ones.
             results += run_all([Check("cuda", 15, install(site, *theirs))], out, work, until)
             found = run(looking, FACTS_S, out, work)
         facts = found.output
@@ -431,7 +428,7 @@ def check_all(
         for check in (one for one in checks if not one.plain):
             wait_for_ram(available - AWAY_GIB)
             results += run_all([check], out, work, until, device_gib)
-            # Whatever happens to the machine, the last report is there.
+            # Written after every check, in case the machine is lost.
             write_report(results, facts, stages, out, keep_results(work, checks, out))
     reports = keep_results(work, checks, out)
     keep_traces(work, out)

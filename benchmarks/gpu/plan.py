@@ -1,4 +1,4 @@
-"""What the engine would plan for each step benchmark of `gpu_check.sh`; needs no GPU."""
+"""Plans of the step benchmarks of `gpu_check.sh`; computed without a GPU."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from infinity.plan.rates import Rates
 GIB = 1 << 30
 DEVICE_BYTES, RAM_BYTES, DISK_BYTES = 139 * GIB, 126 * GIB, 50 * GIB
 ENDLESS_BYTES = 1 << 50
-PROCESS_BYTES = 2 * GIB  # of torch with CUDA, before a plan is made
-# What such a machine is thought to reach, until it is measured.
+PROCESS_BYTES = 2 * GIB  # RSS of torch with CUDA before planning
+# Assumed rates of an H200 machine, until they are measured.
 EXPECTED = Rates(3e9, 2e9, 3.5e9, update={"fp32": 3e9, "bf16": 4e9, "8bit": 4e9},
                  compute={"bf16": 600e12, "fp32": 50e12}, between={"bf16": 2.4e12, "fp32": 2.4e12},
                  attention={"bf16": 300e12, "fp32": 30e12}, logits=75e9,
@@ -41,7 +41,7 @@ class Benchmark:
 
 
 def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
-    """Those of a stage's checks that are one."""
+    """Return the step benchmarks among `checks`."""
     found = []
     for check in checks:
         if "tools/bench_step.py" in check.command:
@@ -55,18 +55,18 @@ def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
 
 
 def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> PlanMachine:
-    """A machine with one H200, or another such GPU."""
+    """Return a machine with one H200, or a GPU of `device_bytes`."""
     return PlanMachine("H200", RAM_BYTES, device_bytes, DISK_BYTES, 16, rates)
 
 
 def without_offload(job: dict[str, Any]) -> PlanInput:
-    """The same model and tokens, blocks recomputed, on a device that has room for everything."""
+    """Return the case with recomputed blocks on a device of unlimited memory."""
     told = {"device_budget": None, "host_budget": None, "state": "auto", "by_engine": False}
     return case_of(job | told, "infinity_ram", machine_of(device_bytes=ENDLESS_BYTES))
 
 
 def plan_lines(checks: Sequence[Check]) -> list[str]:
-    """A line for each plan of ours; raises `DoesNotFitError`."""
+    """Return a line for each plan of infinity; raise `DoesNotFitError` if one does not fit."""
     return [
         _line(one.name, contender, json.dumps(one.job))
         for one in benchmarks(checks)
@@ -75,7 +75,7 @@ def plan_lines(checks: Sequence[Check]) -> list[str]:
     ]
 
 
-@cache  # a choice of a schedule takes seconds
+@cache  # choosing a schedule takes seconds
 def _line(name: str, contender: str, told: str) -> str:
     job = json.loads(told)
     found = priced_of(job, contender, machine_of(), PROCESS_BYTES)
@@ -86,7 +86,7 @@ def _line(name: str, contender: str, told: str) -> str:
         where,
         schedule_line(found.case),
     ]
-    if contender == "infinity_plan":  # of others' models the logits are not known to be in slices
+    if contender == "infinity_plan":  # others: the plan does not know if the model slices logits
         words[1] += f" ({format_size(device_bytes(found))} of the device with activations)"
     wanted = share_for(found.case.tokens_per_step, on_gpu=True)
     if speed := SPEED.get(job["model"]):

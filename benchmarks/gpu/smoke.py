@@ -1,10 +1,10 @@
-"""The first minute on a machine with a GPU: what it has, and whether each sort of thing works once.
+"""Smoke test of a machine with a GPU: its facts, and one run of each basic operation.
 
-    python benchmarks/gpu/smoke.py --machine    facts; needs nothing that is not Python's own
+    python benchmarks/gpu/smoke.py --machine    facts; needs only the standard library
     python benchmarks/gpu/smoke.py              kernels, links, a training step, pinned memory; JSON
 
-Parts stand in the order of their worth: one that fails or is stopped hides none before it. All but
-the facts go through the engine's `Device`, so that they run on the fake one as well.
+Parts are ordered by importance: one that fails or is stopped does not hide earlier ones. All except
+the facts use the engine's `Device`, so that they run on the fake device as well.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 
 Say = Callable[[str], None]
-Make = Callable[[], "Device"]  # whoever is given one may close it
-SECONDS = 40.0  # of all parts; what is not begun by then is left out
-PINNED_GIB = 112  # in all; what an 8B run holds
+Make = Callable[[], "Device"]  # the caller may close the device
+SECONDS = 40.0  # for all parts; parts that start later are skipped
+PINNED_GIB = 112  # in total; pinned memory of an 8B run
 PINNED_STEP_GIB = 8
-BESIDE_GIB = 6  # of RAM that is left to others
+BESIDE_GIB = 6  # RAM that stays free for other processes
 NUM_STEPS = 3
-STUCK_S = 70.0  # then all stacks go to stderr, before whoever asked loses patience
+STUCK_S = 70.0  # all stacks are dumped to stderr then, before the caller times out
 
 
 # --- facts: no package is needed ------------------------------------------------------------------
 
 
 def machine_facts() -> Iterator[str]:
-    """What a run on this machine depends on, line by line, those first that cannot hang."""
+    """Yield facts of the machine as lines; those that cannot hang come first."""
     yield f"Python {sys.version.split()[0]} at {sys.executable}; {os.uname().release}"
     for name in ("cmake", "ninja", "c++", "g++", "clang++", "nvcc"):
         yield f"{name}: {shutil.which(name) or 'not on the PATH'}"
@@ -78,11 +78,11 @@ def _said(*command: str) -> list[str]:
     return (done.stdout or done.stderr).rstrip().splitlines()
 
 
-# --- parts: each raises, or returns what it found -------------------------------------------------
+# --- parts: each returns its results or raises ----------------------------------------------------
 
 
 def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """Our kernels on the device, beside the CPU's on the same chunks: every bit of them."""
+    """Check that the device kernels are bitwise equal to the CPU kernels."""
     import torch
 
     from infinity.optim.cpu import CpuKernels
@@ -116,7 +116,7 @@ def _written(piece: Piece) -> list[Tensor]:
 
 
 def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """GB/s of copies one way, the other, and both at once."""
+    """Measure copies in each direction and in both at once, bytes per second."""
     from infinity.profiling.processor_rates import measure_copies
 
     found = measure_copies(make(), 1.5)
@@ -126,7 +126,7 @@ def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
 
 def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """Whether copies of each way end while compute goes on that was asked for before them."""
+    """Check that copies in each direction end while earlier compute still runs."""
     import torch
 
     from infinity.storage.host_arena import HostArena
@@ -136,12 +136,12 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     ram, memory = HostArena(nbytes), device.reserve(nbytes)
     device.pin(ram)
     here, there = ram.view(0, nbytes), memory.view(0, nbytes)
-    large @ large  # the first one loads its kernel
+    large @ large  # the first call loads the kernel
     device.compute_event().wait()
     found: dict[str, Any] = {}
     for name in ("copy_h2d", "copy_h2d_unordered", "copy_d2h_unordered"):
         pair = (here, there) if name == "copy_d2h_unordered" else (there, here)
-        for _ in range(10):  # of fp32: a fifth of a second
+        for _ in range(10):  # fp32: a fifth of a second
             large @ large
         compute = device.compute_event()
         getattr(device, name)(*pair).wait()
@@ -149,13 +149,13 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         compute.wait()
     say(f"copies end beside compute: {found}")
     warned = list(device.warnings)
-    device.close()  # before the memory goes that is registered
+    device.close()  # before its registered memory is freed
     assert device.host_clock or all(found.values()), f"copies wait for compute: {found}"
     return found | {"warnings": warned}
 
 
 def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """Some steps of a small model, its state in RAM and on the device: the same losses."""
+    """Check that a small model has equal losses with its state in RAM and on the device."""
     import presets
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -170,7 +170,7 @@ def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         device = make()
         engine, *_ = infinity.initialize(model, config, device=device)
         generator, found = torch.Generator().manual_seed(1), []
-        # What torch chooses on Hopper adds in another order each time.
+        # The default attention on Hopper is not deterministic.
         with engine, sdpa_kernel(SDPBackend.MATH):
             for _ in range(NUM_STEPS):
                 started = time.perf_counter()
@@ -189,9 +189,9 @@ def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
 
 def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
-    """Touch and register RAM step by step: the time, what was refused, and what `MemTotal` said.
+    """Touch and pin RAM in steps; return times, the reason of the end, and `MemTotal`.
 
-    The memory of some virtual machines grows while it is used.
+    The RAM of some virtual machines grows during use.
     """
     from infinity.storage.host_arena import HostArena
     from infinity.storage.prefault import prefault
@@ -228,7 +228,7 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         )
     say(f"stopped: {stopped or 'all are there'}")
     warned, whole_gib = list(device.warnings), memory_gib()[0]
-    device.close()  # before the memory goes that is registered
+    device.close()  # before its registered memory is freed
     return {
         "pinned_gib": len(held) * PINNED_STEP_GIB,
         "made_s": made_s,
@@ -240,7 +240,7 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
 
 def memory_gib() -> tuple[float, float]:
-    """Return the RAM of the machine, and the part that is available, in GiB."""
+    """Return the total and available RAM of the machine in GiB."""
     told = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
     whole, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
     return whole, available
@@ -253,7 +253,7 @@ PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {
 
 
 def run_parts(make: Make, say: Say, seconds: float = SECONDS) -> dict[str, Any]:
-    """All parts; `failed` names those that raised, `warnings` are the engine's and the devices'."""
+    """Run all parts; `failed` lists those that raised, `warnings` those of engine and devices."""
     until, found = time.perf_counter() + seconds, dict[str, Any]()
     failed, warned = [], list[str]()
     for name, part in PARTS.items():
@@ -271,7 +271,7 @@ def run_parts(make: Make, say: Say, seconds: float = SECONDS) -> dict[str, Any]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Look; the exit code is 1 where a part failed."""
+    """Run the command line; return 1 if a part failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--machine", action="store_true", help="facts alone")
     if parser.parse_args(arguments).machine:
@@ -293,7 +293,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         faulthandler.dump_traceback_later(STUCK_S)
         found = run_parts(make, say)
-        print(json.dumps(found), flush=True)  # before memory is given back, which takes seconds
+        print(json.dumps(found), flush=True)  # before freeing memory, which takes seconds
     return 1 if found["failed"] else 0
 
 

@@ -1,20 +1,20 @@
-"""The stages of `gpu_check.sh`: which checks each runs, with budgets that an H200 machine has.
+"""Checks of each stage of `gpu_check.sh`, with budgets for a machine with an H200.
 
 [Note: budgets]
-The machine has 139 GiB on the GPU and 126 GiB of RAM, of which a run takes 80 % if it is told
-nothing; 8B and 14B need more, and say so. Ours has 24 GiB of the GPU, but for 14B, which has nearly
-all of it; a plan that chooses the schedule is told 5 % less, since its estimates may be off by as
-much. On an H100 (79 GiB) plain torch at 8B and ours at 14B are left out.
-tests/tools/test_gpu_check.py plans every check for such machines.
+The machine has 139 GiB on the GPU and 126 GiB of RAM. A run uses 80 % of the RAM by default; 8B and
+14B need more and set a budget. infinity gets 24 GiB of the GPU, and nearly all of it at 14B. The
+budget of a plan that chooses the schedule is 5 % lower, the tolerance of its estimates.
+On an H100 (79 GiB), plain torch at 8B and infinity at 14B are skipped.
+tests/tools/test_gpu_check.py plans every check for these machines.
 
 [Note: plain torch at 8B]
 At 8k tokens it takes 127 GiB: 15 of bf16 weights, 30 of fp32 masters, 60 of moments, 15 of
-gradients, and activations. An H200 has them. At more tokens, and on an H100, its time is that of
-some of its blocks continued to all of them: forward, backward and update of every block are alike,
-and without offload nothing overlaps. 8 blocks at 32k tokens take 45 GiB and activations of 15.
+gradients, and activations. They fit an H200. With more tokens, and on an H100, its time is
+extrapolated from a few blocks: forward, backward and update of all blocks are equal, and without
+offload nothing overlaps. 8 blocks at 32k tokens take 45 GiB, and 15 GiB of activations.
 
 [Note: DeepSpeed at 8B]
-ZeRO-3 offload to RAM takes 16 bytes a parameter and more, 120 GiB and more: it is compared at 1.5B.
+ZeRO-3 offload to RAM takes at least 16 bytes per parameter, 120 GiB: it is compared at 1.5B.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ STAGES = (
     "smoke", "tests", "integrations", "8b-32k", "1.5b-fsdp", "1.5b", "8b", "8b-16k", "disk",
     "8b-32k-m4", "14b", "more",
 )  # fmt: skip
-# Two checks: one that is stopped does not hide the other.
+# Two checks, so that a stop of one does not hide the other.
 KERNEL_TESTS = ("tests/gpu/test_fused_adam.py", "tests/gpu/test_standalone_cuda.py")
 TRAINING_TESTS = ("tests/gpu/test_cuda.py", "tests/gpu/test_overlap.py")
-# Tests of `make test` whose engines compute on the GPU where there is one: what users call.
+# Tests of `make test` of user-facing features, whose engines use the GPU if there is one.
 INTEGRATION_TESTS = (
     "tests/integrations/huggingface", "tests/integrations/test_doors.py",
     "tests/train/test_saved_model.py", "tests/train/test_runs_training.py",
@@ -45,26 +45,25 @@ INTEGRATION_TESTS = (
     "tests/unit/training/test_loss_scale.py", "tests/tools/test_examples.py",
     "tests/integrations/test_deepspeed_modules.py", "tests/unit/optim/test_standalone.py",
 )  # fmt: skip
-WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # of an H200; that these take
-# Of the 32 blocks of 8B, for which plain torch has room on any card: see [Note: plain torch at 8B].
+WHOLE_GIB, PLAIN_8B_GIB, OURS_14B_GIB = 139, 131, 136  # H200; these runs
+# Blocks of 8B, and numbers of them that fit any GPU: [Note: plain torch at 8B].
 NUM_8B_BLOCKS, DERIVED_FROM = 32, (4, 8)
 CAPPED = ("--device-budget", "24GiB")
-WHOLE_RAM_GIB, LEFT_RAM_GIB = 126, 10  # of the machine; that stay with all but the run
+WHOLE_RAM_GIB, LEFT_RAM_GIB = 126, 10  # of the machine; reserved for other processes
 OURS, BOTH = ("--only", "infinity_ram"), ("--only", "torch_ram,infinity_ram", "--alone")
-# Activations differ in size: fixed segments would be split into pieces that fit no other block.
-# Benchmarks get the same from `step/main.py`.
+# Activations differ in size: fixed segments would fragment. `step/main.py` sets it for benchmarks.
 EXPANDABLE = ("env", "PYTORCH_ALLOC_CONF=expandable_segments:True")
-# How tokens pass the model is the plan's choice, whatever `llama` tells the others.
+# The plan chooses the batch schedule; the options of `llama` apply to other contenders.
 PLANNED = ("--only", "infinity_plan")
 BOTH_PLANNED = ("--only", "torch_ram,infinity_plan", "--alone")
 
 
 @dataclass(frozen=True)
 class Check:
-    """A command, how long it may take, and whether its stdout is JSON to be kept.
+    """A command with its time limit in seconds; `json` if its stdout is a JSON report.
 
-    A `plain` one needs nothing that is built or carried, and comes before that. On a GPU of less
-    than `device_gib` it is not run.
+    A `plain` check needs no build and no wheels, and runs before them. A check is skipped on a GPU
+    with less than `device_gib`.
     """
 
     name: str
@@ -82,17 +81,17 @@ def checks_of(
     device_gib: float = WHOLE_GIB,
     ram_gib: float = WHOLE_RAM_GIB,
 ) -> list[Check]:
-    """What the stages run, in order; results go to `out`, traces to `work`. For a GPU, and RAM, of
-    so much.
+    """Return the checks of `stages` in order, for a machine with `device_gib` and `ram_gib`.
 
-    Speeds are measured first, once: plans choose placement by them, and bounds are made of them.
+    Results are written to `out`, traces to `work`. Rates are measured first, once: plans and bounds
+    are computed from them.
     """
-    # -P: the source tree in the working directory has no native modules, the installed package has.
+    # -P: import the installed package; the source tree has no native modules.
     package = [sys.executable, "-P", "-m"]
-    # Plugins by name: those of the machine may be older than our pytest. Most of it is compiling.
+    # Plugins by name: others on the machine may not fit this pytest. Compiling takes most time.
     plugins = ("no:cacheprovider", "xdist.plugin", "pytest_timeout")
     tests = [*package, "pytest", "-q", "-n", "4", *(w for p in plugins for w in ("-p", p))]
-    # One that hangs shows where, by its worker's end, while the others go on.
+    # A test that hangs prints its stacks and ends its worker; the others continue.
     timeouts = ["--timeout", "60", "--timeout-method", "thread", "-o", "faulthandler_timeout=45"]
     integrations = [*tests, "-n", "14", "--tb", "short", "-m", "not gpu and not big and not clock"]
     integrations += [*timeouts, *INTEGRATION_TESTS]
@@ -101,7 +100,7 @@ def checks_of(
     rates = Check("rates", 35, [*doctor, "--machine-file", str(out / "machine.json")])
 
     def traced(check: Check, contender: str = "infinity_ram") -> list[Check]:
-        """With a trace of its last steps, and what it says."""
+        """Return the check with a trace of its last steps, and the analysis of the trace."""
         folder = work / check.name
         command = [*check.command, "--traces", str(folder)]
         trace = str(folder / f"trace-{contender}.json")
@@ -115,7 +114,7 @@ def checks_of(
     beside = BOTH_PLANNED if device_gib >= PLAIN_8B_GIB else PLANNED
 
     def larger(name: str, tokens: int) -> list[Check]:
-        """8B at more tokens than plain torch has room for, beside some blocks of plain torch."""
+        """Return checks of 8B at `tokens`, with plain torch on a few blocks (all do not fit)."""
         plain = [
             step(
                 f"step-8b-{name}-plain-{layers}",
@@ -154,7 +153,7 @@ def checks_of(
         "1.5b": [
             *traced(step("step-1.5b-8k", 220, *small, *BOTH, "--compare", "deepspeed-cpu")),
             step("step-1.5b-32k", 60, *llama("1.5b", 32768, 2, 3, *CAPPED, *BOTH)),
-            # The literal reading of "state in RAM": none of it where the GPU has room.
+            # All state in RAM, even if the GPU has free memory.
             step("step-1.5b-8k-state-in-ram", 60, *small, *BOTH, "--state", "host"),
         ],
         "disk": traced(
@@ -189,13 +188,13 @@ def checks_of(
 
 
 def step(name: str, limit_s: float, *options: str) -> Check:
-    """A run of `bench_step.py` on the GPU."""
+    """Return the check that runs `bench_step.py` on the GPU."""
     command = [sys.executable, "tools/bench_step.py", "--device", "cuda", "--json", *options]
     return Check(name, limit_s, command, json=True)
 
 
 def llama(size: str, tokens: int, micro_batches: int, rounds: int, *options: str) -> list[str]:
-    """Options of a Llama shape with blocks recomputed in backward."""
+    """Return the options of a Llama shape with blocks recomputed in backward."""
     return [
         *("--model", f"llama-{size}", "--tokens", str(tokens), "--context", "4096"),
         *("--micro-batches", str(micro_batches), "--checkpointing"),

@@ -1,6 +1,6 @@
-"""The table at the end of a GPU check: what was to be reached, what was found, what was not run.
+"""Table of targets and results at the end of a GPU check.
 
-`results` are the JSON reports of `bench_step.py`, by the name of the check.
+`results` are the JSON reports of `bench_step.py` by the name of the check.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gpu.stages import DERIVED_FROM, NUM_8B_BLOCKS
 
 Results = Mapping[str, dict[str, Any]]
 CAP_BYTES = 24 << 30
-# Stages whose placement and schedule are the plan's.
+# Runs whose placement and schedule the plan chooses.
 PLANNED = {
     "8B, 8k": "step-8b-8k",
     "8B, 16k": "step-8b-16k",
@@ -46,7 +46,7 @@ TOLD = {
 
 @dataclass(frozen=True)
 class Target:
-    """One target: how it is found, None if it was not run; more is better, unless `at_most`."""
+    """A target. `found` returns the result, or None if not run; a lower bound unless `at_most`."""
 
     what: str
     wanted: float
@@ -55,7 +55,6 @@ class Target:
     why_not: str = ""
 
     def row(self, results: Results) -> str:
-        """A line of a Markdown table."""
         sign = "<=" if self.at_most else ">="
         found = self.found(results)
         if found is None:
@@ -88,7 +87,6 @@ def _beside_plain(check: str) -> Callable[[Results], float | None]:
 
 
 def _from_1(share: Callable[[Results], float | None]) -> Callable[[Results], float | None]:
-    """How far from it a share is."""
 
     def found(results: Results) -> float | None:
         value = share(results)
@@ -98,7 +96,7 @@ def _from_1(share: Callable[[Results], float | None]) -> Callable[[Results], flo
 
 
 def _beside_derived(check: str, plain: str) -> Callable[[Results], float | None]:
-    """Ours beside plain torch on all blocks, whose time follows from two depths.
+    """Return infinity's speed relative to plain torch, extrapolated from two depths.
 
     See `stages.py`, [Note: plain torch at 8B].
     """
@@ -141,7 +139,7 @@ def _links(check: str) -> Callable[[Results], float | None]:
 
 
 def _most_memory(results: Results) -> float | None:
-    """GiB that torch reserved in any run that was held to the cap."""
+    """Return the largest number of GiB reserved by torch in a run with the cap."""
     contenders = [facts for one in results.values() for facts in one.get("contenders", {}).values()]
     peaks = [
         facts["peak_reserved_bytes"] / 2**30

@@ -1,12 +1,12 @@
-"""What `gpu_check.sh` carries to a machine without a network: wheels, proven to be enough.
+"""Wheels that `gpu_check.sh` carries to a machine without network, and checks of completeness.
 
-The machine brings Python 3.12, torch for CUDA, and what that brings itself (`THERE`). Everything
-else that is asked for, and what that asks for, lies in `.whl/`: `uncovered` reads it from the
-wheels' metadata. `.whl/native/` holds this repository built for any Python from 3.12 on, by an
-interpreter of here that is as new: compiling it there takes a minute, and a compiler.
+The machine has Python 3.12, torch for CUDA and its dependencies (`THERE`). All other requirements
+are in `.whl/`, including transitive ones, which `uncovered` reads from the metadata of the wheels.
+`.whl/native/` has a wheel of this repository for Python 3.12 and newer (stable ABI), so that the
+machine needs no compiler and saves a minute.
 
-cuda-core goes with few versions of cuda-bindings, and torch with many: so these packages are taken
-together, the machine's where they do, else those that are carried.
+cuda-core supports few versions of cuda-bindings, torch many. These packages are therefore used
+together: those of the machine if they work, else the carried ones.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import Any, NamedTuple
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WHEELS = REPOSITORY / ".whl"
-LIMIT_BYTES = 64 << 20  # of all that travels: the tree, and `.whl/`
+LIMIT_BYTES = 64 << 20  # limit of the transfer: the tree and `.whl/`
 THERE = frozenset({"torch", "numpy", "pip"})
 OF_CUDA = ("cuda-core", "cuda-bindings", "cuda-pathfinder")
-BINDINGS = "cuda-bindings==13.5.0"  # with the cuda-core of constraints.txt our kernels compile
-# What building and testing need beside what pyproject.toml says.
+BINDINGS = "cuda-bindings==13.5.0"  # compiles the kernels with the cuda-core of constraints.txt
+# Requirements of build and tests that pyproject.toml does not list.
 TOOLS = (
     "packaging", "pip", "cmake", "ninja", "pytest", "pytest-timeout", "pytest-xdist", "hypothesis",
     "cuda-bindings",
 )  # fmt: skip
-PROGRAMS = ("cmake", "ninja")  # the machine's own: half of all bytes, if they were carried
+PROGRAMS = ("cmake", "ninja")  # used from the machine: they would be half of all bytes
 CARRIED = (
     # to run
     *OF_CUDA, "aiofiles", "annotated-doc", "annotated-types", "markdown-it-py", "mdurl", "psutil",
@@ -51,7 +51,7 @@ CARRIED = (
 _PYTHON = "3.12"
 _PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64",
               "manylinux_2_24_x86_64", "manylinux_2_5_x86_64", "manylinux1_x86_64")  # fmt: skip
-# Of the machine, for markers.
+# Environment of the machine for requirement markers.
 _ENVIRONMENT = {
     "implementation_name": "cpython",
     "os_name": "posix",
@@ -62,26 +62,26 @@ _ENVIRONMENT = {
     "python_version": _PYTHON,
     "sys_platform": "linux",
 }
-# What the package is made of.
+# Sources of the package.
 SOURCES = ("infinity", "csrc", "CMakeLists.txt", "pyproject.toml")
-# The machine's libstdc++ may be older than ours.
+# The libstdc++ of the machine may be older than that of the build.
 _STATIC = "cmake.define.CMAKE_MODULE_LINKER_FLAGS=-static-libstdc++ -static-libgcc"
 
 
 class Package(NamedTuple):
-    """A version, and the requirements of its metadata."""
+    """Version and requirements from the metadata of a wheel."""
 
     version: str
     requires: tuple[str, ...]
 
 
 def canonical(name: str) -> str:
-    """A name as an index spells it."""
+    """Return the normalized name of a distribution (PEP 503)."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
 def wanted(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
-    """What is asked for to build, to import, to compute on CUDA and to test."""
+    """Return the requirements to build, import, compute on CUDA and test."""
     with pyproject.open("rb") as file:
         told = tomllib.load(file)
     project = told["project"]
@@ -90,12 +90,12 @@ def wanted(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
 
 
 def name_of(wheel: Path) -> str:
-    """Of the distribution."""
+    """Return the name of the distribution of a wheel."""
     return canonical(wheel.name.partition("-")[0])
 
 
 def has_cuda_core() -> bool:
-    """Whether cuda-core is here, and new enough; `packaging` may not be."""
+    """Return True if cuda-core 1.0 or newer is installed; works without `packaging`."""
     try:
         return int(importlib.metadata.version("cuda-core").partition(".")[0]) >= 1
     except importlib.metadata.PackageNotFoundError:
@@ -103,12 +103,12 @@ def has_cuda_core() -> bool:
 
 
 def of_cuda() -> list[str]:
-    """CUDA's packages that are carried."""
+    """Return the paths of the carried wheels of CUDA packages."""
     return sorted(str(path) for path in WHEELS.glob("*.whl") if name_of(path) in OF_CUDA)
 
 
 def missing(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
-    """Requirements that are not met in this process."""
+    """Return the requirements that this environment does not meet, as messages."""
     from packaging.requirements import Requirement
 
     found = []
@@ -126,9 +126,7 @@ def missing(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
 
 
 def uncovered(asked: Iterable[str], carried: Mapping[str, Package]) -> list[str]:
-    """What neither the machine nor a carried wheel has, of what is asked for, and of what that asks
-    for: each with who asks.
-    """
+    """Return messages for requirements, direct or transitive, that no package fulfills."""
     from packaging.requirements import Requirement
 
     problems, seen = [], set[str]()
@@ -160,7 +158,7 @@ def _applies(requirement: Any, extras: Collection[str]) -> bool:
 
 
 def wheels() -> dict[str, Package]:
-    """What is carried, by name."""
+    """Return the carried packages by name."""
     found = {}
     for path in sorted(WHEELS.glob("*.whl")):
         with zipfile.ZipFile(path) as archive:
@@ -172,7 +170,7 @@ def wheels() -> dict[str, Package]:
 
 
 def fingerprint(*more: Path) -> str:
-    """Changes with whatever the package is built from, and with what lies in `more`."""
+    """Return a hash of the sources of the package and of the files in `more`."""
     found = hashlib.sha256()
     for top in (*(REPOSITORY / name for name in SOURCES), *more):
         files = [top] if top.is_file() else sorted(p for p in top.rglob("*") if p.is_file())
@@ -184,12 +182,12 @@ def fingerprint(*more: Path) -> str:
 
 
 def prebuilt() -> Path | None:
-    """The carried wheel of this repository, if it is of the sources as they are now."""
+    """Return the carried wheel of this repository, or None if it does not match the sources."""
     return next((WHEELS / "native" / fingerprint()).glob("*.whl"), None)
 
 
 def travelling_bytes() -> int:
-    """Bytes of the tree, as git knows it, and of what is carried beside it."""
+    """Return the bytes of the files known to git and of the carried wheels."""
     listed = subprocess.check_output(
         ["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=REPOSITORY, text=True
     )
@@ -199,7 +197,7 @@ def travelling_bytes() -> int:
 
 
 def state() -> tuple[list[str], list[str]]:
-    """What there is to say of what lies in `.whl/`, and what is wrong with it."""
+    """Return (messages, problems) of the state of `.whl/`."""
     there = wheels()
     nbytes = travelling_bytes()
     said = [f"{len(there)} wheels are carried, {nbytes / 2**20:.0f} MiB with the tree"]
@@ -217,7 +215,7 @@ def state() -> tuple[list[str], list[str]]:
 
 
 def fetch() -> int:
-    """Bring wheels from the index, and build one of ours; the exit code."""
+    """Download wheels and build the one of this repository; return the exit code."""
     WHEELS.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=WHEELS) as folder:
         command = [sys.executable, "-m", "pip", "download", "-q", "-d", folder]
@@ -226,7 +224,7 @@ def fetch() -> int:
         command += [word for name in _PLATFORMS for word in ("--platform", name)]
         named = [BINDINGS if name == "cuda-bindings" else name for name in CARRIED]
         subprocess.run([*command, *named], cwd=REPOSITORY, check=True)
-        for old in WHEELS.glob("*.whl"):  # two versions of one package stop an installation
+        for old in WHEELS.glob("*.whl"):  # pip refuses two versions of a package
             old.unlink()
         for new in Path(folder).glob("*.whl"):
             new.rename(WHEELS / new.name)
@@ -238,9 +236,10 @@ def fetch() -> int:
 
 
 def _build_ours() -> None:
-    """As the machine will, by an interpreter that is as new as its own.
+    """Build the wheel of this repository with Python 3.12 or newer.
 
-    Without one, or where it fails, nothing is carried: the machine has a compiler, or it has not.
+    Without such an interpreter, or if the build fails, no wheel is carried and the machine needs a
+    compiler.
     """
     python = _as_new()
     shutil.rmtree(WHEELS / "native", ignore_errors=True)
@@ -265,7 +264,7 @@ def _build_ours() -> None:
 
 
 def _as_new() -> str | None:
-    """An interpreter of here whose wheels the machine's can use."""
+    """Return a local interpreter whose wheels the machine can use, or None."""
     names = [sys.executable, *filter(None, map(shutil.which, ("python3.12", "python3.13")))]
     names += map(str, sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")))
     asks = f"import sys, pip; sys.exit(sys.version_info < ({_PYTHON.replace('.', ', ')}))"

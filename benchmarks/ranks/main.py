@@ -1,20 +1,20 @@
-"""Time training steps of several ranks: ours, DDP, FSDP2, DeepSpeed's ZeRO.
+"""Time training steps of several ranks: infinity, DDP, FSDP2, DeepSpeed's ZeRO.
 
     python tools/bench_ranks.py --model gpt-100m --tokens 1024 --json
     python tools/bench_ranks.py --device cuda --device-budget 24GiB --model gpt-1.3b --tokens 8192
 
-On CPUs they meet by gloo; with `--device cuda` each rank has a GPU, and they meet by NCCL.
+Ranks communicate by gloo on CPUs; with `--device cuda` each rank has a GPU and they use NCCL.
 
-Every contender is as many processes as ranks, all live beside each other, and they take turns, so
-that a machine whose speed wanders slows all alike: only ratios within a round are compared. What is
-not installed, or does not run here, is left out and named. fp32 throughout: CPUs emulate bf16, and
-on GPUs nobody else keeps masters beside it.
+Every contender has one process per rank. All contenders are alive at once and take turns, so that
+fluctuations of the machine affect all equally: only ratios within a round are compared. Contenders
+that are not installed or fail are skipped and listed. All compute in fp32: CPUs emulate bf16, and
+on GPUs no other contender keeps fp32 masters with it.
 
-Prints step times, peak RSS of all ranks together, bytes that crossed the loopback interface in a
-step (of all ranks, counted by the kernel, for all contenders alike), ratios of step times to ours,
-and our step beside the schedule bound: the plan's bytes over rates of gloo and disk that were
-measured in the same rounds, with compute as DDP takes for it when it exchanges nothing. On GPUs
-there is no such bound: links to RAM are not measured here, and NCCL does not use the interface.
+Prints step times, the peak RSS of all ranks together, bytes over the loopback interface per step
+(of all ranks, counted by the kernel), ratios of step times to infinity's, and infinity's step time
+relative to the schedule bound: the bytes of the plan over rates of gloo and disk measured in the
+same rounds, with the compute time of DDP without communication. On GPUs there is no such bound:
+links to RAM are not measured, and NCCL does not use the loopback interface.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OURS = CHOICES[:2]
 
 
 class Team:
-    """One contender: a process for each rank."""
+    """Contender with one process per rank."""
 
     def __init__(self, name: str, count: int, device: str) -> None:
         self.name = name
@@ -72,7 +72,7 @@ class Team:
         self.first = self._ask(jobs)[0]
 
     def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a request to all ranks; what each answers."""
+        """Send a request to all ranks; return the answer of each."""
         return self._ask([request] * len(self.ranks))
 
     def _ask(self, requests: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -81,7 +81,7 @@ class Team:
         return [child.receive() for child in self.ranks]
 
     def turn(self, steps: int) -> dict[str, Any]:
-        """Timed steps as long as the slowest rank took, and what crossed the loopback interface."""
+        """Run timed steps; return times of the slowest rank and bytes over loopback."""
         before = loopback_bytes()
         found = self.ask({"do": "turn", "steps": steps})
         crossed = loopback_bytes() - before
@@ -96,7 +96,7 @@ class Team:
         return turn
 
     def close(self, kill: bool) -> None:
-        """End all ranks; without `kill` they may clean up, together, first."""
+        """End all ranks; without `kill` they clean up together first."""
         if not kill:
             for child in self.ranks:
                 child.send({"do": "close"})
@@ -116,7 +116,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
     from step.bound import measure_disk_rates
 
     job, teams, skipped = job_of(arguments, folder), list[Team](), dict[str, str]()
-    samples: list[dict[str, float]] = []  # of each round: phases, links and disk
+    samples: list[dict[str, float]] = []  # per round: phases, links and disk
     done = False
     try:
         for name in arguments.only:
@@ -148,7 +148,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
 
 
 def parts_of(teams: dict[str, Team]) -> dict[str, float]:
-    """Compute, update and links alone, each as the slowest rank has it."""
+    """Measure compute, update and links separately, each on the slowest rank."""
     found: dict[str, float] = {}
     if "ddp" in teams:
         for rank in teams["ddp"].ask({"do": "phases"}):
@@ -167,7 +167,7 @@ def report_of(
     teams: Sequence[Team],
     samples: Sequence[dict[str, float]],
 ) -> dict[str, Any]:
-    """Medians, bounds and ratios, JSON-able."""
+    """Return medians, bounds and ratios as JSON-serializable data."""
     import platform
 
     import presets
@@ -201,7 +201,7 @@ def report_of(
         "contenders": {
             team.name: {
                 **{k: v for k, v in team.turns[-1].items() if k != "step_s"},
-                "loss": team.turns[0]["loss"],  # later some have taken further batches
+                "loss": team.turns[0]["loss"],  # in later turns contenders are at different batches
                 "median_step_s": statistics.median(times[team.name]),
                 "min_step_s": min(times[team.name]),
                 "peak_rss_bytes": max(turn["peak_rss_bytes"] for turn in team.turns),
@@ -219,7 +219,7 @@ def report_of(
 
 
 def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
-    """The schedule bound of our step, round by round."""
+    """Return the schedule bound of infinity's step by round."""
     from step.bound import bounds_of
 
     from infinity.plan.plan import LINKS
@@ -230,7 +230,7 @@ def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
     for sample in samples:
         disk = {name: sample.get(name, 1e12) / plan.ranks for name in DISK}
         links = {name: sample[name] for name in LINKS}
-        # A rank updates its shard in the time that was measured of a rank.
+        # The update time was measured on a shard.
         update = plan.num_trained / plan.ranks / max(sample["update_s"], 1e-9)
         rates = Rates.of(disk | links | {"update.fp32": update})
         bound = bounds_of(plan, rates, sample["forward_s"], sample["backward_s"])
@@ -239,7 +239,7 @@ def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report for people, on stderr."""
+    """Print a human-readable report to stderr."""
     from rich.console import Console
     from rich.table import Table
 
@@ -290,7 +290,7 @@ def show(report: dict[str, Any]) -> None:
 
 
 def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """What every rank must know."""
+    """Return the job that is sent to every rank."""
     tokens = arguments.tokens // arguments.ranks // arguments.micro_batches
     context = min(arguments.context, tokens)
     return {
@@ -317,7 +317,7 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, show, and leave nothing behind."""
+    """Run the command line; return the exit code."""
     signals = Signals()
     signals.install()
     return finish(_parsed(argv), signals, measure, show)

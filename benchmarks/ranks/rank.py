@@ -1,7 +1,7 @@
-"""One rank of a contender of `bench_ranks.py`; requests and turns are those of `step/contender.py`.
+"""One rank of a contender of `bench_ranks.py`, with the protocol of `step/contender.py`.
 
-Every contender has the same values, AdamW, clipping at 1, and its rank's own batches; all compute
-in fp32, and meet by gloo, or by NCCL where each has a GPU.
+All contenders have the same initial values, AdamW, clipping at 1 and different batches per rank.
+They compute in fp32 and communicate by gloo, or by NCCL on GPUs.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ STAGES = (0, 1, 2, 3)
 
 
 class Ours(Infinity):
-    """One rank of our engine."""
+    """One rank of the infinity engine."""
 
     def plans(self) -> dict[str, Any]:
-        """The first rank's: but for the rank, they are one."""
+        """Return the plan on the first rank only; it is the same on all ranks."""
         return super().plans() if self.job["rank"] == 0 else {}
 
     def links(self) -> dict[str, float]:
-        """Rates between the ranks, measured by all of them now, through what a run sends by."""
+        """Measure the rates of collectives between the ranks, with the device of a run."""
         with closing(find_device(self.device)) as device:
             return measure_links(self.engine.ranks, device)
 
 
 class Together(Contender):
-    """A torch loop around a model that some library shares out."""
+    """A torch training loop around a model that a library distributes."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job | {"by_engine": False})
@@ -50,15 +50,14 @@ class Together(Contender):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
     def shared(self, model: nn.Module) -> nn.Module:
-        """The model as the library has it."""
+        """Return the model wrapped by the library."""
         raise NotImplementedError
 
     def accumulating(self, *, last: bool) -> Any:
-        """A context in which gradients stay on their rank, but for those of the last."""
+        """Return a context without gradient synchronization, unless `last`."""
         raise NotImplementedError
 
     def step(self) -> None:
-        """Do one whole training step."""
         batch = self.batch()
         for index, micro_batch in enumerate(batch):
             with self.accumulating(last=index + 1 == len(batch)):
@@ -78,35 +77,32 @@ class Together(Contender):
         return [b - a for a, b in itertools.pairwise(times)]
 
     def close(self) -> None:
-        """Leave the group."""
         torch.distributed.destroy_process_group()
 
 
 class Ddp(Together):
-    """Everything whole on every rank."""
+    """DDP: full weights and state on every rank."""
 
     def shared(self, model: nn.Module) -> nn.Module:
-        """Gradients in buckets."""
         return nn.parallel.DistributedDataParallel(model)
 
     def accumulating(self, *, last: bool) -> Any:
-        """See `Together`."""
         return nullcontext() if last else self.model.no_sync()
 
     def phases(self) -> dict[str, float]:
-        """Forward and backward of one micro-batch without a byte between ranks, all computing."""
+        """Time a micro-batch without communication while all ranks compute."""
         with self.model.no_sync():
-            for _ in range(2):  # the first brings gradients into being
+            for _ in range(2):  # the first allocates gradients
                 forward_s, backward_s = self._backward(self.batch()[0])
         self.optimizer.zero_grad()
         return {"forward_s": forward_s, "backward_s": backward_s, "update_s": 0.0}
 
 
 class Fsdp(Together):
-    """FSDP2: every block, and the rest, sharded."""
+    """FSDP2: each block sharded, then the remaining parameters."""
 
     def shared(self, model: nn.Module) -> nn.Module:
-        """Blocks one by one; with the offload of its name, or none."""
+        """Shard each block; with CPU offload if the contender is `fsdp_offload`."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy
 
@@ -116,16 +112,14 @@ class Fsdp(Together):
         return sharded(model, **more)
 
     def accumulating(self, *, last: bool) -> Any:
-        """See `Together`."""
         self.model.set_requires_gradient_sync(last)
         return nullcontext()
 
 
 class DeepSpeed(Peer):
-    """The peer's ZeRO, all in RAM, by the stage in its name."""
+    """DeepSpeed's ZeRO in RAM; the stage is the last digit of the contender's name."""
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """What it is told."""
         return {
             "train_micro_batch_size_per_gpu": self.job["rows"],
             "gradient_accumulation_steps": self.job["micro_batches"],

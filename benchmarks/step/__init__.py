@@ -1,1 +1,1 @@
-"""Time of training steps: contenders in processes of their own, bounds, report."""
+"""Time of training steps: contenders in child processes, bounds, report."""

@@ -1,7 +1,7 @@
-"""How fast a step could be: two bounds (docs/ARCHITECTURE.md), from a plan and measured rates.
+"""Two lower bounds of the step time (docs/ARCHITECTURE.md), from a plan and measured rates.
 
-Bytes of each resource, the update's time and what overlaps what come from `infinity.plan.cost`;
-what is added here is how long the products of a micro-batch take, as measured.
+Bytes per resource, the time of the update and the overlaps come from `infinity.plan.cost`. This
+module adds the measured compute time of a micro-batch.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from infinity.profiling.trace_shares import Shares, length, union, without
 from infinity.storage.disk_rates import measure_disk
 
 MEASURE_S = 2.0
-# Kinds that only an update copies: what is beside the weight for its master, and moments.
+# Kinds that only an update copies: masters (beyond the weights) and moments.
 _STATE = {kind.value for kind in (*REST_DTYPES, *MOMENTS)}
 
 
 @dataclass(frozen=True)
 class Phases:
-    """Seconds of one micro-batch's forward and backward, and of one step's update, alone."""
+    """Seconds of forward and backward per micro-batch, and of the update per step, no overlap."""
 
     forward_s: float
     backward_s: float
@@ -33,10 +33,10 @@ class Phases:
 
 @dataclass(frozen=True)
 class Bounds:
-    """The shortest step that keeps today's order of work, and that any order could have.
+    """Shortest step time with the engine's order of work, and with any order.
 
-    `resources` are seconds that each resource is busy in a step; `binds` names the one that decides
-    most.
+    `resources` are the busy seconds per step of each resource; `binds` is the resource that
+    determines most of `schedule_s`.
     """
 
     schedule_s: float
@@ -46,9 +46,9 @@ class Bounds:
 
 
 def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> Bounds:
-    """The bounds of a steady step whose micro-batches compute for so long.
+    """Return the bounds of a steady step with the given compute time per micro-batch.
 
-    The schedule has the first unit updated before a forward computes; `ideal_s` does not wait.
+    `schedule_s` includes the wait of the forward for the update of the first unit, `ideal_s` not.
     """
     schedule_s, resources, decided = 0.0, dict[str, float](), dict[str, float]()
     for phase in step_cost(plan, rates).phases:
@@ -69,9 +69,9 @@ def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> 
 def rates_for(
     disk: dict[str, float], plan: Plan, measured: dict[str, float] | None, phases: Phases | None
 ) -> Rates | None:
-    """Rates to bound with: the disk's, and the machine's if they were `measured` on their own.
+    """Return rates for a bound: those of the disk, and of the machine if `measured`.
 
-    Else the update's is what the engine's own phases say. None where neither is known.
+    Otherwise the update rate is computed from `phases`. None if neither is known.
     """
     if measured is not None:
         return Rates.of(measured | disk)
@@ -81,10 +81,9 @@ def rates_for(
 
 
 def compute_in(shares: Shares, num_micro_batches: int) -> tuple[float, float]:
-    """Seconds of compute in one forward and one backward, over so many traced micro-batches.
+    """Return mean seconds of compute per forward and per backward of a traced micro-batch.
 
-    A recomputation belongs to its backward. Only where compute has a clock of its own are waits
-    left out of it.
+    Recomputation counts as backward. Waits are excluded only if compute is timed on the device.
     """
     compute = shares.timeline.of("compute")
     kinds = {
@@ -96,10 +95,10 @@ def compute_in(shares: Shares, num_micro_batches: int) -> tuple[float, float]:
 
 
 def links_in_pass(shares: Shares) -> float | None:
-    """Bytes a second, both directions together, while optimizer passes stream state.
+    """Return bytes per second in both directions together while optimizer passes stream state.
 
-    In each traced step that is from the first copy of state to the last one's end, and all copies
-    count that go on meanwhile, for as long as they do. None where no state is copied.
+    In each traced step this is the interval from the begin of the first copy of state to the end of
+    the last. All copies count by the fraction of their time in it. None if no state is copied.
     """
     copies = [s for s in shares.timeline.of("to_device", "from_device") if s.seconds > 0]
     nbytes = seconds = 0.0
@@ -118,11 +117,11 @@ def measure_disk_rates(folder: Path, *, unified: bool) -> dict[str, float]:
     """Measure the disk tier in `folder`.
 
     Args:
-        folder: On the drive to measure.
-        unified: The processors compute. Measure what disk traffic costs them, too.
+        folder: A folder on the drive to measure.
+        unified: Compute runs on the CPU. Also measure the CPU time of disk traffic.
 
     Returns:
-        The rates of `Rates` that are the disk's, bytes per second; alone, without other load.
+        The disk rates of `Rates` in bytes per second, without other load.
     """
     found = measure_disk([folder], IoConfig(), MEASURE_S)
     if unified:

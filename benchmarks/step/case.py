@@ -1,4 +1,4 @@
-"""What a run of `bench_step.py` is to the planner: its case, and what the plan makes of it."""
+"""Planner inputs of runs of `bench_step.py`, and their plans."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from step.model import outline
 
 
 def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
-    """The job of `infinity_plan`: all tokens of a step, and nothing of how they pass the model."""
+    """Return the job of `infinity_plan`: all tokens in one batch, without a batch schedule."""
     told = {"micro_batches": 1, "rows": job["rows"] * job["micro_batches"], "checkpointing": False}
-    # On a GPU the engine slices logits, and not the model: so the plan knows what they take.
+    # On a GPU the engine slices logits instead of the model, so that the plan knows their memory.
     told |= {"slices": 1, "offload": "none", "logits_by_engine": job["device"] == "cuda"}
     return job | told | {"by_engine": False}
 
@@ -30,9 +30,9 @@ def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
 def case_of(
     job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
 ) -> PlanInput:
-    """The case that a run of a job is; `base` are bytes that the process needs itself.
+    """Return the planner input of a run; `base` is the memory of the process in bytes.
 
-    What the device of `infinity_plan` is held to is all that it has there, activations included.
+    The device budget of `infinity_plan` includes activations.
     """
     config = load_config(engine_config(job, contender))
     model = outline(job)
@@ -59,7 +59,7 @@ def case_of(
 def priced_of(
     job: dict[str, Any], contender: str, machine: PlanMachine, base: int = PROCESS_BASE_BYTES
 ) -> PlanEstimate:
-    """The plan of a run, as it is told or as `infinity_plan` chooses; raises `DoesNotFitError`."""
+    """Return the plan of a run, given or chosen by `infinity_plan`; raise `DoesNotFitError`."""
     if contender != "infinity_plan":
         return price(case_of(job, contender, machine, base))
     job = told_to_plan(job)
@@ -71,16 +71,16 @@ def priced_of(
 
 
 def schedule_line(case: PlanInput) -> str:
-    """How the tokens of a step pass the model, in words."""
+    """Return a description of the batch schedule."""
     return BatchSchedule.of(case).line(num_blocks(case.units))
 
 
 def device_bytes(priced: PlanEstimate) -> int:
-    """What a plan says that a run takes of the device at most: what it reserves, and the rest."""
+    """Return the predicted peak of device memory in bytes: budgeted bytes and activations."""
     return budgeted_bytes(priced.plan)[Tier.DEVICE] + priced.activations.total
 
 
 def recomputed_share(case: PlanInput) -> float:
-    """Of the blocks: those that run again in backward."""
+    """Return the fraction of blocks that are recomputed in backward."""
     again = case.work.recompute
     return 1.0 if again == "all" else again / max(num_blocks(case.units), 1)

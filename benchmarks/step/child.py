@@ -1,4 +1,4 @@
-"""A contender of the step benchmark as its parent sees it."""
+"""Child process of a contender of the step benchmark."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PATHS = [str(ROOT / "benchmarks"), str(ROOT / "examples")]
 
 
 class ContenderFailedError(Exception):
-    """A child ended early; its own error is on stderr already."""
+    """Raised if a child ended early; the child has printed its error to stderr."""
 
 
 class Child:
-    """A contender in its own process and session.
+    """A contender in a separate process and session.
 
-    Of several ranks it is one: their `module` and `environment` are others.
+    `bench_ranks.py` starts one per rank, with another `module` and `environment`.
     """
 
     def __init__(
@@ -37,9 +37,9 @@ class Child:
         self.name = name
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
-        self.ended = False  # after all turns
-        self.phases: list[Phases] = []  # one a turn, of those that are timed in parts
-        self.shares: dict[str, Any] = {}  # of the traced steps; what has no trace has none
+        self.ended = False  # all turns are done
+        self.phases: list[Phases] = []  # one per turn, for contenders that are timed by phase
+        self.shares: dict[str, Any] = {}  # of the traced steps; empty without a trace
         paths = filter(None, [*PATHS, os.environ.get("PYTHONPATH")])
         self._process = subprocess.Popen(
             [sys.executable, "-P", "-m", module],
@@ -60,7 +60,6 @@ class Child:
         return self.receive()
 
     def send(self, request: dict[str, Any]) -> None:
-        """Send one request."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps(request) + "\n")
@@ -69,7 +68,6 @@ class Child:
             raise self._failed() from error
 
     def receive(self) -> dict[str, Any]:
-        """Wait for an answer."""
         assert self._process.stdout is not None
         try:
             answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -81,7 +79,7 @@ class Child:
         return ContenderFailedError(f"{self.name} ended with code {self._process.wait()}")
 
     def close(self, kill: bool) -> None:
-        """End the process; without `kill` it may clean up first."""
+        """End the process; without `kill` it cleans up first."""
         if not kill and self._process.poll() is None:
             try:
                 self._process.communicate(json.dumps({"do": "close"}) + "\n", timeout=120)

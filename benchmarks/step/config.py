@@ -1,4 +1,4 @@
-"""What `bench_step.py` tells the engines: ours, and the peer's."""
+"""Configurations of the engines in `bench_step.py`: infinity's and DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ ALL_EXPERTS = 1 << 20
 
 
 def recomputes_by_engine(job: dict[str, Any]) -> bool:
-    """Whether ours recomputes blocks, and not the model: slices, and what compiles, ask for it."""
+    """Return True if the engine recomputes blocks instead of the model.
+
+    Slices, activation offload and compilation require this.
+    """
     more = job["slices"] > 1 or job["offload"] != "none" or job["compile"]
     return bool(job["checkpointing"] and more)
 
 
 def trace_of(job: dict[str, Any]) -> Path:
-    """The file of this contender's trace."""
     return Path(job["traces"]) / f"trace-{job['contender']}.json"
 
 
@@ -54,21 +56,21 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     plans = contender == "infinity_plan"
     on_disk = contender in ON_DISK or (plans and job["device"] == "cpu")
     if job.get("experts") is not None:
-        whole = contender == "infinity_layers"  # all experts of a layer travel together
+        whole = contender == "infinity_layers"  # all experts of a layer in one unit
         config["experts_per_unit"] = ALL_EXPERTS if whole else job["experts"]
     if on_disk or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
-    if job["device"] == "cuda":  # what its budget holds rests on the device: the plan chooses
+    if job["device"] == "cuda":  # the plan places state on the device within the budget
         if job["device_budget"]:
             config["budget"]["device"] = job["device_budget"]
-            if plans:  # the allocator is held to all of it: less what a plan may be wrong by
+            if plans:  # below the cap of the allocator by the tolerance of plans
                 held = parse_size(job["device_budget"])
                 config["budget"]["device"] = int((1 - EXACT_MEMORY) * held)
         if contender == "infinity_ram":
             config["placement"] = {"optimizer_state": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):
         config["budget"]["host"] = job["host_budget"]
-        if contender in ON_DISK:  # what fits in it stays in RAM: the plan chooses
+        if contender in ON_DISK:  # the plan places state in RAM within the budget
             del config["placement"]
     return config
 
@@ -76,8 +78,8 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
 def deepspeed_config(job: dict[str, Any], largest: int) -> dict[str, Any]:
     """Return DeepSpeed's config; `largest` is the number of elements of the largest parameter.
 
-    On a CPU its defaults crash, these values run (look-ahead off); on a GPU they are its defaults,
-    with what its users set for offloading.
+    On a GPU these are its defaults with the usual settings for offloading. On a CPU the defaults
+    crash; the values here run, without look-ahead.
     """
     path = str(Path(job["path"]) / "deepspeed")
     if job["contender"] == "deepspeed_cpu":

@@ -1,12 +1,14 @@
-"""One contender of `bench_step.py`, alive in a child process and stepping only when told to.
+"""Contender of `bench_step.py`: a child process that runs steps on request.
 
 Protocol: JSON lines. The first line on stdin is the job; then {"do": "turn", "steps": n},
-{"do": "phases"}, {"do": "shares"} or {"do": "close"}; every request gets one line on stdout.
+{"do": "phases"}, {"do": "shares"} or {"do": "close"}. Every request except "close" is answered by
+one line on stdout.
 
-Note: what a turn measures. `engine.step()` returns while its optimizer pass still runs, and between
-turns others must have the machine to themselves. So a turn takes one step more than it times (the
-time of a step is from one return of step() to the next, and each contains exactly one whole
-update), and ends by waiting for what is pending, untimed.
+[Note: timing of a turn]
+`engine.step()` returns while its optimizer pass still runs, and between turns the machine must be
+idle for other contenders. A turn therefore runs one untimed step first; the time of a step is from
+one return of step() to the next, which contains exactly one full update. It ends with an untimed
+wait for pending work.
 """
 
 from __future__ import annotations
@@ -52,42 +54,42 @@ PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 class Contender:
-    """Steps through the same random batches as every other contender."""
+    """Base of contenders; all train on the same random batches."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         self.job = job
         self.shape = shape_of(job)
-        on_gpu = job["device"] == "cuda"  # some of torch.cuda insists on a number
+        on_gpu = job["device"] == "cuda"  # some functions of torch.cuda need an index
         index = int(os.environ.get("LOCAL_RANK", "0")) if on_gpu else None
         self.device = torch.device(job["device"], index)
         self.generator = torch.Generator().manual_seed(1 + job.get("rank", 0))
         self.last_loss = float("nan")
 
     def build(self, device: torch.device) -> nn.Module:
-        """The model where it is wanted; the same weights for all contenders."""
+        """Return the model on `device`, with the same weights for all contenders."""
         return filled(outline(self.job), device)
 
     def synchronize(self) -> None:
-        """Wait for the device, so that a clock tells the truth."""
+        """Wait for the device, for exact times."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def batch(self) -> list[tuple[Tensor, Tensor]]:
-        """Return one step's micro-batches."""
+        """Return the micro-batches of the next step."""
         shape = (self.job["micro_batches"], 2, self.job["rows"], self.job["context"])
         tokens = torch.randint(0, self.shape.vocab_size, shape, generator=self.generator)
         tokens = tokens.to(self.device)
         return [(part[0], part[1]) for part in tokens]
 
     def step(self) -> None:
-        """Do one whole training step."""
+        """Run one training step."""
         raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait until nothing runs in the background any more."""
+        """Wait for background work."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known after a turn."""
+        """Return facts for the report after a turn."""
         facts = {"peak_rss_bytes": peak_rss_bytes(), "loss": self.last_loss}
         if self.device.type == "cuda":
             facts["peak_device_bytes"] = torch.cuda.max_memory_allocated(self.device)
@@ -96,27 +98,27 @@ class Contender:
         return facts
 
     def plans(self) -> dict[str, Any]:
-        """What a bound follows from: the file of the plan, and rates. Empty without one."""
+        """Return the inputs of a bound: path of the pickled plan, and rates. Empty without."""
         return {}
 
     def phases(self) -> dict[str, float]:
-        """Return the times of one step in parts: forward, backward, update."""
+        """Return seconds of forward, backward and update of one step."""
         raise NotImplementedError
 
     def shares(self) -> dict[str, Any]:
-        """Take the steps that are traced; who was busy for how much of them. Empty without one."""
+        """Run the traced steps and return busy shares by resource. Empty without a trace."""
         return {}
 
     def close(self) -> None:
-        """End."""
+        """Release resources."""
 
     def turn(self, num_steps: int) -> dict[str, Any]:
-        """Take one step untimed and `num_steps` timed."""
+        """Run one untimed and `num_steps` timed steps; see [Note: timing of a turn]."""
         self.step()
         times, before = [], cpu_seconds()
         for _ in range(num_steps):
             started = time.perf_counter()
-            self.step()  # reads the loss: the device has finished the forward by then
+            self.step()  # reads the loss, i.e. waits for the forward
             times.append(time.perf_counter() - started)
         used = cpu_seconds() - before
         facts = self.facts() | {"cpu_s": {name: s / num_steps for name, s in used.items()}}
@@ -137,18 +139,17 @@ class TorchInRam(Contender):
         self.plain = PlainTorch(model, load_config(engine_config(job | alone, "infinity_ram")))
 
     def step(self) -> None:
-        """Do one whole training step."""
+        """Run one training step."""
         self.last_loss = self.plain.step(self.batch())[-1]
 
     def settle(self) -> None:
-        """Wait for the device."""
         self.synchronize()
 
     def phases(self) -> dict[str, float]:
-        """Forward and backward of one micro-batch, and what a step has left."""
+        """Time forward and backward of one micro-batch; the update is the rest of a step."""
         parts: list[float] = []
         tokens, targets = self.batch()[0]
-        for _ in range(2):  # the first brings gradients into being
+        for _ in range(2):  # the first allocates gradients
             self.synchronize()
             times = [time.perf_counter()]
             loss = self.plain.model(tokens, targets)
@@ -167,7 +168,7 @@ class TorchInRam(Contender):
 
 
 class Infinity(Contender):
-    """Our engine, with the placement that the contender's name stands for."""
+    """The infinity engine with the placement of the contender's name."""
 
     rates: KnownRates | None = None
 
@@ -178,19 +179,19 @@ class Infinity(Contender):
         if self.device.type == "cuda":
             if job["device_budget"] is not None:
                 cap_device(parse_size(job["device_budget"]), self.device)
-            with closing(find_device(self.device)) as device:  # kept: measured once a machine
+            with closing(find_device(self.device)) as device:  # cached: measured once per machine
                 self.rates = cached_rates(config.nvme_path, device, io=config.io)
             torch.cuda.reset_peak_memory_stats(self.device)
-        model = outline(job)  # it may be larger than RAM
+        model = outline(job)  # the model may exceed RAM
         remember_values(model, values_of(model))
         self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
 
     def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
-        """The job, and what the engine is told."""
+        """Return the job and the configuration of the engine."""
         return job, load_config(engine_config(job, job["contender"]))
 
     def step(self) -> None:
-        """Do one whole training step."""
+        """Run one training step."""
         for tokens, targets in self.batch():
             loss = self.engine(tokens, targets)
             self.last_loss = loss.item()
@@ -199,16 +200,16 @@ class Infinity(Contender):
         self.num_steps += 1
 
     def plans(self) -> dict[str, Any]:
-        """The plan goes through a file; rates where they were measured here."""
+        """Return the path of the plan, which is written here, and the measured rates or None."""
         path = Path(self.job["path"]) / f"plan-{self.job['contender']}.pickle"
         path.write_bytes(pickle.dumps(self.engine.plan))
         rates = None if self.rates is None else self.rates.rates.numbers()
         return {"plan": str(path), "rates": rates}
 
     def shares(self) -> dict[str, Any]:
-        """Steps beyond the timed ones: nothing is recorded before. The trace stays for a person."""
+        """Run the traced steps, which follow all timed ones. The trace file is kept."""
         first, last = self.job["trace_steps"]
-        while self.num_steps <= last:  # it is closed with the step after its last
+        while self.num_steps <= last:  # the trace is closed by the step after its last
             self.step()
         self.settle()
         shares = Shares(read_timeline(trace_of(self.job)))
@@ -223,17 +224,15 @@ class Infinity(Contender):
         }
 
     def settle(self) -> None:
-        """Wait until every update is over."""
         self.engine.settle()
         self.synchronize()
 
     def facts(self) -> dict[str, Any]:
-        """Return what is known after a turn."""
         report = self.engine.last_report
         assert report is not None
         return super().facts() | {
             "rates_origin": self.engine.plan.rates_origin,
-            "warnings": list(self.engine._components.device.warnings),  # not the disk's
+            "warnings": list(self.engine._components.device.warnings),  # without those of the disk
             "moved_bytes": dict(report.moved),
             "predicted_bytes": dict(self.engine.plan.predicted_bytes),
             "stall_s": dict(report.stall_s),
@@ -243,7 +242,7 @@ class Infinity(Contender):
         }
 
     def phases(self) -> dict[str, float]:
-        """Time forward, backward and update of one step, each alone; waits are left out."""
+        """Time forward, backward and update of one step without overlap; waits are excluded."""
         self.engine.settle()
         self.synchronize()
         forward_s = backward_s = 0.0
@@ -269,16 +268,15 @@ class Infinity(Contender):
         }
 
     def _computed_s(self) -> float:
-        """A clock that stands still while the training thread waits."""
+        """Return the clock minus stalls of the training thread."""
         return time.perf_counter() - sum(self.engine._components.transfers.stalled_s().values())
 
     def close(self) -> None:
-        """Remove the scratch files."""
         self.engine.close()
 
 
 def sharded(model: nn.Module, **options: Any) -> nn.Module:
-    """Shard each block, then the rest, with FSDP2's `fully_shard`."""
+    """Shard each block, then the remaining parameters, with FSDP2's `fully_shard`."""
     from torch.distributed.fsdp import fully_shard
 
     for block in model.get_submodule("blocks").children():
@@ -289,8 +287,8 @@ def sharded(model: nn.Module, **options: Any) -> nn.Module:
 class Fsdp2(Contender):
     """FSDP2 with CPU offload on one rank: fp32 masters and Adam's moments in RAM, updated there.
 
-    Blocks are sharded one by one, so that the next one is copied while one computes. The norm is
-    that of local gradients, which are all of them: no collective runs on the CPU.
+    Blocks are sharded separately, so that the next one is copied while one computes. The gradient
+    norm is that of the local gradients, which are complete: no collective runs on the CPU.
     """
 
     def __init__(self, job: dict[str, Any]) -> None:
@@ -318,7 +316,7 @@ class Fsdp2(Contender):
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
     def step(self) -> None:
-        """Do one whole training step."""
+        """Run one training step."""
         batch = self.batch()
         for index, micro_batch in enumerate(batch):
             self.model.set_requires_gradient_sync(index + 1 == len(batch))
@@ -332,16 +330,14 @@ class Fsdp2(Contender):
         self.optimizer.zero_grad()
 
     def settle(self) -> None:
-        """Wait for the device."""
         self.synchronize()
 
     def close(self) -> None:
-        """Leave the group."""
         torch.distributed.destroy_process_group()
 
 
 class DeepSpeed(Contender):
-    """The peer: ZeRO-3 with parameters and optimizer on NVMe or in RAM, with settings that run."""
+    """DeepSpeed ZeRO-3 with parameters and optimizer state on NVMe or in RAM."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__(job | {"by_engine": False})
@@ -360,11 +356,10 @@ class DeepSpeed(Contender):
         )
 
     def config(self, model: nn.Module) -> dict[str, Any]:
-        """What it is told."""
         return deepspeed_config(self.job, max(p.numel() for p in model.parameters()))
 
     def step(self) -> None:
-        """Do one whole training step."""
+        """Run one training step."""
         for tokens, targets in self.batch():
             loss = self.engine(tokens, targets)
             self.last_loss = loss.item()
@@ -372,15 +367,14 @@ class DeepSpeed(Contender):
             self.engine.step()
 
     def close(self) -> None:
-        """Free its swap files."""
         self.engine.destroy()
 
 
 class Planned(Infinity):
-    """Our engine, as the plan has it: placement, and how a step's tokens pass the model."""
+    """The infinity engine with placement and batch schedule of the plan."""
 
     def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
-        """The fastest that fits, by rates measured here; said on stderr."""
+        """Choose the fastest schedule that fits, by measured rates, and print it to stderr."""
         job = told_to_plan(job)
         config = load_config(engine_config(job, job["contender"]))
         with closing(find_device(torch.device(job["device"]))) as device:
@@ -401,7 +395,6 @@ class Planned(Infinity):
         return job | {"micro_batches": count, "rows": job["rows"] // count}, found.case.config
 
     def plans(self) -> dict[str, Any]:
-        """With what the plan says of its choice."""
         return super().plans() | self.found
 
 
@@ -418,7 +411,7 @@ CONTENDERS: dict[str, type[Contender]] = {
 
 
 def cap_device(budget_bytes: int, device: torch.device) -> None:
-    """From now on torch's allocator refuses what is beyond the budget, whoever asks."""
+    """Make torch's allocator raise for allocations beyond the budget."""
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(budget_bytes / total_bytes, 1.0), device)
 
@@ -429,7 +422,7 @@ def serve(
     contenders: Mapping[str, type[Contender]] = CONTENDERS,
     watched: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Answer requests until "close" or the end of input, each `watched`."""
+    """Answer requests until "close" or the end of input, each in a context of `watched`."""
 
     def reply(answer: dict[str, Any]) -> None:
         replies.write(json.dumps(answer) + "\n")
@@ -462,7 +455,7 @@ def serve(
 
 @contextmanager
 def stacks_when_stuck() -> Iterator[None]:
-    """What takes long says where it is, on stderr, and goes on."""
+    """Context that dumps all stacks to stderr after `STUCK_S`, without ending the process."""
     faulthandler.dump_traceback_later(STUCK_S)
     try:
         yield
@@ -471,9 +464,9 @@ def stacks_when_stuck() -> Iterator[None]:
 
 
 def main(contenders: Mapping[str, type[Contender]] = CONTENDERS) -> int:
-    """Serve; anything that libraries print goes to stderr, so that replies stay readable.
+    """Serve requests; stdout of libraries is redirected to stderr, to keep replies parsable.
 
-    Ends with whoever asks, however that ends: what is left would hold a machine's memory.
+    The process is killed when its parent ends, because it would keep the memory of the machine.
     """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     replies = os.fdopen(os.dup(1), "w")

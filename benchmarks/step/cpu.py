@@ -1,4 +1,4 @@
-"""Processor time of a benchmark by thread, and the time that a hypervisor took."""
+"""Processor time of a benchmark by thread, and time stolen by the hypervisor."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _STEAL = 7  # position in the first line of /proc/stat: see proc(5)
 
 
 def cpu_seconds() -> Counter[str]:
-    """Return the processor seconds that the threads of this process have used, by thread name.
+    """Return the processor seconds of the threads of this process by thread name.
 
-    "torch" is the main thread and all threads without a name of ours; "stolen" is the time for
-    which the hypervisor ran something else on all processors of the machine, since it started.
+    "torch" is the main thread and all threads without an `infinity-` name; "stolen" is the steal
+    time of all processors of the machine since boot.
     """
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
     found: Counter[str] = Counter()

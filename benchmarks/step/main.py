@@ -1,4 +1,4 @@
-"""Time whole training steps: plain PyTorch in RAM, our engine in RAM, our engine on disk.
+"""Time training steps: plain PyTorch in RAM, infinity in RAM, infinity on disk.
 
     python tools/bench_step.py --model gpt-124m --json
     python tools/bench_step.py --model gpt-1.3b --precision fp32 --tokens 64 \\
@@ -6,21 +6,21 @@
     python tools/bench_step.py --device cuda --device-budget 24GiB --model llama-8b \\
         --tokens 32768 --context 4096 --checkpointing --only torch_ram,infinity_ram --alone
 
-Each contender lives in a child process and they take turns, so that a machine whose speed wanders
-slows all alike: only ratios within a round are compared. With `--schedule best` each passes the
-tokens of a step in the way that is fastest for it. Where they do not fit beside each other,
-`--alone` starts each by itself, and the ratios are worth less: one that fails is left out.
+Each contender runs in a child process and they take turns, so that fluctuations of the machine
+affect all equally: only ratios within a round are compared. With `--schedule best` each contender
+uses its fastest micro-batches and recomputation. If the contenders do not fit together, `--alone`
+runs them one after the other: ratios are less exact, and contenders that fail are skipped.
 
-Prints step times, tokens and model FLOP per second (6 per active parameter and token), those of the
-hardware beside them (8, where `--checkpointing` computes blocks twice), peak memory, bytes moved
-beside bytes predicted, the bounds of ARCHITECTURE from the plan and what was measured here,
-ratios (step times beside plain PyTorch's, the bounds, the peer's), processor seconds by thread,
-and whether targets were met.
-Two more steps of ours, after the timed ones, are traced: busy shares of all tracks, and what
-compute leaves, the GPU's idle share (on a CPU: the CPU's, waits taken out).
+Prints step times, tokens and model FLOP per second (6 per active parameter and token), hardware
+FLOP per second (8 if `--checkpointing` computes blocks twice), peak memory, moved and predicted
+bytes, the bounds of ARCHITECTURE from the plan and measured rates, ratios (step times relative to
+plain PyTorch, the bounds and DeepSpeed), processor seconds by thread, and if targets were met.
+Two more steps of infinity, after the timed ones, are traced for busy shares of all tracks and the
+idle share of the GPU (on a CPU: of the CPU, without waits).
 
-On a GPU "ram" means: on the device as far as its budget goes, the rest in RAM; links and updates
-are measured first, once a machine, and `--device-budget` is a cap that torch's allocator enforces.
+On a GPU "ram" means: on the device within its budget, the remainder in RAM. Rates of links and
+updates are measured first, once per machine. `--device-budget` is a cap that torch's allocator
+enforces.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from step.config import recomputes_by_engine
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 OURS = ("torch_ram", "infinity_ram", "infinity_disk")
-# With all experts of a layer in one unit; with placement and schedule as the plan chooses.
+# infinity_layers: all experts of a layer in one unit; infinity_plan: placement and schedule chosen.
 CHOICES = (*OURS, "infinity_layers", "infinity_plan")
 TRACED_STEPS = 2
 PEERS = {"deepspeed": "deepspeed_nvme", "deepspeed-cpu": "deepspeed_cpu", "fsdp2": "fsdp2"}
@@ -71,7 +71,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
                 raise
             skipped[group[0]] = f"failed: {error}"
             say(f"error: {error}")
-        except Stopped as error:  # who has had all turns is worth being told of
+        except Stopped as error:  # report contenders that have finished
             if not any(child.ended for child in race.children):
                 raise
             skipped[group[0]], stopped = f"failed: {error}", True
@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
 
 
 class Race:
-    """Contenders that take turns, and what they found."""
+    """Contenders that take turns, with their results."""
 
     def __init__(
         self, arguments: argparse.Namespace, job: dict[str, Any], say: Callable[[str], None]
@@ -92,24 +92,24 @@ class Race:
         self.arguments = arguments
         self.job = job
         self.say = say
-        # Times of the parts: of the engine where it computes on RAM itself, else without copies.
+        # Timed by phase: the engine if it computes on RAM directly, else plain torch.
         on_cpu = arguments.device == "cpu"
         self.timed = ("infinity_ram", "infinity_plan") if on_cpu else ("torch_ram",)
-        # For every contender: fixed segments would be split into pieces that fit no other block.
+        # For every contender: activations differ in size, and fixed segments would fragment.
         self.environment = {} if on_cpu else {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
         self.children: list[Child] = []
 
     def job_for(self, name: str) -> dict[str, Any]:
-        """The job of a contender: how a step's tokens pass the model may be its own."""
+        """Return the job of a contender, with its fastest schedule if `--schedule best`."""
         if self.arguments.schedule == "given" or name == "infinity_plan":
             return self.job
         return self._best_schedule(name)
 
     def _best_schedule(self, name: str) -> dict[str, Any]:
-        """The job with the fewest seconds a step, of one, two, four.. micro-batches.
+        """Return the job with the shortest step among 1, 2, 4, .. micro-batches.
 
-        Blocks are recomputed where there is no memory for what they keep. More micro-batches than
-        the first that are slower are not tried. Raises `ContenderFailedError` if none runs.
+        Blocks are recomputed only if a run without recomputation fails. The search ends at the
+        first number of micro-batches that is slower. Raises `ContenderFailedError` if none runs.
         """
         rows = self.job["rows"] * self.job["micro_batches"]
         counts = [count for count in (2**n for n in range(8)) if rows % count == 0]
@@ -147,7 +147,7 @@ class Race:
         return step_s
 
     def run(self, names: Sequence[str]) -> None:
-        """All rounds of contenders that live beside each other, from their start to their end."""
+        """Run all rounds of contenders that are alive at the same time."""
         alive: list[Child] = []
         done = False
         try:
@@ -185,9 +185,10 @@ class Race:
             child.phases.append(Phases(**child.ask({"do": "phases"})))
 
     def _trace_of(self, child: Child) -> dict[str, Any]:
-        """Which steps a contender traces, and where to: after all others, and one that leads in.
+        """Return the traced steps and the folder of the trace.
 
-        Who is timed in parts too takes a step more each round.
+        They follow all other steps and one lead-in step. Contenders that are timed by phase run one
+        more step per round.
         """
         arguments = self.arguments
         each = 1 + arguments.steps + (child.name in self.timed)
@@ -197,7 +198,7 @@ class Race:
 
 
 def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Return what every contender must know."""
+    """Return the job that is common to all contenders."""
     per_micro_batch = arguments.tokens // arguments.micro_batches
     context = min(arguments.context, per_micro_batch)
     job = {
@@ -223,13 +224,13 @@ def job_of(arguments: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def schedule_words(job: dict[str, Any]) -> str:
-    """How the tokens of a step pass the model."""
+    """Return a description of micro-batches and recomputation."""
     tokens = f"{job['micro_batches']} x {job['rows'] * job['context']:,} tokens"
     return tokens + (", blocks recomputed" if job["checkpointing"] else "")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, show, and leave nothing behind."""
+    """Run the command line; return the exit code."""
     signals = Signals()
     signals.install()
     parser = _parser()
@@ -245,7 +246,7 @@ def main(argv: list[str] | None = None) -> int:
 
     import presets
 
-    from step.report import show  # torch, before a signal may raise
+    from step.report import show  # imports torch before a signal may raise
 
     if arguments.model not in presets.PRESETS:
         parser.error(f"--model {arguments.model} is not one of {', '.join(presets.PRESETS)}")
@@ -258,7 +259,7 @@ def finish(
     measure: Callable[[argparse.Namespace, Path, Callable[[str], None]], dict[str, Any]],
     show: Callable[[dict[str, Any]], None],
 ) -> int:
-    """Measure in a folder that is gone afterwards, and show; the exit code."""
+    """Measure in a temporary folder and show the report; return the exit code."""
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -296,7 +297,7 @@ def finish(
 
 
 def positive(text: str) -> int:
-    """An option that counts something."""
+    """Parse a positive integer."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is less than 1")

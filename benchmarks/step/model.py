@@ -1,7 +1,7 @@
-"""Models of the step benchmark: every contender's has the same values, and none takes long to draw.
+"""Models of the step benchmark, with the same initial values for every contender.
 
-Drawing 14 billion values one by one takes minutes on a CPU, so a few million are drawn once, and
-repeated. Their number is a prime, so that no two rows of a matrix are alike.
+Drawing 14 billion random values takes minutes on a CPU, so a few million are drawn once and
+repeated. Their number is prime, so that no two rows of a matrix are equal.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _BOUND = 0.02 * 3**0.5  # uniform with a standard deviation of 0.02
 
 
 def shape_of(job: dict[str, Any]) -> presets.Shape:
-    """The job's model; it recomputes its blocks, and slices logits, where the engine does not."""
+    """Return the shape of the model; it recomputes blocks and slices logits if not the engine."""
     recomputes = job["checkpointing"] and not job["by_engine"]
     shape = presets.shape_of(job["model"], job["context"], recomputes)
     if job.get("layers"):
@@ -33,12 +33,12 @@ def shape_of(job: dict[str, Any]) -> presets.Shape:
 
 
 def outline(job: dict[str, Any]) -> nn.Module:
-    """The job's model, without values."""
+    """Return the model without values."""
     return presets.outline(shape_of(job), DTYPES[job["precision"]])
 
 
 def values_of(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
-    """What makes the values of each parameter of an outline, by name, on the CPU."""
+    """Return functions that make the values of each parameter on the CPU, by name."""
     return {
         name: lambda name=name, like=parameter: _values(name, like)  # type: ignore[misc]
         for name, parameter in model.named_parameters()
@@ -46,7 +46,7 @@ def values_of(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 
 def filled(model: nn.Module, device: torch.device) -> nn.Module:
-    """The outline itself, its parameters made on a device; tied ones stay tied."""
+    """Materialize the parameters of an outline in place on a device; tied ones stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

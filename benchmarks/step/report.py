@@ -1,4 +1,4 @@
-"""The report of a step benchmark: medians, bounds, ratios and targets, as data and as a page."""
+"""Report of the step benchmark: medians, bounds, ratios and targets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from step.child import Child
 from step.model import shape_of
 from step.targets import judged
 
-# Ratio of step times -> whose, to whose.
+# Name of a ratio of step times -> (numerator, denominator).
 COMPARED = {
     "torch_ram": ("infinity_ram", "torch_ram"),
     "schedule": ("infinity_disk", "schedule"),
@@ -51,7 +51,7 @@ _BOUNDED = {
     "infinity_ram": "ram_",
     "infinity_plan": "plan_",
 }
-_PLANNED = ("predicted_s", "predicted_device_bytes", "schedule", "recomputed")  # facts of a choice
+_PLANNED = ("predicted_s", "predicted_device_bytes", "schedule", "recomputed")  # of infinity_plan
 Rates = dict[str, float]
 
 
@@ -61,11 +61,11 @@ def report_of(
     children: Sequence[Child],
     rates: Sequence[Rates],
 ) -> dict[str, Any]:
-    """Put medians, bounds and ratios together; children without turns are left out."""
+    """Return the report as JSON-serializable data; children without turns are omitted."""
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
     disk = {name: statistics.fmean(each[name] for each in rates) for name in rates[0]}
-    # The times of one contender's parts are another's only where both pass tokens alike.
+    # Phases of one contender apply to another only if both have the same micro-batches.
     shared = [] if arguments.schedule == "best" else children
     each = (child.phases for child in shared if child.name != "infinity_plan")
     phases = next(filter(None, each), [])
@@ -137,7 +137,7 @@ def report_of(
             name: statistics.median(a / b for a, b in zip(times[ours], times[other], strict=False))
             for name, (ours, other) in compared.items()
         },
-        # Beside busy neighbours medians wander; the fastest steps are those with fewest of them.
+        # Other load on the machine disturbs medians more than minima.
         "ratio_of_minima": {
             name: min(times[ours]) / min(times[other]) for name, (ours, other) in compared.items()
         },
@@ -148,11 +148,11 @@ def report_of(
 def _bounds(
     child: Child, disk: Rates, phases: Sequence[Phases], on_gpu: bool
 ) -> tuple[list[Bounds], str]:
-    """Bounds of one contender's step, round by round, and where the time of compute is from.
+    """Return the bounds of a contender's step by round, and the source of the compute time.
 
-    On a GPU that is plain torch's, which copies nothing meanwhile; where that was not run, the
-    compute in our own trace. On a CPU it is our own engine's on RAM; what the plan chose passes its
-    tokens otherwise, and is timed itself.
+    On a GPU the source is plain torch, which copies nothing, or the trace if plain torch was not
+    run. On a CPU it is the engine on RAM; `infinity_plan` has other micro-batches and is timed
+    itself.
     """
     if child.name not in _BOUNDED or "plan" not in child.first:
         return [], ""
@@ -177,14 +177,14 @@ def _on_gpu(job: dict[str, Any]) -> bool:
 
 
 def _budget_of(name: str, job: dict[str, Any]) -> dict[str, int]:
-    """What the contender's device memory is held to."""
+    """Return the device budget of a contender, or an empty dict."""
     if not _on_gpu(job) or job["device_budget"] is None or name not in _BOUNDED:
         return {}
     return {"device_budget_bytes": parse_size(job["device_budget"])}
 
 
 def _flop_formula(recompute: bool) -> str:
-    """How FLOP are counted; N is the number of parameters that a token uses."""
+    """Return the formula of FLOP; N is the number of active parameters."""
     hardware = "8*N*tokens, blocks are computed twice" if recompute else "the same"
     return f"model: 6*N*tokens; hardware: {hardware}; attention's own products are not counted"
 
@@ -192,9 +192,9 @@ def _flop_formula(recompute: bool) -> str:
 def _speed(
     step_s: list[float], num_active: int, tokens: int, recomputed: float
 ) -> dict[str, float]:
-    """Tokens and FLOP per second, of the median step; see `_flop_formula`.
+    """Return tokens and TFLOP per second of the median step; see `_flop_formula`.
 
-    `recomputed` is the share of blocks that are computed twice.
+    `recomputed` is the fraction of blocks that are computed twice.
     """
     per_s = tokens / statistics.median(step_s)
     once = num_active * per_s / 1e12
@@ -210,7 +210,7 @@ def _values(record: Any) -> list[float]:
 
 
 def show(report: dict[str, Any]) -> None:
-    """Print the report for people, on stderr."""
+    """Print a human-readable report to stderr."""
     console = Console(stderr=True, highlight=False)
     if not console.is_terminal:
         console = Console(stderr=True, highlight=False, width=120)

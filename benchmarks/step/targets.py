@@ -1,4 +1,4 @@
-"""What a step benchmark must reach, and whether it did: a GPU's targets are not a CPU's."""
+"""Targets of the step benchmark, for GPUs and CPUs, and their evaluation."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 LARGE_STEP, MIDDLE_STEP, SMALL_STEP = 32768, 16384, 8192  # tokens
-BOUND = 1.10  # x the schedule bound, at most
-CPU_SHARE = 1 / 1.05  # of plain torch's tokens a second, in RAM
+BOUND = 1.10  # at most this factor over the schedule bound
+CPU_SHARE = 1 / 1.05  # of plain torch's tokens per second, in RAM
 GPU_SHARES = {LARGE_STEP: 0.93, MIDDLE_STEP: 0.80, SMALL_STEP: 0.55}
-PEER = 2.0  # x the peer's tokens a second
-# Of what the plan chooses on a CPU, within a budget of RAM; all are step times as ratios.
-PLANNED = {"plan_to_schedule": BOUND, "plan_to_torch_ram": 1.2}  # at most
+PEER = 2.0  # factor over tokens per second of DeepSpeed and FSDP2
+# For plans on a CPU with a RAM budget: upper bounds of ratios of step times.
+PLANNED = {"plan_to_schedule": BOUND, "plan_to_torch_ram": 1.2}
 PLANNED_PEER = 3.3
-EXACT = 0.15  # a plan's time and the clock's differ by less
-EXACT_MEMORY = 0.05  # a plan's peak of device memory and the allocator's likewise
-LINKS = 0.9  # of what copies alone reach in both directions, while the optimizer pass uses them
-SPEED = {"llama-14b": 5500.0}  # tokens a second, at large steps
+EXACT = 0.15  # relative error of predicted step times
+EXACT_MEMORY = 0.05  # relative error of the predicted peak of device memory
+LINKS = 0.9  # bandwidth in the optimizer pass, relative to copies alone in both directions
+SPEED = {"llama-14b": 5500.0}  # tokens per second with large steps
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """One target, what was found (None: it could not be), and what was to be reached."""
+    """Evaluation of a target: the target as text, the result, and if it was met."""
 
     name: str
     target: str
@@ -31,7 +31,7 @@ class Judgement:
 
 
 def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
-    """The targets that a report of `bench_step.py` lets us judge, JSON-able."""
+    """Return evaluations of all targets that a report of `bench_step.py` covers, as dicts."""
     ratio, contenders, tokens = report["ratio"], report["contenders"], report["tokens"]
     on_gpu = report["device"] == "cuda"
     found = []
@@ -72,41 +72,38 @@ def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def name_of_ours(contenders: Collection[str]) -> str:
-    """Which contender is judged: ours as planned, else as told."""
+    """Return the contender to evaluate: `infinity_plan` if present, else `infinity_ram`."""
     return "infinity_plan" if "infinity_plan" in contenders else "infinity_ram"
 
 
 def memory_share(facts: dict[str, Any]) -> float | None:
-    """Of a contender: what its tensors took of the device at most, beside what its plan said."""
+    """Return the peak of device memory of a contender divided by the predicted one, or None."""
     peak, predicted = facts.get("peak_device_bytes"), facts.get("predicted_device_bytes")
     return peak / predicted if peak is not None and predicted else None
 
 
 def links_share(report: dict[str, Any], name: str) -> float | None:
-    """Of a contender: bytes a second during its optimizer pass, beside what copies alone reach."""
+    """Return the bandwidth in the optimizer pass divided by that of copies alone, or None."""
     reached = report["contenders"].get(name, {}).get("links_bytes_per_s")
     alone = report.get("bound", {}).get(name, {}).get("rates", {}).get("copies_mixed")
     return reached / alone if reached is not None and alone else None
 
 
 def share_for(tokens: int, *, on_gpu: bool) -> float | None:
-    """The share of plain torch's tokens a second that a step of so many must reach."""
+    """Return the target fraction of plain torch's tokens per second, or None."""
     if not on_gpu:
         return CPU_SHARE
     return next((share for least, share in GPU_SHARES.items() if tokens >= least), None)
 
 
 def at_least(name: str, found: float, wanted: float) -> Judgement:
-    """More is better."""
     return Judgement(name, f"at least {wanted:.4g}", found, found >= wanted)
 
 
 def within(name: str, share: float, most: float) -> Judgement:
-    """As near to 1 as that."""
     text = f"{1 - most:g} to {1 + most:g}"
     return Judgement(name, text, share, abs(share - 1) <= most)
 
 
 def at_most(name: str, found: float, wanted: float = BOUND) -> Judgement:
-    """Less is better."""
     return Judgement(name, f"at most {wanted:.2f}", found, found <= wanted)

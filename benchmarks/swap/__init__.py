@@ -1,1 +1,1 @@
-"""Bandwidth of drives as the engine uses them, and injected faults."""
+"""Bandwidth of drives under the load of the engine, and injected faults."""

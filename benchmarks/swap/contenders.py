@@ -1,4 +1,4 @@
-"""The swap benchmark's other contenders: fio, DeepSpeed's handle and files in the page cache."""
+"""Contenders of the swap benchmark: fio, DeepSpeed's aio_handle and buffered files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from infinity.swap_benchmark.load import NUM_SLOTS, ChunkRequest, Load, Span, Te
 
 
 class _Buffered:
-    """Common to those who go through the page cache: it is dropped before, and flushed within."""
+    """Base of contenders with buffered I/O; the page cache is dropped before each run."""
 
     family = "buffered"
     block_size = 2**20
@@ -34,7 +34,7 @@ class _Buffered:
         self._fds = [open_file(p, write=True, direct=False) for p in testbed.file_paths]
 
     def run(self, load: Load) -> Sample:
-        """Move the load; writes count until they are on the drive, as with O_DIRECT."""
+        """Move the load; the time of writes includes flushing to the drive, as with O_DIRECT."""
         self.drop_cache()
         try:
             return checked(self._testbed, lambda: self.move(load), load)
@@ -55,7 +55,7 @@ class _Buffered:
 
 
 class BufferedFiles(_Buffered):
-    """One thread that reads and writes plain files, then flushes them."""
+    """Buffered reads and writes of one thread, then a flush."""
 
     name = "plain buffered files"
 
@@ -68,7 +68,7 @@ class BufferedFiles(_Buffered):
 
 
 class AiofilesLoop(_Buffered):
-    """An asyncio loop over aiofiles: one file object and coroutine per drive and direction."""
+    """An asyncio loop over aiofiles, with one file object and coroutine per drive and direction."""
 
     family = "aiofiles"
     name = "aiofiles loop"
@@ -95,7 +95,7 @@ class AiofilesLoop(_Buffered):
 def _buffers(
     testbed: Testbed, load: Load, file_index: int, block_size: int
 ) -> Iterator[tuple[ChunkRequest, int, memoryview]]:
-    """Yield (piece, start, what to read into or write from) for each block of one file."""
+    """Yield (piece, start, buffer) for each block of one file."""
     num_reads = 0
     for piece, start, nbytes in load.blocks(file_index, block_size):
         if piece.is_write:
@@ -110,10 +110,10 @@ _PATIENCE_S = 600.0
 
 
 class Fio:
-    """One ioengine with its depth; for "psync" the depth is the number of jobs per direction.
+    """fio with one ioengine and depth; for "psync" the depth is the number of jobs per direction.
 
-    Its buffers are depth x block, not chunks, so they stay in the processor's cache; they hold
-    random data. Only the time inside the jobs counts, not the start of the program.
+    Its buffers have depth x block bytes of random data and stay in the processor cache, unlike
+    chunks. Only the run time of the jobs counts, not the start of the program.
     """
 
     family = "fio"
@@ -127,7 +127,7 @@ class Fio:
         self.name = f"fio {engine} {format_size(block_size)} x {depth}"
 
     def run(self, load: Load) -> Sample:
-        """Run all jobs at once; the last one to end counts. Raises `UnavailableError`."""
+        """Run all jobs at once until the last one ends; raise `UnavailableError` on failure."""
         output = self._output([*self._common(), *self._jobs(load)])
         jobs = parse_jobs(output)
         moved = sum(job[way]["io_bytes"] for job in jobs for way in ("read", "write"))
@@ -136,7 +136,7 @@ class Fio:
             raise UnavailableError(what, because=str({job["error"] for job in jobs}))
         busy_s = max(job[way]["runtime"] for job in jobs for way in ("read", "write")) / 1e3
         cpu_s = sum((j["usr_cpu"] + j["sys_cpu"]) / 100 * j["job_runtime"] / 1e3 for j in jobs)
-        # Its clock counts milliseconds; a run that is too short to be timed is not a measurement.
+        # fio reports milliseconds: shorter runs count as 1 ms.
         return Sample(max(busy_s, 1e-3), moved, cpu_s)
 
     def _common(self) -> list[str]:
@@ -148,7 +148,7 @@ class Fio:
             f"--bs={self._block_size}",
             "--overwrite=1",
             "--fallocate=none",
-            # The buffers are random already; stirring them again would only cost it time.
+            # The buffers are random already.
             "--scramble_buffers=0",
         ]
 
@@ -177,15 +177,15 @@ class Fio:
         ]
 
     def _output(self, arguments: list[str]) -> str:
-        """Run the program; on any way out it is dead before we go on: it would make files anew."""
+        """Run fio; it has always ended on return or raise, because it would recreate files."""
         assert self._program is not None
         pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        # A session of its own: Ctrl-C reaches us, and we end it.
+        # A separate session: Ctrl-C reaches only this process, which kills fio.
         command = [self._program, *arguments]
         start = partial(subprocess.Popen, command, text=True, start_new_session=True, **pipes)
         started: list[subprocess.Popen[str]] = []
         try:
-            # By another thread: what a signal raises while it starts would leave it to nobody.
+            # In another thread: a signal raised during the start would lose the process.
             with ThreadPoolExecutor(1) as pool:
                 pool.submit(lambda: started.append(start())).result()
             (process,) = started
@@ -205,9 +205,9 @@ class Fio:
 
 
 def parse_jobs(output: str) -> list[dict[str, Any]]:
-    """Return the jobs of fio's JSON output, which warnings may precede.
+    """Return the jobs of fio's JSON output, which may follow warnings.
 
-    Raises `UnavailableError` when there is none.
+    Raises `UnavailableError` if there is no JSON.
     """
     start = output.find("{")
     try:
@@ -218,10 +218,10 @@ def parse_jobs(output: str) -> list[dict[str, Any]]:
 
 
 class DeepSpeedHandle:
-    """`aio_handle` with locked tensors of one chunk, at its best: two handles per direction.
+    """`aio_handle` with locked tensors of one chunk, and two handles per direction.
 
-    A handle's `wait` means "everything", so one handle alone would run dry at each wait; with two
-    the other one's requests keep the drive busy.
+    `wait` of a handle waits for all its requests, so a single handle would have none in flight at
+    each wait. With two, the requests of the other keep the drive busy.
     """
 
     family = "deepspeed"
@@ -242,10 +242,10 @@ class DeepSpeedHandle:
             self._tensors.append(tensor)
 
     def run(self, load: Load) -> Sample:
-        """Move the load and check the chunks that were read last; raises our errors."""
+        """Move the load and check the last chunks read."""
         targets, sources = self._tensors[:NUM_SLOTS], self._tensors[NUM_SLOTS:]
         pieces = [(i, piece) for i in range(load.num_files) for piece in load.pieces(i)]
-        # Its write buffers are filled beforehand: four chunks of random data, ours and its own.
+        # Write buffers are filled with random chunks before the timing.
         for number, tensor in enumerate(sources):
             tensor.copy_(torch.from_numpy(self._testbed.pattern(number, load.salt).copy()))
         reads = [found for found in pieces if not found[1].is_write]
@@ -265,7 +265,7 @@ class DeepSpeedHandle:
         targets: list[Any],
         sources: list[Any],
     ) -> None:
-        """Let two halves of the buffers take turns: one is waited for while the other moves."""
+        """Alternate between two halves of the buffers, one in flight during waits for the other."""
         half = NUM_SLOTS // 2
         busy: set[int] = set()
         for first in range(0, max(len(reads), len(writes)), half):
@@ -296,13 +296,13 @@ class DeepSpeedHandle:
 
 
 def _handle_type() -> Any:
-    """Return the class; raises `UnavailableError` when it cannot be imported or built."""
+    """Return `aio_handle`; raise `UnavailableError` if it cannot be imported or built."""
     if importlib.util.find_spec("deepspeed") is None:
         raise UnavailableError("deepspeed is not importable")
     try:
         builder = importlib.import_module("deepspeed.ops.op_builder")
         return builder.AsyncIOBuilder().load().aio_handle
-    except Exception as error:  # its build fails in many ways, none of them ours
+    except Exception as error:  # its build fails in many ways
         because = str(error).strip()[-300:]
         raise UnavailableError("deepspeed's asynchronous I/O does not load", because=because) from (
             error

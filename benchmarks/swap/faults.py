@@ -1,8 +1,8 @@
-"""Reads and writes over a back end that goes wrong on purpose: is every wrong byte noticed?
+"""Fault injection: reads and writes over a back end that fails on purpose.
 
-Each kind of fault is injected alone, then all together. What a request may do is be right, or
-raise the error that belongs to its fault. A flipped bit is the drive's lie, which no engine can
-see; here, as with `io.verify`, a CRC32C kept apart from the data must catch it.
+Each kind of fault is injected separately, then all together. A request must transfer the right
+bytes or raise the error of its fault. The engine cannot detect a bit flipped by the drive; as with
+`io.verify`, a CRC32C stored separately from the data must detect it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from infinity.storage.drives import look_at
 from infinity.storage.run_dir import Scratch
 from infinity.swap_benchmark.rounds import usable_backends
 
-# Which errno a fault may end in; short, delayed and reordered transfers must end well.
+# Permitted errno by fault; short, delayed and reordered transfers must succeed.
 RIGHT_ERRORS: dict[str, frozenset[int]] = {
     "short": frozenset(),
     "delay": frozenset(),
@@ -40,23 +40,23 @@ _TOGETHER = "+".join(RIGHT_ERRORS)
 _NUM_CHUNKS = 32
 _CHUNK, _BLOCK, _PAGE = 256 * 2**10, 16 * 2**10, 4096
 _WINDOW = 8  # requests in flight
-_RATE = 0.03  # of blocks; a chunk has 16
+_RATE = 0.03  # fraction of blocks; a chunk has 16
 _STUCK_AFTER_S = 0.25
-_PATIENCE_S = 60.0  # longer is a hang
+_PATIENCE_S = 60.0  # longer waits are hangs
 
 
 @dataclass
 class Outcome:
-    """What the requests under one kind of fault did."""
+    """Counts of the results of requests under one kind of fault."""
 
     kind: str
     backend: str
     requests: int = 0
     right: int = 0
-    raised: Counter[str] = field(default_factory=Counter)  # the right errors, by name
-    caught: int = 0  # reads of flipped bits that the checksum told from good ones
-    silent: int = 0  # ended well with wrong bytes, and no checksum said so
-    wrong_error: int = 0  # errors that do not belong to the fault, hangs included
+    raised: Counter[str] = field(default_factory=Counter)  # permitted errors by name
+    caught: int = 0  # reads with flipped bits detected by the checksum
+    silent: int = 0  # success with wrong bytes that no checksum detected
+    wrong_error: int = 0  # errors that the fault does not permit, and hangs
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -68,10 +68,10 @@ class Outcome:
 
 
 def check_faults(paths: Sequence[Path], seed: int) -> dict[str, Any]:
-    """Run every kind of fault over every back end on every path and return a report, JSON-able.
+    """Run every kind of fault on every back end and path; return a JSON-serializable report.
 
-    `ok` is False if a request delivered wrong bytes silently, raised an error that is not its
-    fault's, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
+    `ok` is False if a request silently transferred wrong bytes, raised an error that its fault does
+    not permit, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
     """
     backends = usable_backends([look_at(path).backends for path in paths])
     kinds = [*RIGHT_ERRORS, _TOGETHER]
@@ -118,8 +118,8 @@ class _Trial:
     def _move(
         self, op: int, salt: int, file: _aio.File, chunks: range
     ) -> Iterator[tuple[int, mmap.mmap]]:
-        """Start all, wait for all, and yield those that ended well."""
-        engine = _aio.Engine(  # for one window: what is stuck in it must not outlive it
+        """Start all requests, wait for them, and yield index and memory of the successful ones."""
+        engine = _aio.Engine(  # per window: its stuck requests must not persist
             backend=self._backend,
             block_size=_BLOCK,
             queue_depth=_WINDOW,
@@ -137,13 +137,13 @@ class _Trial:
             try:
                 engine.close()
             except _aio.AioError as error:
-                # Giving up on what is stuck is the only reason for a close to fail.
+                # Only stuck requests may make close() fail.
                 if not (self._may_stick and error.errno == errno.ETIMEDOUT):
                     self._wrong(f"close: {error}")
 
     def _write(self, file: _aio.File, chunks: range) -> None:
         good = {index for index, _ in self._move(_aio.WRITE, chunks.start, file, chunks)}
-        # Plain reads and writes are the oracle, and put right what failed.
+        # Plain reads check the file; plain writes repair failed chunks.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for index in chunks:
@@ -160,7 +160,7 @@ class _Trial:
             os.close(fd)
 
     def _read(self, file: _aio.File, chunks: range) -> None:
-        """Hold what was read against the truth, and against its checksums."""
+        """Compare the bytes read with the expected ones and their checksums."""
         for index, memory in self._move(_aio.READ, 500 + chunks.start, file, chunks):
             is_right = memory[:] == self._truth[index]
             passes = checksums(memory) == checksums(_filled(self._truth[index]))
@@ -208,7 +208,7 @@ def _address(memory: mmap.mmap) -> int:
 
 
 def checksums(memory: mmap.mmap) -> bytes:
-    """One CRC32C per page of `memory`, four bytes each."""
+    """Return one CRC32C per page of `memory`, four bytes each."""
     found = (ctypes.c_uint32 * -(-len(memory) // _PAGE))()
     _aio.crc32c_blocks(_address(memory), len(memory), _PAGE, ctypes.addressof(found))
     return bytes(found)

@@ -1,11 +1,11 @@
-"""Measure how fast training state streams to and from drives, and how well our engine uses them.
+"""Measure the bandwidth of drives for training state, and how close infinity comes to it.
 
     python tools/bench_swap.py --path DIR [--path DIR2] [--gib 4] [--json] [--compare all]
     python tools/bench_swap.py --path DIR --faults 7
 
-The first line measures, the second injects faults and checks that none becomes wrong bytes. For a
-quick answer use `infinity bench DIR`, whose contenders and rounds these are built on.
-See docs/benchmarks for results and the commands that made them.
+The first command measures; the second injects faults and checks that none leads to wrong bytes.
+`infinity bench DIR` is a shorter benchmark with the same base.
+See docs/benchmarks for results and their commands.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from swap.rounds import COMPARABLE, calibrate, compared, gather, tune
 
 @dataclass(frozen=True)
 class Options:
-    """What to measure. Sizes in bytes."""
+    """Options of the benchmark. Sizes in bytes."""
 
     paths: tuple[Path, ...]
     file_bytes: int = 4 * 2**30
     """Per path; half of it is read, the other half written."""
     chunk_bytes: int = 16 * 2**20
-    """What an optimizer pass moves at once; 8 to 64 MiB are usual."""
+    """Transfer size of an optimizer pass; 8 to 64 MiB are usual."""
     num_rounds: int = 11
     sample_s: float = 1.0
-    """How long one sample of the paired rounds should take; the brief ones take a third."""
+    """Duration of a sample in the paired rounds; samples of calibration take a third."""
     compare: tuple[str, ...] = ()
 
     def check(self) -> None:
-        """Raise `ConfigError` for what cannot be measured."""
+        """Raise `ConfigError` for invalid options."""
         unknown = [name for name in self.compare if name not in COMPARABLE]
         if unknown:
             remedy = f"--compare {','.join(COMPARABLE)}"
@@ -67,7 +67,6 @@ class Options:
             raise ConfigError(f"a chunk is whole MiB, not {self.chunk_bytes} bytes")
 
     def as_dict(self) -> dict[str, Any]:
-        """What the report says of them."""
         return {
             "paths": [str(path) for path in self.paths],
             "file_bytes": self.file_bytes,
@@ -79,10 +78,10 @@ class Options:
 
 
 def measure_disk(options: Options, line: ProgressLine, command: Sequence[str]) -> dict[str, Any]:
-    """Run the whole benchmark and return its report, JSON-able; see `assemble`.
+    """Run the full benchmark and return its JSON-serializable report; see `assemble`.
 
-    Raises `ConfigError` for impossible options, `MachineError`, `DoesNotFitError` or
-    `TransferError` for what the machine refuses. Leaves no file behind on any way out.
+    Raises `ConfigError` for invalid options, `MachineError`, `DoesNotFitError` or `TransferError`
+    for failures of the machine. Test files are always removed.
     """
     options.check()
     region_bytes = region_bytes_of(options.file_bytes, options.chunk_bytes)
@@ -199,8 +198,8 @@ def main(
 ) -> None:
     """Measure how fast training state streams to and from drives, and recommend settings.
 
-    Probes each path, tries block sizes, depths and back ends, picks the strongest of fio, plain
-    O_DIRECT threads and the peer's handle as the reference, and then measures ours beside it in
+    Probes each path, tries block sizes, depths and back ends, picks the fastest of fio, plain
+    O_DIRECT threads and DeepSpeed's handle as the reference, and then compares infinity with it in
     interleaved rounds. Takes about five minutes; leaves no file behind.
     """
     with command():

@@ -1,4 +1,4 @@
-"""From samples to the report, and to the page that people read."""
+"""Report of the swap benchmark, as JSON-serializable data and as a page."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from infinity.swap_benchmark.rounds import Samples, median_cpu, median_rate
 from swap.rounds import CACHED, Calibration, Tuned, choose
 
 # bf16 AdamW with one micro-batch; bytes per parameter and step.
-PASS_BYTES = 2 * STATE_BYTES  # each is read and written once
-FETCH_BYTES = 2  # the weights once more, for backward
+PASS_BYTES = 2 * STATE_BYTES  # read and written once
+FETCH_BYTES = 2  # weights are read again for backward
 EXAMPLE_PARAMETERS = 7_000_000_000
 
 
 def training_terms(
     mixed_bytes_per_s: float, read_bytes_per_s: float, num_parameters: int = EXAMPLE_PARAMETERS
 ) -> dict[str, float]:
-    """A step with all state on disk and gradients in RAM, one micro-batch, at these rates.
+    """Return times and bytes of a step with state on disk, gradients in RAM and one micro-batch.
 
-    `mixed_bytes_per_s` counts both directions, moved 1:1. The step cannot be shorter: reads and
-    writes of the optimizer pass, then the fetch for backward.
+    `mixed_bytes_per_s` counts both directions, 1:1. `step_s` is a lower bound: reads and writes of
+    the optimizer pass, then the fetch for backward.
     """
     written = STATE_BYTES * num_parameters
     step_s = PASS_BYTES / mixed_bytes_per_s + FETCH_BYTES / read_bytes_per_s
@@ -38,19 +38,19 @@ def training_terms(
         "read_bytes": (STATE_BYTES + FETCH_BYTES) * num_parameters,
         "written_bytes": written,
         "step_s": num_parameters * step_s,
-        "steps_per_100_tbw": 100 * 10**12 / written,  # of what a drive is rated to have written
+        "steps_per_100_tbw": 100 * 10**12 / written,  # of the rated endurance of a drive
     }
 
 
 @dataclass(frozen=True)
 class Findings:
-    """Everything that was measured; rates in bytes per second."""
+    """All measurements; rates in bytes per second."""
 
     drive_rates: list[dict[Mode, float]]
     tuned: Tuned
     calibration: Calibration
     reference_names: dict[Mode, str]
-    ours: dict[str, str]  # the name of our contender for each back end
+    ours: dict[str, str]  # contender of infinity by back end
     families: dict[str, str]
     paired: Samples
     left_out: dict[str, str]
@@ -73,11 +73,11 @@ def assemble(
     command: list[str],
     options: dict[str, Any],
 ) -> dict[str, Any]:
-    """Put the report together.
+    """Return the report.
 
-    `ratio` belongs to io_uring where it works, else to threads (`ratio_backend` says which), and
-    `threads_ratio` always to threads. `best` is the same back end as `ratio`, unless the other one
-    is clearly faster over all modes.
+    `ratio` is that of io_uring if usable, else of threads (see `ratio_backend`); `threads_ratio` is
+    always that of threads. `best` is the back end of `ratio`, unless the other one is clearly
+    faster over all modes.
     """
     main = "io_uring" if "io_uring" in found.ours else "threads"
     speeds = {backend: _overall(found, name) for backend, name in found.ours.items()}
@@ -165,7 +165,7 @@ def _ratios(found: Findings, name: str) -> dict[Mode, Ratio]:
 
 
 def _cached(found: Findings, name: str) -> dict[Mode, dict[str, Any]]:
-    """Per mode with reads: who reads into the processor's cache, and ours divided by it."""
+    """Return per mode with reads the contender that reads into the CPU cache, and its ratio."""
     table: dict[Mode, dict[str, Any]] = {}
     for mode, by_name in found.paired.items():
         for other in by_name:
@@ -196,7 +196,7 @@ def _cpu(found: Findings) -> dict[str, dict[Mode, float]]:
 
 
 def _contenders(found: Findings) -> dict[str, Any]:
-    """Per contender and mode: family, median and spread, processor time."""
+    """Return family, median, range and processor time per contender and mode."""
     table: dict[str, Any] = {}
     ours = {name: backend for backend, name in found.ours.items()}
     for mode, by_name in found.paired.items():
@@ -217,7 +217,7 @@ def _contenders(found: Findings) -> dict[str, Any]:
 
 
 def show_disk(report: dict[str, Any]) -> None:
-    """Print tables, the recommended `io:` block, and what it means for training."""
+    """Print tables, the recommended `io:` section, and the effect on training."""
     page = Page()
     machine = report["machine"]
     page.say(
@@ -303,7 +303,7 @@ def recommended_yaml(report: dict[str, Any]) -> str:
     threads = report["configs"].get("threads", best)
     paths = [drive["path"] for drive in report["drives"]]
     value = paths[0] if len(paths) == 1 else f"[{', '.join(paths)}]"
-    # "auto" is io_uring where it works; a container that forbids it then still trains.
+    # "auto" falls back to threads, e.g. in a container that forbids io_uring.
     backend = "auto" if best["backend"] == "io_uring" else best["backend"]
     return "\n".join(
         [
@@ -337,7 +337,7 @@ def _say_training(page: Page, report: dict[str, Any]) -> None:
 
 
 def show_faults(report: dict[str, Any]) -> None:
-    """Print what happened under each kind of fault."""
+    """Print the results of each kind of fault."""
     page = Page()
     rows = [
         [

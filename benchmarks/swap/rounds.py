@@ -1,8 +1,8 @@
-"""Rounds of the swap benchmark: settings for ours, then the strongest of the other contenders.
+"""Rounds of the swap benchmark: tune infinity's settings, then choose the reference.
 
-Calibration rounds pick, for each mode
-apart, the fastest of fio, plain O_DIRECT threads and the peer's handle; only that one is then
-paired with ours, in rounds of their own, so that luck in the calibration does not count.
+Calibration rounds select, separately for each mode, the fastest of fio, plain O_DIRECT threads and
+DeepSpeed's handle. Only this reference is then compared with infinity, in new rounds, so that
+lucky samples of the calibration do not count.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from swap.contenders import AiofilesLoop, BufferedFiles, DeepSpeedHandle, Fio
 
 
 def relative(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
-    """Return each contender's median speed against the mean of its round; 1 is average.
+    """Return the median over rounds of each contender's speed divided by the mean of the round.
 
-    All must have taken part in the same rounds.
+    All contenders must have taken part in the same rounds.
     """
     names = list(samples)
     rounds = list(zip(*(samples[name] for name in names), strict=True))
@@ -44,7 +44,7 @@ def relative(samples: Mapping[str, Sequence[Sample]]) -> dict[str, float]:
 
 
 def best_first(samples: Mapping[str, Sequence[Sample]]) -> list[str]:
-    """Names from the fastest to the slowest."""
+    """Return names from the fastest to the slowest."""
     speeds = relative(samples)
     return sorted(speeds, key=lambda name: -speeds[name])
 
@@ -62,27 +62,27 @@ GRID = {
         for count in (2, 4, 8, 16)
     ],
 }
-_NUM_OF_OURS = 2  # of each mode, that are looked at again
+_NUM_OF_OURS = 2  # finalists per mode
 _NUM_OF_OTHERS = 5
 _NUM_FINAL_ROUNDS = 3
-# A virtual disk's mood is worth more than this; less is no reason to leave the default.
+# Keep the default settings for smaller gains, which are noise on virtual disks.
 WORTH_LEAVING = 1.03
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The settings chosen for each back end that works, and everything that was tried."""
+    """Chosen settings per usable back end, and all settings that were tried."""
 
     settings: dict[str, IoSettings]
     tried: list[dict[str, Any]]
-    """Per settings: the settings, bytes per second in each mode, and `score` if it came to the
-    second look: its speed against the fastest of its back end, in the mode where it does worst."""
+    """Per entry: the settings, bytes per second in each mode, and `score` of finalists (else None):
+    speed relative to the fastest of the back end, in the worst mode."""
 
 
 def tune(testbed: Testbed, backends: Sequence[str], loads: Mapping[Mode, Load]) -> Tuned:
-    """Try the grid once in each mode, then the best few of each, and the default, in all modes.
+    """Try the grid once in each mode, then the default and the best few of each in all modes.
 
-    Raises `UnavailableError` when a back end of `backends` does not start.
+    Raises `UnavailableError` if a back end of `backends` does not start.
     """
     field = {
         name: EngineContender(testbed, settings)
@@ -120,9 +120,9 @@ def tune(testbed: Testbed, backends: Sequence[str], loads: Mapping[Mode, Load]) 
 
 
 def worst_scores(samples: Samples) -> dict[str, float]:
-    """Each contender's speed against the fastest's, in the mode where that is least; at most 1.
+    """Return each contender's speed relative to the fastest, in its worst mode; at most 1.
 
-    One that is good on the whole and reads slowly loses to one that does everything well.
+    So settings that are good in all modes beat those that are slow in one.
     """
     by_mode = [relative(found) for found in samples.values()]
     return {
@@ -131,14 +131,14 @@ def worst_scores(samples: Samples) -> dict[str, float]:
 
 
 def choose(scores: Mapping[str, float], default: str) -> str:
-    """Return the one with the best score, or the default where that is hardly better."""
+    """Return the name with the best score, or the default if the gain is small."""
     best = max(scores, key=lambda name: scores[name])
     return best if scores[best] > WORTH_LEAVING * scores[default] else default
 
 
 REFERENCE_FAMILIES = ("fio", "plain", "deepspeed")
 COMPARABLE = (*REFERENCE_FAMILIES, "buffered", "aiofiles")
-# Beside the reference and never one, see `PlainThreads`. Takes part wherever something is read.
+# Shown in addition to the reference, never used as one: see `PlainThreads`. Only modes with reads.
 CACHED = "cached"
 # (block, depth), (block, jobs or threads), (block, depth, threads).
 _ASYNC = (
@@ -155,15 +155,15 @@ Maker = Callable[[], Contender]
 
 @dataclass(frozen=True)
 class Calibration:
-    """What was found: rates in bytes per second, fastest names first."""
+    """Results of the calibration: rates in bytes per second, fastest names first."""
 
     rates: dict[Mode, dict[str, float]]
     num_samples: int
 
     def best(self, mode: Mode, families: Mapping[str, str], *among: str) -> str:
-        """Return the fastest name in a mode, of the families `among`, or of those of references.
+        """Return the fastest name in a mode of the families `among`; default: reference families.
 
-        `families` tells each name's. Raises `UnavailableError` if there is none.
+        `families` maps names to families. Raises `UnavailableError` if there is none.
         """
         for name in self.rates[mode]:
             if families[name] in (among or REFERENCE_FAMILIES):
@@ -172,7 +172,7 @@ class Calibration:
 
 
 class Field:
-    """The contenders of a benchmark that are not ours; made once, closed together."""
+    """The contenders other than infinity; created once and closed together."""
 
     def __init__(self) -> None:
         self.contenders: dict[str, Contender] = {}
@@ -183,7 +183,7 @@ class Field:
         return {name: contender.family for name, contender in self.contenders.items()}
 
     def add(self, label: str, make: Maker) -> None:
-        """Add one; if it cannot take part, note under `label` why."""
+        """Add a contender; if it is unavailable, store the reason under `label`."""
         try:
             contender = make()
         except UnavailableError as error:
@@ -200,9 +200,9 @@ class Field:
 
 
 def gather(testbed: Testbed, compare: Sequence[str], ours: Sequence[IoSettings]) -> Field:
-    """Return every reference candidate, and what `compare` asks for beside them.
+    """Return all reference candidates and the other contenders named in `compare`.
 
-    The settings found best for `ours` are tried with the others' engines too.
+    The best settings of infinity, `ours`, are also tried with the candidates.
     """
     field = Field()
     for label, make in _candidates(testbed, ours):
@@ -223,7 +223,7 @@ def _candidates(testbed: Testbed, ours: Sequence[IoSettings]) -> Iterator[tuple[
             if block <= chunk:
                 yield "fio", partial(Fio, testbed, engine, block, depth)
     for block, jobs in _JOBS:
-        if block * jobs <= chunk:  # jobs divide a span of whole chunks among them
+        if block * jobs <= chunk:  # the jobs divide a span of full chunks
             yield "fio", partial(Fio, testbed, "psync", block, jobs)
     for block, count in threads:
         if block <= chunk:
@@ -239,7 +239,7 @@ def _candidates(testbed: Testbed, ours: Sequence[IoSettings]) -> Iterator[tuple[
 def calibrate(field: Field, loads: Mapping[Mode, Load]) -> Calibration:
     """Run every candidate once in each mode, then the best few of each mode again.
 
-    A candidate that fails goes to `field.left_out`. Raises `UnavailableError` if none is left.
+    Candidates that fail are added to `field.left_out`. Raises `UnavailableError` if all fail.
     """
     everyone = dict.fromkeys(loads, field.of((*REFERENCE_FAMILIES, CACHED)))
     first = take_turns(everyone, loads, 1, left_out=field.left_out)
@@ -260,7 +260,7 @@ def calibrate(field: Field, loads: Mapping[Mode, Load]) -> Calibration:
 def _ranked(
     first: Mapping[str, Sequence[Sample]], again: Mapping[str, Sequence[Sample]]
 ) -> dict[str, float]:
-    """Finalists by their second look, then the others by their only one."""
+    """Return finalists by their second rounds, then the others by their first."""
     ranked = {name: median_rate(again[name]) for name in best_first(again)}
     for name in best_first(first):
         ranked.setdefault(name, median_rate(first[name]))
@@ -274,7 +274,7 @@ def _count(samples: Samples) -> int:
 def compared(
     field: Field, calibration: Calibration, mode: Mode, compare: Sequence[str]
 ) -> list[Contender]:
-    """Return who `compare` names in a mode, the best of each family; and who reads cached."""
+    """Return the best contender in a mode of each family in `compare`, and of `CACHED` if read."""
     chosen = []
     for family in [*compare, *([CACHED] if mode != "write" else [])]:
         if family in (*REFERENCE_FAMILIES, CACHED):

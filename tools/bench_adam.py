@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the optimizer kernels against the memory's limit, torch's AdamW and a peer.
+"""Time the optimizer kernels against the memory bandwidth, torch's AdamW and DeepSpeed's.
 
 See benchmarks/adam, and `--help`.
 """

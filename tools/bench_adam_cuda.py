@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""Time the fused CUDA optimizer against a device copy that moves the same bytes, and torch's own.
+"""Time the fused CUDA optimizer against a device copy of the same bytes and torch's AdamW.
 
     python tools/bench_adam_cuda.py --json
 
-Contenders take turns, so that a GPU whose clock wanders slows all alike; ratios are medians over
-rounds of ratios within a round. Times are of CUDA events around work that is queued while the GPU
-is busy with something else: Python, which takes milliseconds for hundreds of pieces, is not in it.
-`limit` copies half the bytes from one place to another: it reads and writes as many as the update.
+Contenders run interleaved, so that changes of the GPU clock affect all equally; ratios are medians
+over rounds of ratios within a round. Times are those of CUDA events around work that is queued
+while the GPU is busy, which excludes the host time (milliseconds for hundreds of pieces).
+`limit` copies half the bytes of an update: it reads and writes the same number of bytes in total.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from infinity.types import MomentFormat
 
 HYPER = AdamW(lr=1e-4, weight_decay=0.01)
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
-# name -> weight, rest, gradient, moments; bytes moved per parameter follow from it
+# name -> dtypes of weight, rest of the master and gradient; format of moments
 LAYOUTS = {
     "fp32": (FP32, None, FP32, MomentFormat.FP32),
     "fp32, bf16 gradient": (FP32, None, BF16, MomentFormat.FP32),
@@ -37,12 +37,12 @@ LAYOUTS = {
     "split, 8-bit moments": (BF16, torch.int16, BF16, MomentFormat.INT8),
     "fp16": (FP16, FP32, FP16, MomentFormat.FP32),
 }
-AHEAD = 5  # products of fp32, a tenth of a second of an H100: calls are queued meanwhile
+AHEAD = 5  # fp32 products, 0.1 s on an H100, during which the timed calls are queued
 StepWork = Callable[[], None]
 
 
 class State:
-    """`n` parameters of one layout in `num_pieces` pieces."""
+    """Optimizer state of `n` parameters of one layout in `num_pieces` pieces."""
 
     def __init__(self, kernels: CudaKernels, layout: str, n: int, num_pieces: int) -> None:
         weight, rest, gradient, format = LAYOUTS[layout]
@@ -76,12 +76,12 @@ class State:
         self.nbytes = written + read + self.tensors[2].nbytes
 
     def update(self) -> None:
-        """One step."""
+        """Run one step."""
         self.kernels.update_all(self.pieces)
 
 
 def torch_fused(n: int, device: torch.device) -> StepWork:
-    """torch's AdamW with an fp32 gradient, and the bf16 copy of the weights that compute needs."""
+    """Return a step of torch's AdamW with an fp32 gradient and a bf16 copy of the weights."""
     weight = torch.nn.Parameter(torch.randn(n, device=device))
     weight.grad = torch.randn(n, device=device).mul_(1e-3)
     copy = torch.empty(n, dtype=BF16, device=device)
@@ -95,7 +95,7 @@ def torch_fused(n: int, device: torch.device) -> StepWork:
 
 
 def seconds(work: StepWork, repeats: int) -> float:
-    """Device seconds of one call."""
+    """Return device seconds per call."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     large = torch.ones(8192, 8192, device="cuda")
     for _ in range(AHEAD):
@@ -109,7 +109,7 @@ def seconds(work: StepWork, repeats: int) -> float:
 
 
 def compare(contenders: dict[str, StepWork], rounds: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds per call, by name, in rounds that take all contenders in turn."""
+    """Return seconds per call by name and round, with interleaved contenders."""
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for work in contenders.values():
         work()
@@ -121,7 +121,7 @@ def compare(contenders: dict[str, StepWork], rounds: int, repeats: int) -> dict[
 
 
 def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, object]]:
-    """One result per layout and cut."""
+    """Yield one result per layout and number of pieces."""
     for layout in LAYOUTS:
         for num_pieces in (1, 300):
             state = State(kernels, layout, n, num_pieces)

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
-"""What the host does for a block beside computing: its time per block, beside plain torch's.
+"""Measure the host time per block of the engine and of plain torch.
 
     python tools/bench_host_time.py
 
 A GPU is idle while its host still launches. Blocks of the Llama shape (nine parameters) are so
-small here that only torch's calls and ours take time, and the device does nothing at all: copies
-and updates are over before they begin, memory is RAM. So no call of CUDA's is counted: each copy
-and each event costs some microseconds more there. Per block is the difference between a model of
-many blocks and one of few, so what a call costs once is not in it. Time is that of the thread's
-CPU, since machines are shared. Contenders take turns; a turn counts with its fastest round, and the
-table has the least and the median of all turns, in microseconds.
+small here that only calls of torch and infinity take time. The device does nothing: copies and
+updates are complete at once, and its memory is RAM. CUDA calls are thus not included; each copy and
+event costs some microseconds more on a GPU. The time per block is the difference between a model of
+many blocks and one of few, which excludes the constant cost of a step. Times are CPU times of the
+thread, since machines are shared. Contenders take turns; the time of a turn is its fastest round,
+and the table has the minimum and the median of all turns in microseconds.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ TOKENS = torch.zeros(1, 8, dtype=torch.long)
 
 
 class _Zeros:
-    """Square sums of gradients that nobody looks at."""
+    """Square sums that are all zero."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -51,36 +51,36 @@ class _Zeros:
 
 
 class NullDevice(CpuDevice):
-    """A device of its own memory, in whose kernels and copies no time passes, and nothing moves."""
+    """A non-unified device whose kernels and copies do nothing and complete at once."""
 
     unified = False
     host_clock = False
 
     def memory_bytes(self) -> int | None:
-        """Enough."""
+        """Return 1 GiB."""
         return 1 << 30
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Nothing is copied."""
+        """Copy nothing."""
         return HAPPENED
 
     copy_d2h = copy_h2d
 
     def why_no_kernels(self) -> str | None:
-        """There are some, that do nothing."""
+        """Return None: kernels exist, but do nothing."""
         return None
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """Nothing is updated."""
+        """Update nothing."""
         return HAPPENED
 
     def begin_square_sums(self, tensors: Sequence[Tensor]) -> SquareSums:
-        """All are zero."""
+        """Return sums that are zero."""
         return _Zeros(len(tensors))
 
 
 class Ours:
-    """A model of so many blocks under the engine; with `recompute` each runs again in backward."""
+    """A model of `num_blocks` blocks under the engine; `recompute`: recomputed in backward."""
 
     def __init__(self, num_blocks: int, recompute: bool) -> None:
         activations = {"checkpoint": "units" if recompute else "none"}
@@ -89,48 +89,48 @@ class Ours:
         self._engine = infinity.initialize(model_of(num_blocks), config, device=NullDevice())[0]
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         return self._engine(TOKENS, TOKENS)
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients, which leave."""
+        """Run backward and move gradients to their tier."""
         self._engine.backward(loss)
 
     def step(self) -> None:
-        """The step, and the end of its update."""
+        """Run the optimizer step and wait for it."""
         self._engine.step()
         self._engine.settle()
 
 
 class Plain:
-    """The same in plain torch."""
+    """The same model in plain torch."""
 
     def __init__(self, num_blocks: int, recompute: bool) -> None:
         self._model = model_of(num_blocks, recompute).bfloat16()
 
     def forward(self) -> Tensor:
-        """The loss."""
+        """Return the loss."""
         loss: Tensor = self._model(TOKENS, TOKENS)
         return loss
 
     def backward(self, loss: Tensor) -> None:
-        """Gradients."""
+        """Run backward."""
         loss.backward()  # type: ignore[no-untyped-call]
 
     def step(self) -> None:
-        """Gradients are dropped."""
+        """Discard gradients; there is no update."""
         self._model.zero_grad()
 
 
 def model_of(num_blocks: int, recompute: bool = False) -> llama.Llama:
-    """The model, with values that nobody looks at."""
+    """Return a tiny Llama model."""
     model = llama.Llama(llama.LlamaConfig(32, 8, num_blocks, 2, 1, 16, 32, checkpointing=recompute))
     model.init_weights(0)
     return model
 
 
 def round_s(contender: Any) -> dict[str, float]:
-    """Seconds of one forward and one backward."""
+    """Return CPU seconds of one forward and one backward."""
     begin = time.thread_time()
     loss = contender.forward()
     middle = time.thread_time()
@@ -142,7 +142,7 @@ def round_s(contender: Any) -> dict[str, float]:
 
 
 def per_block(make: Callable[[int], Any], rounds: int) -> Callable[[], dict[str, list[float]]]:
-    """What takes one more turn, and gives microseconds per block of all turns so far, by phase."""
+    """Return a function that runs one more turn and returns us per block of all turns, by phase."""
     few, many = make(FEW), make(MANY)
     found: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
@@ -156,12 +156,12 @@ def per_block(make: Callable[[int], Any], rounds: int) -> Callable[[], dict[str,
 
 
 def min_of(rounds: list[dict[str, float]]) -> dict[str, float]:
-    """The least of each phase."""
+    """Return the minimum of each phase."""
     return {phase: min(one[phase] for one in rounds) for phase in PHASES}
 
 
 def main() -> None:
-    """Measure, and print a table."""
+    """Measure and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--turns", type=int, default=7)
     parser.add_argument("--rounds", type=int, default=20, help="of one turn: the least counts")
@@ -173,7 +173,7 @@ def main() -> None:
         for name, kind in (("plain torch", Plain), ("infinity", Ours))
     }
     gc.disable()
-    for turn in range(options.turns + 1):  # the first one warms up
+    for turn in range(options.turns + 1):  # the first turn is a warm-up
         found = {key: take() for key, take in turns.items()}
         if not turn:
             for times in found.values():

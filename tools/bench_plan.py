@@ -1,20 +1,19 @@
 #!/usr/bin/env python3
-"""Compare what a plan predicts with what its run does: bytes per direction, and time of a step.
+"""Compare predictions of plans with measurements: bytes per direction and step time.
 
     python tools/bench_plan.py --path DIR --json
 
-Engines of very different plans over the same small GPT live side by side and take turns. The
-rates of disk and links are measured just before and just after each turn, with the settings of that
-plan, since the disk wanders; a prediction uses the mean of both. Where plain torch or the disk was
-a quarter faster or slower after a turn than before, somebody else was there: the turn is taken
-once more, and if that is no better it does not count. Prints a table: time predicted
-and measured, the error, what binds, and whether bytes per direction came out as predicted, which
-they must. Time is the median over turns of predicted / measured.
+Engines with very different plans for the same small GPT are alive at once and take turns. The rates
+of disk and links are measured directly before and after each turn with the settings of the plan,
+since the disk fluctuates; a prediction uses their mean. If plain torch or the disk became more than
+a quarter faster or slower during a turn, other load disturbed it: the turn is repeated once, and
+does not count if it is disturbed again. Prints a table of predicted and measured time, the error,
+the binding resource, and if the bytes per direction equal the prediction, which they must. Errors
+are medians over turns of predicted / measured.
 
-The rate of compute is that of plain torch on this very model and these tokens, forward and
-backward, without an optimizer: what is tested is what a plan adds to it, movement and overlap.
-What comes out with the rates of products, attention and so on, which is what `infinity plan` knows,
-stands in a column of its own.
+The compute rate is that of plain torch on the same model and tokens, forward and backward without
+an optimizer, so that transfers and overlap of the plan are tested. The prediction from rates of
+products, attention etc., which `infinity plan` uses, is in a separate column.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from infinity.profiling.processor_rates import measure_processors
 from infinity.storage.devices import find_device
 from infinity.storage.disk_rates import measure_disk
 
-STEADY = 1.25  # rates before and after a turn agree to this factor, or it does not count
+STEADY = 1.25  # largest factor between rates before and after a turn that counts
 TRIES = 2
 IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 ON_DISK = {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"}
@@ -60,9 +59,9 @@ GRADIENTS_IN_RAM = {"weights": "disk", "optimizer_state": "disk", "gradients": "
 SLOW = {"slow_bytes_per_s": 400_000_000}
 BUDGET = "by budget"
 
-# name -> what its configuration says beside what all have
+# name -> additional configuration
 PLANS: dict[str, dict[str, Any]] = {
-    "half in RAM, by budget": {"budget": BUDGET},  # first: the budget is of the whole process
+    "half in RAM, by budget": {"budget": BUDGET},  # first: the budget covers the full process
     "all in RAM": {"placement": IN_RAM},
     "all in RAM, M=4": {"placement": IN_RAM, "gradient_accumulation_steps": 4},
     "moments on disk": {"placement": STATE_ON_DISK},
@@ -82,7 +81,7 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 class Plain:
-    """The model in plain torch, to time what a forward and a backward cost alone."""
+    """The model in plain torch, to time forward and backward without an engine."""
 
     def __init__(self, shape: gpt.GPTConfig, batch: int) -> None:
         self._model = presets.build(shape, torch.float32, seed=1)
@@ -94,7 +93,7 @@ class Plain:
         self.flop_per_s()
 
     def flop_per_s(self) -> float:
-        """Of products, whatever else the model does meanwhile."""
+        """Return FLOP per second of matrix products, over the full time of forward and backward."""
         seconds = []
         for _ in range(2):
             started = time.perf_counter()
@@ -106,11 +105,11 @@ class Plain:
 
 @dataclass
 class Contender:
-    """One plan, its engine, and what its turns found."""
+    """A plan with its engine and measurements."""
 
     name: str
     engine: infinity.Engine
-    rough: dict[str, Any]  # what slows its disk down
+    rough: dict[str, Any]  # options that slow down its disk
     work: StepWork
     shape: gpt.GPTConfig
     batch: int
@@ -121,11 +120,11 @@ class Contender:
 
     @property
     def plan(self) -> Plan:
-        """What was promised."""
+        """Plan of the engine."""
         return self.engine.plan
 
     def step(self, seed: int) -> float:
-        """One step; seconds from the end of the step before to the end of this one."""
+        """Run one step; return seconds from the end of the previous step to the end of this one."""
         generator = torch.Generator().manual_seed(seed)
         size = (self.batch, self.shape.context)
         for _ in range(self.plan.micro_batches):
@@ -139,21 +138,21 @@ class Contender:
         return report.wall_s
 
     def turn(self, steps: int, seed: int) -> float:
-        """Seconds of a steady step: the median after one that is not counted."""
+        """Return the median seconds of `steps` steps after an untimed one."""
         self.step(seed)
         found = [self.step(seed + 1 + i) for i in range(steps)]
-        self.engine.settle()  # nothing of it may move in the turn of another
+        self.engine.settle()  # no transfers during the turns of others
         return statistics.median(found)
 
     def predict(self, rates: Rates) -> StepCost:
-        """What a steady step should take at these rates."""
+        """Return the predicted cost of a steady step at these rates."""
         return step_cost(self.plan, rates, self.work)
 
 
 def start(
     name: str, changes: dict[str, Any], shape: gpt.GPTConfig, batch: int, path: str
 ) -> Contender:
-    """An engine whose plan is explicit, or that of a budget that holds half of what rests."""
+    """Return a contender with explicit placement, or with a budget for half of the state."""
     model = presets.build(shape, torch.float32, seed=1)
     target = target_of("gpt", model, {})
     given: dict[str, Any] = {"nvme_path": path, "precision": "fp32", "gradient_clipping": 1.0}
@@ -172,9 +171,9 @@ def start(
 
 
 def rates_now(rough: dict[str, Any], path: Path, seconds: float, plain: Plain) -> dict[str, float]:
-    """The rates of this machine at this moment, of a disk as slow as the engine's.
+    """Measure the rates of the machine, with the disk slowed down like that of the engine.
 
-    "plain" beside them is the FLOP per second of plain torch on the model.
+    The additional key "plain" is the FLOP per second of plain torch on the model.
     """
     device = find_device("cpu")
     threads = read_machine().num_cpus
@@ -186,7 +185,7 @@ def rates_now(rough: dict[str, Any], path: Path, seconds: float, plain: Plain) -
 
 
 def is_steady(before: dict[str, float], after: dict[str, float]) -> bool:
-    """Whether a prediction from both means anything."""
+    """Return True if the rates before and after a turn agree within `STEADY`."""
     ratios = [after[name] / before[name] for name in ("plain", "disk_mixed", "update.fp32")]
     return all(1 / STEADY < ratio < STEADY for ratio in ratios)
 
@@ -194,7 +193,7 @@ def is_steady(before: dict[str, float], after: dict[str, float]) -> bool:
 def measure(
     contenders: Sequence[Contender], rounds: int, path: Path, seconds: float, plain: Plain
 ) -> None:
-    """Turns of all, interleaved; rates around each."""
+    """Run interleaved turns of all contenders, with rates measured before and after each."""
     seed = 0
     for _ in range(rounds):
         for contender in contenders:
@@ -220,7 +219,7 @@ def measure(
 
 
 def result_of(contender: Contender) -> dict[str, Any]:
-    """What one plan came to."""
+    """Return the result of one plan."""
     turns, plan = contender.turns, contender.plan
     disturbed = sum(not turn["steady"] for turn in turns)
     turns = [turn for turn in turns if turn["steady"]] or turns
@@ -246,7 +245,7 @@ def result_of(contender: Contender) -> dict[str, Any]:
 
 
 def show(results: Sequence[dict[str, Any]]) -> None:
-    """The table, in Markdown."""
+    """Print a table in Markdown."""
     print("| plan | predicted s | measured s | error | turns | by known rates | binds | disk, GB a "
           "step | bytes |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")

@@ -1,16 +1,16 @@
 #!/usr/bin/env python3
-"""What lossy moments cost, and Muon gains: loss curves of one model, trained alike but for that.
+"""Compare loss curves of one model trained with different formats of moments, and with Muon.
 
     python tools/bench_quality.py --steps 1000 --context 64            all variants, then the plot
-    python tools/bench_quality.py --variant 8bit --steps 1000 ...      one of them, in this process
-    python tools/bench_quality.py --plot-only                          the plot from what is there
+    python tools/bench_quality.py --variant 8bit --steps 1000 ...      one variant, in this process
+    python tools/bench_quality.py --plot-only                          the plot of existing results
 
-The model of examples/gpt.py (bf16 with split masters, or `--precision fp32`, which small CPUs
-compute faster), the standard library's source as text, an engine with all of it in RAM.
-Same seed, same data, same order in every variant. Each writes `<out>/<variant>.json` (losses in
-bits per byte) and, every `--save-every` steps, a checkpoint beside it, from which the same command
-goes on; with more `--steps` it goes on further. `quality.svg` and `quality.json` sum up. Exit code
-0; 1 if a loss is not finite or fp32 is missing, 2 if a checkpoint is of other settings.
+The model of examples/gpt.py (bf16 with split masters, or `--precision fp32`, which is faster on
+small CPUs) is trained on the source of the standard library, with all state in RAM. All variants
+have the same seed, data and order. Each writes `<out>/<variant>.json` (losses in bits per byte),
+and a checkpoint every `--save-every` steps, from which the same command resumes, also with more
+`--steps`. `quality.svg` and `quality.json` are the summary. Exit code 0; 1 if a loss is not finite
+or fp32 is missing, 2 if a checkpoint has other settings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 sys.path.insert(0, str(ROOT / "examples"))
 
-# By name, an optimizer: AdamW with moments in a format, and Muon with AdamW's rates for both parts.
+# Optimizers by name: AdamW by format of moments, and Muon with the learning rate of AdamW.
 VARIANTS: dict[str, dict[str, Any]] = {
     form: {"type": "AdamW", "betas": [0.9, 0.95], "moments": form}
     for form in ("fp32", "bf16", "bf16_stochastic", "8bit")
@@ -39,13 +39,13 @@ VARIANTS["muon"] = {
     "type": "Muon", "adjust_lr_fn": "match_rms_adamw", "weight_decay": 0.01,
     "adam_betas": [0.9, 0.95],
 }  # fmt: skip
-# What must agree between a checkpoint and the run that goes on from it.
+# Settings that must be equal in a checkpoint and the run that resumes from it.
 FIXED = ("model", "precision", "context", "micro_batch", "lr", "warm_up", "clipping", "seed")
-LAST = 100  # steps whose mean is "the loss at the end"
+LAST = 100  # number of steps whose mean is the final loss
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one variant, or all in processes of their own; then plot."""
+    """Run one variant, or each in a child process and then plot; return the exit code."""
     arguments = _parser().parse_args(argv)
     arguments.out.mkdir(parents=True, exist_ok=True)
     if arguments.variant is not None:
@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None]) -> int:
-    """Train one variant to `--steps`, going on from its checkpoint if there is one."""
+    """Train one variant to `--steps`, resuming from its checkpoint if there is one."""
     import corpus
     import presets
     import torch
@@ -120,7 +120,7 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
 
 
 def plot(out: Path) -> int:
-    """Draw and sum up what is in `out`; raises nothing if variants are missing."""
+    """Write plot and summary of the results in `out`; variants except fp32 may be missing."""
     from quality_plot import draw
 
     found = {v: out / f"{v}.json" for v in VARIANTS if (out / f"{v}.json").exists()}

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time training steps of several ranks: ours, DDP, FSDP2, DeepSpeed's ZeRO.
+"""Time training steps of several ranks: infinity, DDP, FSDP2, DeepSpeed's ZeRO.
 
 See benchmarks/ranks, and `--help`.
 """

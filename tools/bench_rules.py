@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""What each update rule costs: bytes at rest, and the time of a step beside AdamW's.
+"""Measure stored bytes per parameter and step time relative to AdamW of each update rule.
 
     python tools/bench_rules.py --model gpt-tiny --rounds 20
 
-One model of examples/gpt.py for each rule, all in RAM on the CPU, in one process. In a round every
-rule takes one step, forward, backward and update, in an order that turns; a rule's number is the
-median over rounds of its seconds divided by AdamW's in the same round, with the quartiles beside
-it. Seconds are those of the CPU, all threads together: other programs on a shared machine stretch
-a clock's. Bytes are those of one parameter at rest, moments and masters included, on the average.
-Rules of packages that are not installed are left out. Prints a table in Markdown.
+One process trains one model of examples/gpt.py for each rule, all in RAM on the CPU. In a round
+every rule runs one step (forward, backward, update), in rotating order. The result of a rule is the
+median over rounds of its seconds divided by AdamW's in the same round, with quartiles. Seconds are
+CPU seconds of all threads, which depend less on other load than wall time. Bytes are the mean
+stored bytes per parameter, including moments and masters. Rules of packages that are not installed
+are skipped. Prints a table in Markdown.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
 
-# Built in, by what a config says; the first is what the others are compared with.
+# Built-in rules: sections of the configuration by name; the first is the baseline.
 BUILT_IN: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW"},
     "AdamW, moments 8bit": {"type": "AdamW", "moments": "8bit"},
@@ -37,7 +37,7 @@ BUILT_IN: dict[str, dict[str, Any]] = {
 
 
 def adapted() -> Iterator[tuple[str, Any]]:
-    """Run by torch: a name, and what `initialize` is given."""
+    """Yield (name, optimizer argument of `initialize`) of rules that torch optimizers compute."""
     import torch
 
     yield "torch.optim.AdamW", torch.optim.AdamW
@@ -58,7 +58,7 @@ def adapted() -> Iterator[tuple[str, Any]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Measure, and print the table."""
+    """Measure and print the table; return the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", default="gpt-tiny", help="a preset of examples/gpt.py")
     parser.add_argument("--context", type=int, default=128, metavar="N", help="tokens a step")
@@ -86,7 +86,7 @@ def main(argv: list[str] | None = None) -> int:
             model = presets.build(shape, torch.bfloat16, 0)
             made = infinity.initialize(model, config, optimizer=optimizer, device="cpu")[0]
             engines[name] = stack.enter_context(made)
-        for number in range(arguments.rounds + 1):  # the first is not counted
+        for number in range(arguments.rounds + 1):  # the first round is a warm-up
             names = [*engines][number % len(engines) :] + [*engines][: number % len(engines)]
             for name in names:
                 started = time.process_time()

@@ -1,22 +1,22 @@
 #!/usr/bin/env python3
-"""Time checkpoints: what a save costs the training loop, and how fast its bytes reach the disk.
+"""Time checkpoints: the cost of a save for the training loop, and its disk bandwidth.
 
     python tools/bench_save.py --path /mnt/nvme --json
-    python tools/bench_save.py --path /mnt/nvme --durable  # what committing steps costs instead
+    python tools/bench_save.py --path /mnt/nvme --durable  # cost of committing steps instead
 
-A perceptron with as much state as is asked for is trained with its state in RAM, or on disk. Each
-round takes an ordinary step, then a save and the steps behind it until the checkpoint is there,
-then the same save again with nothing else going on, and a plain O_DIRECT write of as many bytes:
-so ratios are within a round. `stall_steps` is how many ordinary steps the loop lost by a save;
-`rate_ratio` the undisturbed save's bytes per second against the plain write's; the removal of the
-checkpoint before is timed apart (`prune_s`), as that of the plain file is not timed. State that
-rests on disk is read from the drive that it is written to: `copy_ratio` compares such a save with
-a copy of as many bytes from a file to a file, 32 MiB under way, nothing looked at. `*_cpu_s` are
-the seconds of a core that the whole process took, which other load on the machine changes less.
+A perceptron with `--layers` layers is trained with its state in RAM, or on disk. Each round runs
+ordinary steps, then a save and steps until the checkpoint is complete, then the same save without
+training, and a plain O_DIRECT write of the same number of bytes: ratios are within a round.
+`stall_steps` is the number of ordinary steps that the loop lost by a save; `rate_ratio` is the
+bandwidth of the save without training relative to the plain write. The removal of the previous
+checkpoint is timed separately (`prune_s`), that of the plain file is not timed. State on disk is
+read from the drive that the checkpoint is written to: `copy_ratio` compares the save with a file
+copy of the same number of bytes, 32 MiB in flight, without checksums. `*_cpu_s` are the CPU seconds
+of the process, which depend less on other load of the machine.
 
-With `--durable` two engines take turns, one with `durable: true`; a turn ends when all is written
-and committed, once. `commit_s` is what it takes longer than the other's; `ratio` what that makes of
-a step where the plan commits every `durable_every`-th.
+With `--durable` two engines take turns, one with `durable: true`; a turn ends when everything is
+written and committed, once. `commit_s` is the difference of their times; `ratio` is the resulting
+ratio of step times if every `durable_every`-th step commits, as planned.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ PLACEMENTS = {
 }
 _WIDTH = 2048
 _BLOCK = 4 << 20
-_COPIED = 8  # blocks under way at once while a file is copied
-_STEPS = 4  # of a turn, at most
+_COPIED = 8  # blocks in flight during a file copy
+_STEPS = 4  # maximum steps of a turn
 
 
 def make_engine(path: Path, placement: str, num_layers: int, **more: Any) -> Engine:
-    """An engine over a deep perceptron, fp32; `more` goes into its configuration."""
+    """Return an engine of a deep fp32 perceptron; `more` is merged into its configuration."""
     torch.manual_seed(0)
     path.mkdir(exist_ok=True)
     model = nn.Sequential(*[nn.Linear(_WIDTH, _WIDTH, bias=False) for _ in range(num_layers)])
@@ -68,7 +68,7 @@ def make_engine(path: Path, placement: str, num_layers: int, **more: Any) -> Eng
 
 
 def step(engine: Engine, batch: torch.Tensor) -> float:
-    """Seconds of one step whose update is owed when it returns, like all others."""
+    """Return seconds of one step; its update may still be pending, as for all steps."""
     start = time.perf_counter()
     engine.backward(engine(batch).square().mean())
     engine.step()
@@ -76,7 +76,7 @@ def step(engine: Engine, batch: torch.Tensor) -> float:
 
 
 def plain_write(path: Path, nbytes: int, *, keep: bool = False) -> float:
-    """Seconds of an O_DIRECT write of incompressible bytes into a fresh file, fsync included."""
+    """Return seconds of an O_DIRECT write of random bytes to a new file, including fsync."""
     block = mmap.mmap(-1, _BLOCK)
     block.write(os.urandom(_BLOCK))
     name = path / "plain.bin"
@@ -96,7 +96,7 @@ def plain_write(path: Path, nbytes: int, *, keep: bool = False) -> float:
 
 
 def plain_copy(path: Path, nbytes: int) -> float:
-    """Seconds of an O_DIRECT copy of a file into a fresh one, fsync included."""
+    """Return seconds of an O_DIRECT copy of a file to a new one, including fsync."""
     source, target = path / "plain.bin", path / "copy.bin"
     plain_write(path, nbytes, keep=True)
     memory = torch.frombuffer(mmap.mmap(-1, _COPIED * _BLOCK), dtype=torch.uint8)
@@ -135,7 +135,7 @@ def plain_copy(path: Path, nbytes: int) -> float:
 
 
 def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dict[str, Any]:
-    """One round."""
+    """Run one round and return its measurements."""
     ordinary = [step(engine, batch) for _ in range(3)]
     usual_s = statistics.median(ordinary)
     start = time.perf_counter()
@@ -178,7 +178,7 @@ def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dic
 
 
 def turn(engine: Engine, batch: torch.Tensor, steps: int) -> float:
-    """Seconds a step of a row of steps, until everything is written and committed."""
+    """Return mean seconds per step of `steps` steps, until everything is written and committed."""
     engine.settle()
     start = time.perf_counter()
     for _ in range(steps):
@@ -188,12 +188,12 @@ def turn(engine: Engine, batch: torch.Tensor, steps: int) -> float:
 
 
 def measure_durable(folder: Path, arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
-    """All rounds of an engine against one that commits its steps."""
+    """Run all rounds of an ordinary engine against a durable one."""
     batch = torch.randn(arguments.tokens, _WIDTH)
     layers = arguments.layers
     with make_engine(folder / "planned", placement, layers, durable=True) as planned:
         every = planned.plan.durable_every
-    # Between two commits a step is an ordinary one, so a turn has one commit, however seldom.
+    # Steps between commits are ordinary ones, so a turn of few steps with one commit is enough.
     steps = min(every, _STEPS)
     more = {"durable": True, "commit_every": steps}
     with (
@@ -203,7 +203,7 @@ def measure_durable(folder: Path, arguments: argparse.Namespace, placement: str)
         rounds = []
         for number in range(-1, arguments.rounds):
             plain_s, durable_s = turn(plain, batch, steps), turn(durable, batch, steps)
-            if number < 0:  # nothing was learnt yet, and the second sides never written
+            if number < 0:  # warm-up: access order and second copies on disk do not exist yet
                 continue
             commit_s = (durable_s - plain_s) * steps
             ratio = 1 + commit_s / (every * plain_s)
@@ -219,7 +219,7 @@ def measure_durable(folder: Path, arguments: argparse.Namespace, placement: str)
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--path", type=Path, required=True, help="a directory on the drive")
     parser.add_argument("--layers", type=int, default=40, help=f"of {_WIDTH} x {_WIDTH}")
@@ -232,7 +232,7 @@ def parse() -> argparse.Namespace:
 
 
 def run(arguments: argparse.Namespace, placement: str) -> dict[str, Any]:
-    """All rounds of one placement."""
+    """Run all rounds of one placement."""
     folder = Path(tempfile.mkdtemp(prefix="bench-save-", dir=arguments.path))
     batch = torch.randn(arguments.tokens, _WIDTH)
     try:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time whole training steps: plain PyTorch in RAM, our engine in RAM, our engine on disk.
+"""Time training steps: plain PyTorch in RAM, infinity in RAM, infinity on disk.
 
 See benchmarks/step, and `--help`.
 """

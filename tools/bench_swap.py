@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measure how fast training state streams to and from drives, and how well our engine uses them.
+"""Measure the bandwidth of drives for training state, and how close infinity comes to it.
 
 See benchmarks/swap, and `--help`.
 """

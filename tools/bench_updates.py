@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""How long an optimizer pass takes by the CPU, streamed, and both at a time: on links of a speed.
+"""Time the optimizer pass on the CPU, streamed to the device, and as planned, on simulated links.
 
     python tools/bench_updates.py --links 22e9
 
-There need be no GPU: copies to and from the device take the time that links of so many bytes per
-second each way would take, and kernels none; nothing moves. So the CPU's updates, the calls and the
-threads are real, and what copies would take of the memory's bandwidth is not there. `auto` is what
-the plan makes of this machine's rates with those links, which are measured first. Contenders take
-turns; the median counts.
+Works without a GPU: copies to and from the device take the time of links with `--links` bytes per
+second in each direction, kernels take no time, and nothing is moved. Updates on the CPU, calls and
+threads are real; the memory bandwidth of copies is not simulated. `auto` is the choice of the plan
+by the rates of this machine with those links, which are measured first. Contenders take turns; the
+result is the median.
 """
 
 from __future__ import annotations
@@ -33,37 +33,37 @@ WIDTH, NUM_UNITS = 8192, 3
 
 
 class Later(Event):
-    """Something that is over at a time."""
+    """An event that completes at a given time."""
 
     def __init__(self, end: float) -> None:
         self.end = end
 
     def wait(self) -> None:
-        """Sleeps until then."""
+        """Sleep until the event completes."""
         left = self.end - time.perf_counter()
-        if left > 0:  # to sleep for nothing takes a while, too
+        if left > 0:  # sleep(0) takes time, too
             time.sleep(left)
 
     def done(self) -> bool:
-        """Whether it is later."""
+        """Return True if the time has passed."""
         return time.perf_counter() >= self.end
 
 
 def end_of(event: Event) -> float:
-    """When it is, or was, over; now if that is not known."""
+    """Return the time at which an event completes, but at least now."""
     each = getattr(event, "events", (event,))
     return max(time.perf_counter(), *(getattr(one, "end", 0.0) for one in each))
 
 
 class SlowLinks(NullDevice):
-    """A device at the end of two links, one each way, that are busy while something is copied."""
+    """A device with two simulated links, one per direction, that are busy during copies."""
 
     def __init__(self, rate: float) -> None:
         super().__init__()
         self._rate, self._free = rate, {"in": 0.0, "out": 0.0}
 
     def memory_bytes(self) -> int | None:
-        """As much as a card."""
+        """Return the memory of a consumer GPU."""
         return 24 << 30
 
     def _copy(self, way: str, nbytes: int, after: Event) -> Event:
@@ -72,22 +72,22 @@ class SlowLinks(NullDevice):
         return Later(self._free[way])
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Takes its time."""
+        """Occupy the link; copy nothing."""
         return self._copy("in", source.numel(), after)
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        """Takes its time."""
+        """Occupy the link; copy nothing."""
         return self._copy("out", source.numel(), after)
 
     copy_h2d_unordered, copy_d2h_unordered = copy_h2d, copy_d2h
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
-        """Over when what it waits for is."""
+        """Return an event that completes with `after`; update nothing."""
         return Later(end_of(after))
 
 
 class Contender:
-    """An engine whose state rests in RAM, and whose units are updated so; and its passes' times."""
+    """An engine with state in RAM and the given `update`, with the times of its passes."""
 
     def __init__(self, update: str, links: float, threads: int) -> None:
         torch.manual_seed(0)
@@ -99,7 +99,7 @@ class Contender:
         self.seconds: list[float] = []
 
     def turn(self) -> None:
-        """One step, of which the pass counts."""
+        """Run one step and record the time of its optimizer pass."""
         inputs = torch.ones(1, WIDTH, dtype=torch.bfloat16)
         self.engine.backward(self.engine(inputs).square().mean())
         self.engine.settle()
@@ -110,7 +110,7 @@ class Contender:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, and print a table."""
+    """Measure and print a table; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--links", type=float, default=22e9, help="bytes a second, each way")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that update")

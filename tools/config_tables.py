@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The tables of docs/config.md, made from the schema that checks a configuration.
+"""Generate the tables of docs/config.md from the schema of the configuration.
 
 python tools/config_tables.py --write docs/config.md
 """
@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/config_tables.py -->", "<!-- end -->"
 
 
 def tables() -> str:
-    """Return a table of the engine's keys, and one of those that `infinity train` adds."""
+    """Return a table of the keys of the engine, and one of the keys of `infinity train`."""
     schemas = {
         "Engine": ("What `initialize` takes.", infinity.Config),
         "Runs": ("What `infinity train` takes; `engine` holds the keys above.", RunConfig),
@@ -37,7 +37,7 @@ def tables() -> str:
 def rows(
     schema: Mapping[str, Any], definitions: Mapping[str, Any], prefix: str, skipped: str | None
 ) -> Iterator[str]:
-    """Yield a row of Markdown for each key of a section, and for those of its sections."""
+    """Yield a Markdown row for each key of a section, recursively."""
     for name, facts in schema["properties"].items():
         section = section_of(facts, definitions)
         if name == skipped:
@@ -60,7 +60,7 @@ def table_row(*cells: str) -> str:
 
 
 def section_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
-    """Return the schema that a key refers to, alone or beside null."""
+    """Return the schema that a key refers to, directly or in a union with null."""
     for one in (facts, *facts.get("anyOf", ()), *facts.get("allOf", ())):
         if "$ref" in one:
             return definitions[one["$ref"].rpartition("/")[2]]
@@ -68,7 +68,7 @@ def section_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
 
 
 def values_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """Return the types and words that a key takes."""
+    """Return the types and values that a key accepts."""
     if "anyOf" in facts:
         return " or ".join(dict.fromkeys(values_of(one, definitions) for one in facts["anyOf"]))
     if "$ref" in facts:
@@ -79,7 +79,7 @@ def values_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
 
 
 def page_with_tables(text: str) -> str:
-    """Return a page whose part between the two marks is made anew."""
+    """Return the page with the text between the two marks replaced."""
     before, _, rest = text.partition(BEGIN)
     return before + tables() + rest.partition(END)[2]
 

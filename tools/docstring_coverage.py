@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-# Group -> "module" for all public names of a module, or "module:Name ...". The names of
-# `infinity._WHERE` that no group has are the group "infinity".
+# Group -> "module" for all public names of a module, or "module:Name ...". The remaining names of
+# `infinity._WHERE` are the group "infinity".
 GROUPS = {
     "Engine": ("infinity.engine:Engine",),
     "DeepSpeedEngine": ("infinity.integrations.deepspeed.engine:DeepSpeedEngine",),
@@ -40,7 +40,7 @@ GROUPS = {
     "Device": ("infinity.storage.device:Device",),
     "configuration": ("infinity.config.schema:Config load_config",),
 }
-# Words for which the field has a term; `tests/project/test_style.py` counts them, too.
+# Words to avoid; `tests/project/test_style.py` counts them, too.
 MARKERS = re.compile(
     r"\b(whoever|whom|nobody|what is|what it|what was|what a|what an|what the|who|in words|"
     r"by itself|of ours|of torch's|of DeepSpeed's|of theirs|beside|meanwhile|so many|as many|"
@@ -52,7 +52,7 @@ MARKERS = re.compile(
 
 @dataclass(frozen=True)
 class Callable:
-    """A public function, method or constructor, and what its docstring lacks."""
+    """A public function, method or constructor, with its docstring and signature."""
 
     name: str
     text: str
@@ -61,18 +61,18 @@ class Callable:
 
     @property
     def has_args(self) -> bool:
-        """Whether an Args section names every parameter."""
+        """True if an Args section names every parameter."""
         return all(re.search(rf"^\s+\**{name}(?:\s*\(|:)", self.text, re.M) for name in
                    self.parameters)  # fmt: skip
 
     @property
     def has_returns(self) -> bool:
-        """Whether the returned value is described, by a section or by the first line."""
+        """True if the return value is described, by a section or by the first line."""
         return bool(re.search(r"^\s*(Returns|Yields):$|^(Return|Yield)s? ", self.text, re.M))
 
     @property
     def has_raises(self) -> bool:
-        """Whether there is a Raises section."""
+        """True if there is a Raises section."""
         return bool(re.search(r"^\s*Raises:$", self.text, re.M))
 
 

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""What `infinity plan` predicts for models far larger than a card: a table in Markdown.
+"""Generate a Markdown table of `infinity plan` for models far larger than the GPU memory.
 
     python tools/plan_table.py --write docs/what-fits.md
 
-One card of 24 GiB with the rates of a common machine (`infinity.plan.rates.NOMINAL`; nothing is
-measured), RAM and drives as rows and columns say. A cell is the answer of
+The machine has a GPU of 24 GiB and the rates of a common machine (`infinity.plan.rates.NOMINAL`;
+nothing is measured), with RAM by row and drives by column. A cell is the result of
 
     infinity plan MODEL --device 24GiB --host RAM --disk 4TiB [--drives 4] [--lora 16] [--rest nf4]
 
@@ -45,7 +45,7 @@ BEGIN, END = "<!-- made by tools/plan_table.py -->", "<!-- end -->"
 
 
 def cell(options: SearchOptions) -> tuple[str, str]:
-    """What is predicted, and why nothing is where no schedule fits."""
+    """Return the text of a cell, and the reason if no schedule fits (else "")."""
     chosen = find_schedule(options).chosen
     if chosen.best is not None:
         speed, binds = chosen.best.tokens_per_s, chosen.best.cost.binds.replace("_", " ")
@@ -58,7 +58,7 @@ def cell(options: SearchOptions) -> tuple[str, str]:
 
 
 def rows(models: list[str], rams: list[int], tokens: int, length: int, card: Path) -> Iterator[str]:
-    """The lines of the table, and below it why models do not fit."""
+    """Yield the lines of the table, and below it the reasons why models do not fit."""
     yield "| " + " | ".join(HEAD) + " |"
     yield "| " + " | ".join("---" for _ in HEAD) + " |"
     reasons: dict[str, str] = {}
@@ -85,7 +85,7 @@ def rows(models: list[str], rams: list[int], tokens: int, length: int, card: Pat
 
 
 def main() -> None:
-    """Print the table, or write it into a page, between its two marks."""
+    """Print the table; with --write also replace the text between the marks of a page."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("models", nargs="*", default=list(MODELS), help="default: all of them")
     parser.add_argument("--tokens", type=int, default=65536, help="of a step")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw the chart of the README: step time and peak RAM of a benchmark's contenders.
+"""Draw the chart of the README: step time and peak RAM of the contenders of a benchmark.
 
     python tools/readme_chart.py docs/benchmarks/peers_2-core-epyc_2026-11-27.json docs/images/peers
 
@@ -57,7 +57,7 @@ def chart(results: dict[str, Any], scheme: str, *, narrow: bool) -> dict[str, An
         "title": {"text": title, "anchor": "start", "fontSize": 13, "offset": 12},
         "data": {"values": rows},
         "background": None,
-        # Fonts differ in width.
+        # Padding for fonts that are wider than the default.
         "padding": {"left": 4 if narrow else 48, "top": 5, "right": 24, "bottom": 5},
         "vconcat" if narrow else "hconcat": [
             bars("step_s", "seconds a step (less is better)", ".2f", named=True),

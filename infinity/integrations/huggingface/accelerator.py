@@ -50,45 +50,45 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     offload: Callable[[nn.Module], Engine] | None = None  # creates engines for reference models
     beside: tuple[Engine, ...] = ()  # engines of reference models
     grad_norm: Tensor | None = None  # of the next step, shape (); NaN until the step is done
-    _open = False  # the accumulation window has gradients
-    _due = False  # engine.step() is due for a micro-batch that is not the last of its window
-    _ends_window = True  # the current micro-batch is the last of its window
+    _has_gradients = False  # the accumulation window has gradients
+    _step_due = False  # engine.step() is due for a micro-batch that is not the last of its window
+    _is_boundary = True  # the current micro-batch is the last of its window
     max_norm: float | None = None  # TrainingArguments.max_grad_norm when the engine was created
-    _clipping = 0.0  # engine.gradient_clipping when the engine was created
+    _default_clipping = 0.0  # engine.gradient_clipping when the engine was created
     more_follow = False  # further micro-batches of the window follow; overrides sync_gradients
 
     def attach(self, engine: Engine) -> None:
         """Use the engine for backward passes, clipping and steps."""
         self.engine = engine
-        self._start_over()
+        self._reset_window()
         self.grad_norm = None
-        self._clipping = engine.gradient_clipping
-        engine.optimizer.register_step_pre_hook(self._steps)
-        engine.optimizer.register_step_post_hook(self._stepped)
+        self._default_clipping = engine.gradient_clipping
+        engine.optimizer.register_step_pre_hook(self._before_step)
+        engine.optimizer.register_step_post_hook(self._after_step)
 
     def begin_micro_batch(self) -> None:
         """Begin a forward pass with gradients; see [Note: micro-batches]."""
         engine = self._engine()
-        if self._due:
+        if self._step_due:
             engine.step()
-            self._due = False
-        self._ends_window = self.sync_gradients and not self.more_follow
-        engine.set_gradient_accumulation_boundary(self._ends_window)
+            self._step_due = False
+        self._is_boundary = self.sync_gradients and not self.more_follow
+        engine.set_gradient_accumulation_boundary(self._is_boundary)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the engine's backward pass; the Trainer has already divided the loss."""
         try:
             self._engine().backward(loss, scale_wrt_gas=False)
         except BaseException:
-            self._start_over()  # the engine has discarded the window as well
+            self._reset_window()  # the engine has discarded the window as well
             raise
-        self._open, self._due = True, not self._ends_window
+        self._has_gradients, self._step_due = True, not self._is_boundary
 
     def forget_window(self) -> None:
         """Discard the gradients of an open accumulation window."""
-        if self._open:
+        if self._has_gradients:
             Engine.zero_grad(self._engine())
-        self._start_over()
+        self._reset_window()
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Set the norm that the next step clips to, and return its gradient norm.
@@ -101,7 +101,9 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
             raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
         if math.isfinite(max_norm):  # Trainer passes inf to get the norm without clipping
             is_default = max_norm == self.max_norm or self.max_norm is None
-            self._engine().gradient_clipping = self._clipping if is_default else float(max_norm)
+            self._engine().gradient_clipping = (
+                self._default_clipping if is_default else float(max_norm)
+            )
         if self.grad_norm is None:
             self.grad_norm = torch.full((), float("nan"))
         return self.grad_norm
@@ -135,15 +137,16 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
             )
         return self.engine
 
-    def _start_over(self) -> None:
-        self._open, self._due, self._ends_window, self.more_follow = False, False, True, False
+    def _reset_window(self) -> None:
+        self._has_gradients = self._step_due = self.more_follow = False
+        self._is_boundary = True
 
-    def _steps(self, *_: Any) -> None:
+    def _before_step(self, *_: Any) -> None:
         # A Trainer steps only at the end of a window, even if a forward cleared the boundary.
         self._engine().set_gradient_accumulation_boundary(True)
 
-    def _stepped(self, *_: Any) -> None:
-        self._start_over()
+    def _after_step(self, *_: Any) -> None:
+        self._reset_window()
         norm = self._engine().grad_norm
         if self.grad_norm is not None and norm is not None:
             self.grad_norm.fill_(norm)  # the Trainer holds this tensor and logs it after the step
@@ -172,11 +175,11 @@ class OffloadedModel(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
         """Return self; raise `ConfigError` if a dtype other than the engine's is requested."""
         dtype = COMPUTE_DTYPES[self.engine.plan.precision.name]
-        asked = [*args, *kwargs.values()]
-        other = [a for a in asked if isinstance(a, torch.dtype) and a is not dtype]
-        if other:
+        arguments = [*args, *kwargs.values()]
+        other_dtypes = [a for a in arguments if isinstance(a, torch.dtype) and a is not dtype]
+        if other_dtypes:
             raise ConfigError(
-                f"the model was to become {other[0]}, the engine computes in {dtype}",
+                f"the model was to become {other_dtypes[0]}, the engine computes in {dtype}",
                 remedy="choose bf16 or fp16 in TrainingArguments",
             )
         return self
@@ -189,9 +192,9 @@ class OffloadedModel(nn.Module):
 
 
 # Config keys of training, and of files that belong to a single run.
-_OF_TRAINING = {"optimizer", "scheduler", "loss_scale", "durable", "commit_every", "resume",
-                "step_log", "trace", "trace_steps"}  # fmt: skip
-_TRAINED_BYTES = 14  # bytes per trained parameter, with AdamW and one micro-batch
+_TRAINING_KEYS = {"optimizer", "scheduler", "loss_scale", "durable", "commit_every", "resume",
+                  "step_log", "trace", "trace_steps"}  # fmt: skip
+_TRAINED_PARAMETER_BYTES = 14  # bytes per trained parameter, with AdamW and one micro-batch
 
 
 def offload_beside(
@@ -203,22 +206,31 @@ def offload_beside(
     not even the slots for the units of `model` fit.
     """
     model.requires_grad_(False).eval()
-    raw, ranks = config.model_dump(exclude_unset=True, exclude=_OF_TRAINING), find_ranks()
-    config, itemsize = load_config(raw), COMPUTE_DTYPES[config.precision].itemsize
+    ranks = find_ranks()
+    itemsize = COMPUTE_DTYPES[config.precision].itemsize
+    raw = config.model_dump(exclude_unset=True, exclude=_TRAINING_KEYS)
+    config = load_config(raw)
     model_bytes = sum(p.numel() * itemsize for p in model.parameters())
-    others = 0 if trained is None else sum(
-        p.numel() * (_TRAINED_BYTES if p.requires_grad else itemsize) for p in trained.parameters()
+    trained_bytes = 0 if trained is None else sum(
+        p.numel() * (_TRAINED_PARAMETER_BYTES if p.requires_grad else itemsize)
+        for p in trained.parameters()
     )  # fmt: skip
-    with closing(find_device(device)) as opened:
-        limits = limits_for(config, opened, model, ranks)
-    free = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
-    left = {tier: int(n * others / (model_bytes + others)) for tier, n in free.items()}
-    left[Tier.HOST] += limits.base  # the process base: initialize() does not count it again
-    PROCESS.take(model, left, opened, promised=True)
+    with closing(find_device(device)) as storage_device:
+        limits = limits_for(config, storage_device, model, ranks)
+    free_bytes = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
+    reserved = {
+        tier: int(n * trained_bytes / (model_bytes + trained_bytes))
+        for tier, n in free_bytes.items()
+    }
+    reserved[Tier.HOST] += limits.base  # the process base: initialize() does not count it again
+    PROCESS.take(model, reserved, storage_device, promised=True)
     try:
         return initialize(model, config, device=device, ranks=ranks)[0]
     except DoesNotFitError:
-        least = {"weights": "disk" if config.nvme_path else "host", **raw.get("placement", {})}
+        lowest_placement = {
+            "weights": "disk" if config.nvme_path else "host",
+            **raw.get("placement", {}),
+        }
     finally:
         PROCESS.release(model)
-    return initialize(model, load_config({**raw, "placement": least}), device=device)[0]
+    return initialize(model, load_config({**raw, "placement": lowest_placement}), device=device)[0]

@@ -61,25 +61,29 @@ def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool
     use the implementations of these classes, because an override may compute anything. A label
     smoother is excluded: it needs the full logits.
     """
-    for name, kind in methods:
-        if getattr(getattr(trainer, name), "__func__", None) is not getattr(kind, name):
+    for name, owner in methods:
+        if getattr(getattr(trainer, name), "__func__", None) is not getattr(owner, name):
             return False
-    others = (trainer.compute_loss_func, trainer.label_smoother)
-    scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # added after transformers 5.18
-    if any(other is not None for other in others) or scaled is False:
+    custom_losses = (trainer.compute_loss_func, trainer.label_smoother)
+    is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # added after transformers 5.18
+    if any(custom_loss is not None for custom_loss in custom_losses) or is_scaled is False:
         return False
     model = trainer.model
     base: Any = model.get_base_model() if hasattr(model, "peft_config") else model
-    settings: Any = getattr(base, "config", None)
-    parts = [settings, settings.get_text_config()] if hasattr(settings, "get_text_config") else []
-    if any(getattr(part, "output_router_logits", False) for part in parts):
+    model_config: Any = getattr(base, "config", None)
+    configs = (
+        [model_config, model_config.get_text_config()]
+        if hasattr(model_config, "get_text_config")
+        else []
+    )
+    if any(getattr(config, "output_router_logits", False) for config in configs):
         return False  # the router loss is a mean over the micro-batch
     code = getattr(inspect.unwrap(base.forward), "__code__", None)
-    loss = getattr(base, "loss_function", None)
-    if code is None or "loss_function" not in code.co_names or not callable(loss):
+    loss_function = getattr(base, "loss_function", None)
+    if code is None or "loss_function" not in code.co_names or not callable(loss_function):
         return False
-    takes = "num_items_in_batch" in inspect.signature(loss).parameters
-    return takes and bool(trainer.model_accepts_loss_kwargs)
+    takes_num_items = "num_items_in_batch" in inspect.signature(loss_function).parameters
+    return takes_num_items and bool(trainer.model_accepts_loss_kwargs)
 
 
 def pad_token_of(trainer: Any) -> int:
@@ -89,7 +93,7 @@ def pad_token_of(trainer: Any) -> int:
     return next((token for token in tokens if isinstance(token, int)), 0)
 
 
-def _samples(batch: Any) -> int | None:
+def _num_samples(batch: Any) -> int | None:
     """Return the number of samples; None unless all values are known tensors with a row each."""
     if not isinstance(batch, Mapping) or not batch or batch.keys() - _PADS.keys():
         return None
@@ -105,7 +109,7 @@ def _samples(batch: Any) -> int | None:
 
 def can_join(batches: Sequence[Any]) -> bool:
     """Return True if joining the batches does not change the model's results for any sample."""
-    if not batches or any(_samples(batch) is None for batch in batches):
+    if not batches or any(_num_samples(batch) is None for batch in batches):
         return False
     first = batches[0]
     for batch in batches:
@@ -130,20 +134,20 @@ def joined(parts: Sequence[Batch], pad_token: int = 0, *, slices: int = 1) -> di
     slicing identifies these dimensions by size: one more position of padding is added then, if
     there is an attention mask.
     """
-    found = {}
+    inputs = {}
     for name in parts[0]:
-        values = [part[name] for part in parts]
+        values = [batch[name] for batch in parts]
         if values[0].dim() > 1:
-            longest = max(value.shape[1] for value in values)
+            length = max(value.shape[1] for value in values)
             rows = sum(len(value) for value in values)
-            longest += slices > 1 and longest == rows and "attention_mask" in parts[0]
+            length += slices > 1 and length == rows and "attention_mask" in parts[0]
             fill = pad_token if _PADS[name] is None else _PADS[name]
             values = [
-                nn.functional.pad(value, (0, longest - value.shape[1]), value=fill)
+                nn.functional.pad(value, (0, length - value.shape[1]), value=fill)
                 for value in values
             ]
-        found[name] = values[0] if len(values) == 1 else torch.cat(values)
-    return found
+        inputs[name] = values[0] if len(values) == 1 else torch.cat(values)
+    return inputs
 
 
 def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
@@ -151,22 +155,22 @@ def cut(batches: Sequence[Batch], size: int) -> Iterator[list[Batch]]:
 
     The last list may have fewer samples. Batches that are not divided are yielded without a copy.
     """
-    parts: list[Batch] = []
-    room = size
+    micro_batch: list[Batch] = []
+    num_missing = size
     for batch in batches:
-        rows, start = _samples(batch) or 0, 0
+        rows, start = _num_samples(batch) or 0, 0
         while start < rows:
-            taken = min(rows - start, room)
-            whole = taken == rows
-            parts.append(
-                batch if whole else {k: v.narrow(0, start, taken) for k, v in batch.items()}
+            count = min(rows - start, num_missing)
+            is_complete = count == rows
+            micro_batch.append(
+                batch if is_complete else {k: v.narrow(0, start, count) for k, v in batch.items()}
             )
-            start, room = start + taken, room - taken
-            if not room:
-                yield parts
-                parts, room = [], size
-    if parts:
-        yield parts
+            start, num_missing = start + count, num_missing - count
+            if not num_missing:
+                yield micro_batch
+                micro_batch, num_missing = [], size
+    if micro_batch:
+        yield micro_batch
 
 
 class StepBatches:
@@ -183,8 +187,8 @@ class StepBatches:
         self._samples = samples
         self._pad_token = pad_token
         self._ranks = ranks
-        self._held: Sequence[Any] = ()
-        self._handed_over = 0
+        self._batches: Sequence[Any] = ()
+        self._num_taken = 0
 
     def compare(self, decided: Decided) -> None:
         """Warn if the resumed checkpoint was saved with another batch schedule."""
@@ -202,31 +206,31 @@ class StepBatches:
 
         Otherwise store none: every batch is then a micro-batch, on all ranks.
         """
-        joins = num_items is not None and can_join(batches)
-        joining = self._ranks.synchronize("begins a step of a Trainer", int(joins))
-        self._held = batches if all(others for others, *_ in joining) else ()
-        self._handed_over = 0
+        is_joinable = num_items is not None and can_join(batches)
+        by_rank = self._ranks.synchronize("begins a step of a Trainer", int(is_joinable))
+        self._batches = batches if all(joinable for joinable, *_ in by_rank) else ()
+        self._num_taken = 0
 
     def take(self, batch: Any) -> bool:
         """Return True and advance if `batch` is the next of the stored batches."""
-        at = self._handed_over
-        taken = at < len(self._held) and batch is self._held[at]
-        self._handed_over += taken
-        return taken
+        index = self._num_taken
+        is_next = index < len(self._batches) and batch is self._batches[index]
+        self._num_taken += is_next
+        return is_next
 
     @property
     def complete(self) -> bool:
         """True if all stored batches were passed to `take`."""
-        return self._handed_over == len(self._held)
+        return self._num_taken == len(self._batches)
 
     def cut_anew(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """Yield the micro-batches of the step lazily, each with True if it is the last."""
-        rows = sum(_samples(batch) or 0 for batch in self._held)
+        rows = sum(_num_samples(batch) or 0 for batch in self._batches)
         count, slices = self.schedule
         size = -(-max(self._samples, rows) // count)
-        for number, parts in enumerate(cut(self._held, size), start=1):
-            whole = joined(parts, self._pad_token, slices=slices)
-            yield whole, number * size >= rows
+        for number, batches in enumerate(cut(self._batches, size), start=1):
+            micro_batch = joined(batches, self._pad_token, slices=slices)
+            yield micro_batch, number * size >= rows
 
 
 # --- the plan ------------------------------------------------------------------------------------
@@ -239,8 +243,8 @@ def decided_by(folder: str, tag: str) -> Decided:
     """Return the batch schedule of the run that saved a checkpoint."""
     with CheckpointReader(Path(folder), tag) as reader:
         config = reader.manifest.config
-    found = config if isinstance(config, Mapping) else {}
-    return found.get("gradient_accumulation_steps"), found.get("activations.slices")
+    keys = config if isinstance(config, Mapping) else {}
+    return keys.get("gradient_accumulation_steps"), keys.get("activations.slices")
 
 
 def with_schedule(
@@ -269,30 +273,32 @@ def with_schedule(
         micro_batches = None  # the checkpoint was saved with another batch size
     if "slices" in settings.model_fields_set:
         slices = None
-    wish = BatchSchedule.named_by(settings, micro_batches, slices)
+    requested = BatchSchedule.named_by(settings, micro_batches, slices)
     recompute = recomputes_itself(model)
     if recompute:
-        wish = replace(wish, slices=wish.slices or 1, recompute="all")
-    facts = cast(Any, model).config.to_dict()
+        requested = replace(requested, slices=requested.slices or 1, recompute="all")
+    model_config = cast(Any, model).config.to_dict()
     tokens = settings.tokens * batches
     declare_experts(model)
-    with closing(find_device(device)) as opened:
+    with closing(find_device(device)) as storage_device:
         case, target, _ = case_here(
-            type(model).__name__, model, facts, config, opened, settings.tokens, tokens // samples,
-            recompute=recompute, ranks=ranks,
+            type(model).__name__, model, model_config, config, storage_device, settings.tokens,
+            tokens // samples, recompute=recompute, ranks=ranks,
         )  # fmt: skip
     step = case.with_step(tokens, 1)
 
-    def choose(wish: BatchSchedule) -> ScheduleResult:
+    def choose(requested: BatchSchedule) -> ScheduleResult:
         # A durable run finds its state by unit, so units must not depend on the machine.
-        others = () if config.durable else other_ranges(step, target)
-        return choose_schedule(step, wish, samples, others)
+        other_cases = () if config.durable else other_ranges(step, target)
+        return choose_schedule(step, requested, samples, other_cases)
 
-    chosen = choose(wish)
+    chosen = choose(requested)
     if batches > 1 and gradient_itemsize(chosen.applied_to(config)) < 4:
-        sliced = wish.slices is None and num_blocks(case.units)
-        wish = replace(wish, slices=2) if sliced else replace(wish, micro_batches=2)
-        chosen = choose(wish)
+        can_slice = requested.slices is None and num_blocks(case.units)
+        requested = (
+            replace(requested, slices=2) if can_slice else replace(requested, micro_batches=2)
+        )
+        chosen = choose(requested)
     return shared(chosen.applied_to(config), ranks)
 
 

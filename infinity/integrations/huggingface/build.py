@@ -25,7 +25,7 @@ from infinity.optim.moments import COMPUTE_DTYPES
 AnyConfig = Config | Mapping[str, Any] | str | Path | None
 
 # Otherwise transformers asks on the terminal whether to run code of a repository.
-_NO_CODE = {"trust_remote_code": False}
+_NO_REMOTE_CODE = {"trust_remote_code": False}
 
 
 def load_model(
@@ -56,16 +56,18 @@ def load_model(
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     facts = read_config(directory, model_class) if model_config is None else model_config
-    kind, facts = _chosen(class_for(facts, model_class), facts)
+    resolved_class, facts = _resolve_auto_class(class_for(facts, model_class), facts)
     facts, options = _split_kwargs(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
     if files.quantised:
         facts = without_quantisation(facts)  # lazy tensors return dequantized values
-    promised = {
+    lazy_tensors = {
         name: LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
         for name, facts in files.facts.items()
     }
-    model = fill_model(kind, facts, promised, settings.precision, options, str(source))
+    model = fill_model(
+        resolved_class, facts, lazy_tensors, settings.precision, options, str(source)
+    )
     model.config.name_or_path = str(source)
     take_generation_config(model, directory)
     assert isinstance(model, nn.Module)
@@ -102,7 +104,7 @@ def fill_model(
             output_loading_info=True,
             **options,
         )
-    if not _num_promised(model):
+    if not _num_lazy_parameters(model):
         raise ConfigError(
             f"{source} holds no weight of {type(model).__name__}",
             because=f"unexpected: {', '.join(map(repr, sorted(info['unexpected_keys'])[:4]))}",
@@ -123,8 +125,8 @@ def without_quantisation(config: Any) -> Any:
 def take_generation_config(model: Any, directory: Path) -> None:
     """Set the generation config of a directory on the model, if both support it."""
     if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
-        kind = transformers().GenerationConfig
-        model.generation_config = kind.from_pretrained(directory)
+        generation_config_class = transformers().GenerationConfig
+        model.generation_config = generation_config_class.from_pretrained(directory)
 
 
 def build_model(
@@ -140,21 +142,21 @@ def build_model(
     config, a directory or Hub id with a config.json, or a mapping with its content; the other
     arguments are those of `from_config`.
     """
-    library = transformers()
+    hf = transformers()
     if isinstance(source, Mapping):
         with explained("transformers does not take this config", "correct it"):
-            facts = library.AutoConfig.for_model(**source)
+            hf_config = hf.AutoConfig.for_model(**source)
     elif isinstance(source, str | os.PathLike):
-        facts = read_config(find_directory(source), model_class)
+        hf_config = read_config(find_directory(source), model_class)
     else:
-        facts = source
-    kind = class_for(facts, model_class)
+        hf_config = source
+    resolved_class = class_for(hf_config, model_class)
     settings = read_settings({} if config is None else config).config
-    is_auto = hasattr(kind, "from_config")  # an AutoModel...
-    make = kind.from_config if is_auto else kind._from_config
-    options = {**(_NO_CODE if is_auto else {}), **(model_kwargs or {})}
-    with explained(f"{kind.__name__} cannot be built"), Init(settings):
-        model = make(facts, dtype=torch.float32, **options)
+    is_auto = hasattr(resolved_class, "from_config")  # an AutoModel...
+    build = resolved_class.from_config if is_auto else resolved_class._from_config
+    options = {**(_NO_REMOTE_CODE if is_auto else {}), **(model_kwargs or {})}
+    with explained(f"{resolved_class.__name__} cannot be built"), Init(settings):
+        model = build(hf_config, dtype=torch.float32, **options)
     assert isinstance(model, nn.Module)
     declare_experts(model)
     return model
@@ -165,9 +167,9 @@ def read_config(directory: Path, wanted: Any = None) -> Any:
 
     `directory` may be the file. `wanted` is a model class, its name, or None.
     """
-    library = transformers()
-    kind = getattr(library, wanted, None) if isinstance(wanted, str) else wanted
-    config_class = getattr(kind, "config_class", None)
+    hf = transformers()
+    wanted_class = getattr(hf, wanted, None) if isinstance(wanted, str) else wanted
+    config_class = getattr(wanted_class, "config_class", None)
     remedy = (
         "is its code in its directory? that is not run: import the model's class, and pass it to "
         "from_pretrained(model_class=...)"
@@ -175,7 +177,7 @@ def read_config(directory: Path, wanted: Any = None) -> Any:
     with explained(f"{directory} has no config that transformers takes", remedy):
         if config_class is not None:
             return config_class.from_pretrained(directory)
-        return library.AutoConfig.from_pretrained(directory, **_NO_CODE)
+        return hf.AutoConfig.from_pretrained(directory, **_NO_REMOTE_CODE)
 
 
 def class_for(config: Any, wanted: Any) -> Any:
@@ -184,18 +186,22 @@ def class_for(config: Any, wanted: Any) -> Any:
     If the config names no class, return the first auto class that covers the full model: with the
     encoder (not the decoder alone), with the vision tower, else a causal language model.
     """
-    library = transformers()
+    hf = transformers()
     if wanted is not None and not isinstance(wanted, str):
         return wanted
     names = [wanted] if wanted else list(getattr(config, "architectures", None) or ())
     if wanted is None and not names:
-        kinds = ["ImageTextToText", "CausalLM"]
+        heads = ["ImageTextToText", "CausalLM"]
         if getattr(config, "is_encoder_decoder", False):
-            kinds = ["SpeechSeq2Seq", "Seq2SeqLM"]
-        autos = [getattr(library, f"AutoModelFor{kind}") for kind in kinds]
-        names = [auto.__name__ for auto in autos if type(config) in auto._model_mapping]
-    found = getattr(library, names[0], None) if names else None
-    if not (hasattr(found, "from_config") or hasattr(found, "_from_config")):
+            heads = ["SpeechSeq2Seq", "Seq2SeqLM"]
+        auto_classes = [getattr(hf, f"AutoModelFor{head}") for head in heads]
+        names = [
+            auto_class.__name__
+            for auto_class in auto_classes
+            if type(config) in auto_class._model_mapping
+        ]
+    cls = getattr(hf, names[0], None) if names else None
+    if not (hasattr(cls, "from_config") or hasattr(cls, "_from_config")):
         what = f"transformers has no model {names[0]!r}" if names else "which class is meant?"
         unknown = f"the model's class is not known from {type(config).__name__}: "
         raise ConfigError(
@@ -203,20 +209,20 @@ def class_for(config: Any, wanted: Any) -> Any:
             because=None if wanted else "a config.json names it under architectures",
             remedy="model_class=transformers.AutoModelFor..., or a class of your own",
         )
-    return found
+    return cls
 
 
-def _chosen(kind: Any, config: Any) -> tuple[Any, Any]:
+def _resolve_auto_class(cls: Any, config: Any) -> tuple[Any, Any]:
     """Return the class that an `AutoModel...` chooses for a config, and its config."""
-    if not hasattr(kind, "from_config"):
-        return kind, config
-    with explained(f"{kind.__name__} does not find the class"), torch.device("meta"):
-        made = kind.from_config(config, **_NO_CODE)
-    return type(made), made.config
+    if not hasattr(cls, "from_config"):
+        return cls, config
+    with explained(f"{cls.__name__} does not find the class"), torch.device("meta"):
+        model = cls.from_config(config, **_NO_REMOTE_CODE)
+    return type(model), model.config
 
 
 # Arguments of `from_pretrained` that are refused in `model_kwargs`, with their replacements here.
-_NOT_HERE = {
+_REFUSED_KWARGS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "precision in the configuration"),
     **dict.fromkeys(("config", "state_dict"), "model_config=..., and the files"),
     **dict.fromkeys(
@@ -229,23 +235,23 @@ _NOT_HERE = {
 }
 
 
-def _split_kwargs(facts: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _split_kwargs(config: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
     """Move `model_kwargs` that are config keys into a copy of the config, as transformers does."""
-    if refused := [name for name in options if name in _NOT_HERE]:
+    if refused := [name for name in options if name in _REFUSED_KWARGS]:
         raise ConfigError(
             f"model_kwargs has {', '.join(refused)}",
             because="it would have no effect on the files that are read, or another one",
-            remedy="; ".join(dict.fromkeys(_NOT_HERE[name] for name in refused)),
+            remedy="; ".join(dict.fromkeys(_REFUSED_KWARGS[name] for name in refused)),
         )
-    ours = [name for name in options if hasattr(facts, name)]
-    if ours:
-        facts = copy.deepcopy(facts)
-    for name in ours:
-        setattr(facts, name, options.pop(name))
-    return facts, options
+    config_keys = [name for name in options if hasattr(config, name)]
+    if config_keys:
+        config = copy.deepcopy(config)
+    for name in config_keys:
+        setattr(config, name, options.pop(name))
+    return config, options
 
 
-def _num_promised(model: nn.Module) -> int:
+def _num_lazy_parameters(model: nn.Module) -> int:
     """Materialize lazy buffers; return the number of lazy parameters."""
     for module in model.modules():
         for name, buffer in module._buffers.items():

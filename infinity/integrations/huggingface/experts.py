@@ -25,12 +25,12 @@ from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges, has_com
 
 NAME = "infinity_ranges"  # key in the registry of transformers
 REPLACED = "grouped_mm"
-_engines: Counter[int] = Counter()  # number of engines that use the entry, by id of the config
+_num_engines: Counter[int] = Counter()  # number of engines that use the entry, by id of the config
 
 
 def declare_experts(model: nn.Module) -> None:
     """Set the names of the stacked weights on each experts module that can compute by ranges."""
-    for module in _experts_of(model):
+    for module in _expert_modules(model):
         first = "gate_up_proj" if module.has_gate else "up_proj"
         setattr(module, ATTRIBUTE, (first, "down_proj"))
 
@@ -42,11 +42,11 @@ def compute_in_ranges(model: nn.Module) -> Callable[[], None]:
         A function that restores the previous implementation. Idempotent.
     """
     declare_experts(model)
-    configs = {id(module.config): module.config for module in _experts_of(model)}
+    configs = {id(module.config): module.config for module in _expert_modules(model)}
     if configs:
         _register()
     for config in configs.values():
-        _engines[id(config)] += 1
+        _num_engines[id(config)] += 1
         config._experts_implementation = NAME
     return partial(_restore, list(configs.values()))
 
@@ -54,35 +54,35 @@ def compute_in_ranges(model: nn.Module) -> Callable[[], None]:
 def _restore(configs: list[Any]) -> None:
     while configs:
         config = configs.pop()
-        _engines[id(config)] -= 1
-        if not _engines[id(config)]:
-            del _engines[id(config)]
+        _num_engines[id(config)] -= 1
+        if not _num_engines[id(config)]:
+            del _num_engines[id(config)]
             config._experts_implementation = REPLACED
 
 
-def _moe() -> Any:
+def _moe_module() -> Any:
     return import_module("transformers.integrations.moe")
 
 
 @cache
 def _register() -> None:
-    _moe().ALL_EXPERTS_FUNCTIONS.register(NAME, ranged_experts_forward)
+    _moe_module().ALL_EXPERTS_FUNCTIONS.register(NAME, ranged_experts_forward)
 
 
-def _experts_of(model: nn.Module) -> Iterator[Any]:
+def _expert_modules(model: nn.Module) -> Iterator[Any]:
     """Yield the experts modules whose implementation is `grouped_mm` or this module's."""
     for module in model.modules():
-        made: Any = module
-        direct = {name for name, _ in made.named_parameters(recurse=False)}
-        first = "gate_up_proj" if getattr(made, "has_gate", True) else "up_proj"
+        candidate: Any = module
+        parameter_names = {name for name, _ in candidate.named_parameters(recurse=False)}
+        first = "gate_up_proj" if getattr(candidate, "has_gate", True) else "up_proj"
         if (
-            hasattr(made, "is_transposed")
-            and hasattr(made, "has_bias")
-            and {first, "down_proj"} <= direct
-            and not made._is_expert_parallel
-            and getattr(made.config, "_experts_implementation", None) in (REPLACED, NAME)
+            hasattr(candidate, "is_transposed")
+            and hasattr(candidate, "has_bias")
+            and {first, "down_proj"} <= parameter_names
+            and not candidate._is_expert_parallel
+            and getattr(candidate.config, "_experts_implementation", None) in (REPLACED, NAME)
         ):
-            yield made
+            yield candidate
 
 
 def ranged_experts_forward(
@@ -90,17 +90,17 @@ def ranged_experts_forward(
 ) -> Tensor:
     """Compute like `grouped_mm_experts_forward` of transformers; by ranges under an engine."""
     if not has_computer(self):
-        plain: Callable[..., Tensor] = _moe().ALL_EXPERTS_FUNCTIONS[REPLACED]
-        return plain(self, hidden_states, top_k_index, top_k_weights)
+        forward: Callable[..., Tensor] = _moe_module().ALL_EXPERTS_FUNCTIONS[REPLACED]
+        return forward(self, hidden_states, top_k_index, top_k_weights)
     num_top_k, num_tokens = top_k_index.size(-1), hidden_states.size(0)
     expert, order = torch.sort(top_k_index.reshape(-1))
     tokens = torch.bincount(expert, minlength=self.num_experts)
-    sent = hidden_states[order // num_top_k]
+    rows = hidden_states[order // num_top_k]
     biases: list[Tensor | None] = [None, None]
     if self.has_bias:
         first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
         biases = [first[expert], self.down_proj_bias[expert]]
-    out = compute_ranges(self, partial(_compute, self, tokens), tokens.tolist(), sent, *biases)
+    out = compute_ranges(self, partial(_compute, self, tokens), tokens.tolist(), rows, *biases)
     if self.has_post_expert_norm:
         out = self.post_expert_norm(out)
     weighted = out * top_k_weights.reshape(-1)[order].unsqueeze(-1)
@@ -118,10 +118,10 @@ def _compute(
     up_bias: Tensor | None,
     down_bias: Tensor | None,
 ) -> Tensor:
-    linear: Callable[..., Tensor] = _moe()._grouped_linear
+    linear: Callable[..., Tensor] = _moe_module()._grouped_linear
     ends = torch.cumsum(tokens[experts.first : experts.end], 0, dtype=torch.int32)
-    how = {"offs": ends, "is_transposed": self.is_transposed}
+    options = {"offs": ends, "is_transposed": self.is_transposed}
     first = experts["gate_up_proj" if self.has_gate else "up_proj"]
-    inner = linear(rows, first, bias=up_bias, **how)
+    inner = linear(rows, first, bias=up_bias, **options)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
-    return linear(inner, experts["down_proj"], bias=down_bias, **how)
+    return linear(inner, experts["down_proj"], bias=down_bias, **options)

@@ -11,7 +11,7 @@ from infinity.integrations.huggingface.packages import package
 
 CONFIG_NAME = "config.json"
 GENERATION_CONFIG_NAME = "generation_config.json"
-_WANTED = [
+_MODEL_FILES = [
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     "model.safetensors.index.json",
@@ -20,7 +20,9 @@ _WANTED = [
 
 
 def find_directory(
-    source: str | os.PathLike[str], revision: str | None = None, wanted: Sequence[str] = _WANTED
+    source: str | os.PathLike[str],
+    revision: str | None = None,
+    wanted: Sequence[str] = _MODEL_FILES,
 ) -> Path:
     """Return the directory with the model's files; a Hub id is downloaded or read from the cache.
 
@@ -47,10 +49,10 @@ def find_directory(
     name = os.fspath(source)
     if name.count("/") > 1 or name.startswith((".", "/", "~")):
         raise ConfigError(f"there is no directory {name}")
-    library = package("huggingface_hub")
+    hub = package("huggingface_hub")
     try:
-        return Path(library.snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
-    except (OSError, ValueError, library.errors.HfHubHTTPError) as error:
+        return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
+    except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise MachineError(
             f"{name!r} is no directory here, and the Hugging Face Hub did not give it",
             because=first_lines(error),

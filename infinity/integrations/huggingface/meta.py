@@ -29,7 +29,7 @@ _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers", "encode
 _SETTERS = (Tensor.normal_, Tensor.uniform_, Tensor.zero_, Tensor.fill_)
 
 
-class _Unset(TorchFunctionMode):
+class _SkipInit(TorchFunctionMode):
     """Mode in which initializers do nothing, for models on meta.
 
     Otherwise the first random number on meta makes torch import its compiler, for seconds.
@@ -53,20 +53,23 @@ def meta_model(config: Any, model_class: Any = None) -> nn.Module:
 
     `model_class` as in `from_pretrained`. Raises `ConfigError` if the config is invalid.
     """
-    kind = class_for(config, model_class)
-    make = getattr(kind, "from_config", None) or kind._from_config  # auto or model class
+    resolved_class = class_for(config, model_class)
+    # Auto classes have the first one, model classes the second.
+    build = getattr(resolved_class, "from_config", None) or resolved_class._from_config
     what = f"transformers cannot build the {config.model_type!r} model"
     with explained(what, f"correct its {CONFIG_NAME}"):
         try:
-            with torch.device("meta"), _Unset():
-                made = make(config, dtype=torch.float32)
+            with torch.device("meta"), _SkipInit():
+                model = build(config, dtype=torch.float32)
         except RuntimeError:  # the constructor reads values of its tensors
-            made = build_model(config, model_class=kind)
-    assert isinstance(made, nn.Module)
-    declare_experts(made)
-    if next(made.parameters(), None) is None:
-        raise ConfigError(f"{kind.__name__} is a model without parameters: nothing is trained")
-    return made
+            model = build_model(config, model_class=resolved_class)
+    assert isinstance(model, nn.Module)
+    declare_experts(model)
+    if next(model.parameters(), None) is None:
+        raise ConfigError(
+            f"{resolved_class.__name__} is a model without parameters: nothing is trained"
+        )
+    return model
 
 
 def find_target(text: str, model_class: str | None = None, lora: int | None = None) -> Target:
@@ -80,7 +83,7 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     if from_hub:
         path = find_directory(text, wanted=[CONFIG_NAME])
     file = path / CONFIG_NAME if path.is_dir() else path
-    _check_counts(read_model_config(file))
+    _check_num_layers(read_model_config(file))
     config = read_config(file, model_class)
     target = target_of(text, meta_model(config, model_class), config.to_dict(), lora)
     return replace(target, from_files=from_hub or holds_weights(file.parent))
@@ -96,13 +99,13 @@ def published_target(name: str, lora: int | None = None) -> Target:
     return replace(target, from_files=True)
 
 
-def _check_counts(raw: Mapping[str, Any]) -> None:
+def _check_num_layers(raw: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a number of layers above `MAX_LAYERS`."""
-    for part in (raw, *raw.values()):
-        for key in _LAYER_KEYS if isinstance(part, Mapping) else ():
-            if isinstance(part.get(key), int) and part[key] > MAX_LAYERS:
+    for section in (raw, *raw.values()):
+        for key in _LAYER_KEYS if isinstance(section, Mapping) else ():
+            if isinstance(section.get(key), int) and section[key] > MAX_LAYERS:
                 raise ConfigError(
-                    f"the model's config has {key}={part[key]}",
+                    f"the model's config has {key}={section[key]}",
                     because=f"more than {MAX_LAYERS} layers take minutes",
                     remedy="look for a digit too many among its numbers",
                 )

@@ -60,8 +60,10 @@ def from_pretrained(
         ConfigError: Files, model and configuration do not match.
         MachineError: The Hub does not provide the files.
     """
-    more = {"model_config": model_config, "revision": revision}
-    build = partial(load_model, source, model_class=model_class, model_kwargs=model_kwargs, **more)
+    options = {"model_config": model_config, "revision": revision}
+    build = partial(
+        load_model, source, model_class=model_class, model_kwargs=model_kwargs, **options
+    )
     return _initialize(build, config, prepare, arguments)
 
 
@@ -106,24 +108,30 @@ def _initialize(
             remedy="prepare=lambda model: peft.get_peft_model(model, peft_config), say",
         )
     # Other sources of the configuration. Resolved here, so not passed on to `initialize`.
-    ways = [arguments.pop(name, None) for name in ("config_params", "args")]
+    config_sources = [arguments.pop(name, None) for name in ("config_params", "args")]
     names = ("batch_size", "optimizer", "lr_scheduler", "model_parameters")
-    given: dict[str, Any] = {name: arguments.get(name) for name in names}
+    settings_arguments: dict[str, Any] = {name: arguments.get(name) for name in names}
     arguments["ranks"] = ranks = arguments.get("ranks") or find_ranks()
-    with ExitStack() as undo:
-        undo.callback(ranks.close)
+    with ExitStack() as cleanup:
+        cleanup.callback(ranks.close)
         with ranks.collective_section("builds the model"):
-            settings = read_settings(config, *ways, **given | {"ranks": ranks.count})
+            settings = read_settings(
+                config, *config_sources, **settings_arguments | {"ranks": ranks.count}
+            )
             model = build(config=settings.config)
-            made = prepare(model) if prepare is not None else None
+            prepared = prepare(model) if prepare is not None else None
             settings = replace(settings, config=choose_logits(model, settings.config))
-        undo.pop_all()
-    return initialize(model if made is None else made, settings, **arguments)
+        cleanup.pop_all()
+    return initialize(model if prepared is None else prepared, settings, **arguments)
 
 
 def choose_logits(model: nn.Module, config: Config) -> Config:
     """Return the configuration, with chunked logits if the model is or wraps a causal LM."""
-    names = importlib.import_module("transformers.models.auto.modeling_auto")
-    causal = set(names.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    kinds = (kind for module in model.modules() for kind in type(module).__mro__)
-    return config.with_chunked_logits() if any(k.__name__ in causal for k in kinds) else config
+    auto_models = importlib.import_module("transformers.models.auto.modeling_auto")
+    causal_names = set(auto_models.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    classes = (cls for module in model.modules() for cls in type(module).__mro__)
+    return (
+        config.with_chunked_logits()
+        if any(cls.__name__ in causal_names for cls in classes)
+        else config
+    )

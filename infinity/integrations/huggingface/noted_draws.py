@@ -28,42 +28,44 @@ class LoopState:
 
     def __init__(self) -> None:
         self.scheduler: Any = None
-        self._last: dict[str, Any] | None = None
-        self._ahead: dict[str, Any] | None = None
-        self._saved: dict[str, Any] | None = None
-        self._pass: dict[str, Any] = {}  # generators before this epoch; samplers draw from them
+        self._last_batch: dict[str, Any] | None = None
+        self._resumed_batch: dict[str, Any] | None = None
+        self._resumed_rng: dict[str, Any] | None = None
+        self._pass_rng: dict[str, Any] = {}  # generators before this epoch; samplers draw from them
 
     def state_dict(self) -> dict[str, Any]:
         """Return the current state as plain data."""
         scheduler = None if self.scheduler is None else self.scheduler.state_dict()
-        return {"scheduler": scheduler, "rng": capture_rng(), "data": self._last}
+        return {"scheduler": scheduler, "rng": capture_rng(), "data": self._last_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the schedule now, and the generators once the data loader is at its batch."""
-        self._ahead, self._saved = state["data"], state["rng"]
+        self._resumed_batch = state["data"]
+        self._resumed_rng = state["rng"]
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
     def before_pass(self) -> None:
         """Record the generators before a pass over the data, or restore them on a resume."""
-        if self._ahead is not None and self._ahead.get("pass"):  # older checkpoints have none
-            restore_rng(self._ahead["pass"])
-        self._pass = capture_rng()
+        # Checkpoints of older releases have no "pass".
+        if self._resumed_batch is not None and self._resumed_batch.get("pass"):
+            restore_rng(self._resumed_batch["pass"])
+        self._pass_rng = capture_rng()
 
     def before_batch(self, number: int) -> None:
         """Record the generators before batch `number` is read, or restore them on a resume."""
-        if self._ahead is not None and self._saved is not None:
-            if number == self._ahead["batch"]:
-                restore_rng(self._ahead["generators"])
-            elif number == self._ahead["batch"] + 1:
+        if self._resumed_batch is not None and self._resumed_rng is not None:
+            if number == self._resumed_batch["batch"]:
+                restore_rng(self._resumed_batch["generators"])
+            elif number == self._resumed_batch["batch"] + 1:
                 self.finish()
-        self._last = {"batch": number, "generators": capture_rng(), "pass": self._pass}
+        self._last_batch = {"batch": number, "generators": capture_rng(), "pass": self._pass_rng}
 
     def finish(self) -> None:
         """Restore the generators of the loaded checkpoint, if not done yet."""
-        if self._saved is not None:
-            restore_rng(self._saved)
-        self._ahead = self._saved = None
+        if self._resumed_rng is not None:
+            restore_rng(self._resumed_rng)
+        self._resumed_batch = self._resumed_rng = None
 
 
 class NotedSampler(Sampler[Any]):
@@ -90,9 +92,11 @@ class NotedSampler(Sampler[Any]):
 
 def note_draws(loader: Any, state: LoopState) -> Any:
     """Wrap the sampler of a loader without workers to report each batch to `state`."""
-    batches: Any = getattr(loader, "batch_sampler", None)
-    batches = getattr(batches, "batch_sampler", batches)  # inside accelerate's BatchSamplerShard
-    known = hasattr(batches, "sampler") and isinstance(getattr(batches, "batch_size", None), int)
-    if isinstance(loader, DataLoader) and loader.num_workers == 0 and known:
-        batches.sampler = NotedSampler(batches.sampler, batches.batch_size, state)
+    batch_sampler: Any = getattr(loader, "batch_sampler", None)
+    # With several ranks it is inside accelerate's BatchSamplerShard.
+    batch_sampler = getattr(batch_sampler, "batch_sampler", batch_sampler)
+    batch_size: Any = getattr(batch_sampler, "batch_size", None)
+    is_supported = hasattr(batch_sampler, "sampler") and isinstance(batch_size, int)
+    if isinstance(loader, DataLoader) and loader.num_workers == 0 and is_supported:
+        batch_sampler.sampler = NotedSampler(batch_sampler.sampler, batch_size, state)
     return loader

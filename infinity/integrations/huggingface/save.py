@@ -66,7 +66,7 @@ def save_pretrained(
     if hasattr(module, "peft_config"):
         read_by_first(ranks, state, lambda values: save_adapters(module, target, values, tokenizer))
         return sorted(target.glob("*.safetensors"))
-    _check(module)
+    _check_supported(module)
     outgoing = as_saved(
         module, state.outgoing(dtype, partial(name_of_tied, module)), original_format
     )
@@ -124,7 +124,7 @@ def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
         tokenizer.save_pretrained(os.fspath(folder))
 
 
-def _check(module: Any) -> None:
+def _check_supported(module: Any) -> None:
     if not isinstance(module, transformers().PreTrainedModel):
         raise ConfigError(
             f"save_pretrained takes models of transformers and peft, not {type(module).__name__}",
@@ -154,17 +154,17 @@ def as_saved(
         original_format: Revert the renames, fusions and splits that transformers does on loading.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
-    last = _LastRead()
-    given: dict[str, Tensor] = {}
+    cache = _LastTensor()
+    lazy_tensors: dict[str, Tensor] = {}
     for tensor in tensors:
         if tensor.name not in ignored:
-            read = partial(last.read, tensor.name, tensor.read)
-            given[tensor.name] = LazyTensor(tensor.shape, tensor.dtype, read)
+            read = partial(cache.read, tensor.name, tensor.read)
+            lazy_tensors[tensor.name] = LazyTensor(tensor.shape, tensor.dtype, read)
     if original_format:
         conversions = importlib.import_module("transformers.core_model_loading")
-        given = conversions.revert_weight_conversion(module, given)
+        lazy_tensors = conversions.revert_weight_conversion(module, lazy_tensors)
     outgoing = []
-    for name, value in given.items():
+    for name, value in lazy_tensors.items():
         assert isinstance(value, LazyTensor)
         outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
     return outgoing
@@ -179,7 +179,7 @@ def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:
         module.generation_config.save_pretrained(os.fspath(target))
 
 
-class _LastRead:
+class _LastTensor:
     """Cache of the last tensor read, for tensors whose slices are written one after the other."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from infinity.integrations.huggingface.packages import transformers
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.rules import RULES
 
-_OWN_STATE = ("8bit", "4bit", "bnb", "paged")
+_QUANTIZED_OPTIMIZERS = ("8bit", "4bit", "bnb", "paged")
 
 
 class GroupsOnly(torch.optim.Optimizer):
@@ -37,7 +37,7 @@ class GroupsOnly(torch.optim.Optimizer):
 def check_name(name: str) -> None:
     """Raise `ConfigError` for a `TrainingArguments.optim` with its own format of state."""
     name = str(getattr(name, "value", name))
-    if any(word in name for word in _OWN_STATE):
+    if any(word in name for word in _QUANTIZED_OPTIMIZERS):
         raise ConfigError(
             f"optim={name!r} keeps its state on the GPU, in a format of its own",
             because="here the state rests with the engine, on the tier that has room",
@@ -46,26 +46,26 @@ def check_name(name: str) -> None:
         )
 
 
-_Arguments: Any = transformers().TrainingArguments
+_TrainingArguments: Any = transformers().TrainingArguments
 
 
 @dataclass
-class TrainingArguments(_Arguments):  # type: ignore[misc]
+class TrainingArguments(_TrainingArguments):  # type: ignore[misc]
     """`transformers.TrainingArguments` whose `deepspeed` does not need the package deepspeed.
 
     `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`.
     """
 
     def __post_init__(self) -> None:
-        given, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
+        deepspeed, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
         super().__post_init__()
-        self.deepspeed = given
+        self.deepspeed = deepspeed
 
 
 _PARAMS = "optimizer.params"
 _PRECISION_OF = {dtype: name for name, dtype in COMPUTE_DTYPES.items()}
-_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu")
-_PRECISIONS = ("bf16", "bfloat16", "fp16")
+_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu")
+_PRECISION_KEYS = ("bf16", "bfloat16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,25 +97,26 @@ def find_settings(
     lists all differences; also for two configurations, or one that sets `resume`.
     """
     refuse_arguments(args)
-    theirs = getattr(args, "deepspeed", None)
-    if infinity_config is not None and theirs:
+    deepspeed_config = getattr(args, "deepspeed", None)
+    if infinity_config is not None and deepspeed_config:
         raise ConfigError(
             "two configurations: infinity_config=... and TrainingArguments(deepspeed=...)",
             remedy="keep one of them",
         )
-    source = infinity_config if infinity_config is not None else theirs or {}
-    wanted = _precision(args, model)
-    found = find_source(source)
-    if found is not None:
-        settings = _translated(found, source, args, wanted, num_training_steps)
-    elif theirs and infinity_config is None:
+    source = infinity_config if infinity_config is not None else deepspeed_config or {}
+    precision = _precision(args, model)
+    deepspeed_source = find_source(source)
+    if deepspeed_source is not None:
+        settings = _from_deepspeed(deepspeed_source, source, args, precision, num_training_steps)
+    elif deepspeed_config and infinity_config is None:
         raise ConfigError(
-            f"TrainingArguments(deepspeed={str(theirs)[:60]!r}) is no DeepSpeed configuration",
+            f"TrainingArguments(deepspeed={str(deepspeed_config)[:60]!r}) is no DeepSpeed "
+            "configuration",
             because="none of its keys is DeepSpeed's alone, or it cannot be read",
             remedy="InfinityTrainer(infinity_config=...) takes a configuration of infinity",
         )
     else:
-        settings = _ours(source, args, wanted)
+        settings = _from_infinity(source, args, precision)
     for flag in ("bf16", "fp16"):
         if getattr(args, f"{flag}_full_eval") and settings.config.precision != flag:
             raise ConfigError(
@@ -150,10 +151,10 @@ def refuse_arguments(args: Any) -> None:
         "sync_ref_model": getattr(args, "sync_ref_model", False)
         and "the weights of a reference rest with an engine, which does not change them",
     }
-    found = [f"\n  - {name}: {reason}" for name, reason in reasons.items() if reason]
-    if found:
+    problems = [f"\n  - {name}: {reason}" for name, reason in reasons.items() if reason]
+    if problems:
         raise ConfigError(
-            f"InfinityTrainer cannot do what TrainingArguments ask for:{''.join(found)}",
+            f"InfinityTrainer cannot do what TrainingArguments ask for:{''.join(problems)}",
             remedy="leave them out",
         )
 
@@ -177,13 +178,15 @@ class _NamedArgument:
 
     argument: str
     value: Any
-    ours: str
-    theirs: str
+    key: str
+    deepspeed_key: str
 
 
 def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
     """Return the values that a configuration may omit and must equal otherwise."""
-    steps, adam, params = "gradient_accumulation_steps", "adam_beta1, adam_beta2", _PARAMS
+    steps = "gradient_accumulation_steps"
+    adam = "adam_beta1, adam_beta2"
+    params = _PARAMS
     decay = args.weight_decay
     micro = args.per_device_train_batch_size
     ranks = args.world_size
@@ -212,36 +215,42 @@ def _named_arguments(args: Any, precision: str) -> list[_NamedArgument]:
 # --- configuration of infinity -------------------------------------------------------------------
 
 
-def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
+def _from_infinity(source: Any, args: Any, precision: str) -> TrainerSettings:
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
-    autos = ("gradient_accumulation_steps", "gradient_clipping", "precision")  # from args
-    raw = {k: v for k, v in read_source(source)[1].items() if k not in autos or v != "auto"}
+    auto_keys = ("gradient_accumulation_steps", "gradient_clipping", "precision")  # from args
+    raw = {k: v for k, v in read_source(source)[1].items() if k not in auto_keys or v != "auto"}
     if isinstance(raw.get("optimizer"), Mapping):
         raw["optimizer"] = {k: v for k, v in raw["optimizer"].items() if v != "auto"}
-    given = load_config(raw)
-    kind, of_adam = given.optimizer.type, ("optimizer.betas", "optimizer.eps")
-    from_args = {one.ours: one for one in _named_arguments(args, precision) if one.ours}
-    by_name = {
-        name: one
-        for name, one in from_args.items()
-        if RULES[kind].decoupled is not None or name not in of_adam
+    config = load_config(raw)
+    rule = config.optimizer.type
+    adam_keys = ("optimizer.betas", "optimizer.eps")
+    from_args = {
+        argument.key: argument for argument in _named_arguments(args, precision) if argument.key
     }
-    written = {n: e["value"] for n, e in given.resolved().items() if e["origin"] == "given"}
-    _check_same(written, by_name, "leave it out")
-    merged = {"precision": precision, **given.model_dump(exclude_unset=True, exclude={"scheduler"})}
-    merged["optimizer"] = {**merged.get("optimizer", {}), "type": kind}
-    for name, one in by_name.items():
+    by_name = {
+        name: argument
+        for name, argument in from_args.items()
+        if RULES[rule].decoupled is not None or name not in adam_keys
+    }
+    given_values = {n: e["value"] for n, e in config.resolved().items() if e["origin"] == "given"}
+    _check_same(given_values, by_name, "leave it out")
+    merged = {
+        "precision": precision,
+        **config.model_dump(exclude_unset=True, exclude={"scheduler"}),
+    }
+    merged["optimizer"] = {**merged.get("optimizer", {}), "type": rule}
+    for name, argument in by_name.items():
         section, _, key = name.rpartition(".")
-        (merged["optimizer"] if section else merged)[key] = one.value
-    for key, entries in RULES[kind].deepspeed_keys.items():  # rules that are AdamW in part
+        (merged["optimizer"] if section else merged)[key] = argument.value
+    for key, entries in RULES[rule].deepspeed_keys.items():  # rules that are AdamW in part
         for entry in entries if f"optimizer.{key}" in from_args else ():
             merged["optimizer"].setdefault(entry, from_args[f"optimizer.{key}"].value)
     return TrainerSettings(
         load_config(merged),
-        given.scheduler,
-        names_optimizer="optimizer.type" in written,
-        names_micro_batches="gradient_accumulation_steps" in written,
+        config.scheduler,
+        names_optimizer="optimizer.type" in given_values,
+        names_micro_batches="gradient_accumulation_steps" in given_values,
         translation=None,
     )
 
@@ -249,13 +258,13 @@ def _ours(source: Any, args: Any, precision: str) -> TrainerSettings:
 # --- configuration of DeepSpeed ------------------------------------------------------------------
 
 
-def _translated(
-    found: Source, source: Any, args: Any, precision: str, num_training_steps: int
+def _from_deepspeed(
+    deepspeed_source: Source, source: Any, args: Any, precision: str, num_training_steps: int
 ) -> TrainerSettings:
-    raw: dict[str, Any] = dict(found.raw)
-    named = raw.get("optimizer") is not None
-    by_name = {one.theirs: one for one in _named_arguments(args, precision)}
-    fill = {name: one.value for name, one in by_name.items()} | {
+    raw: dict[str, Any] = dict(deepspeed_source.raw)
+    names_optimizer = raw.get("optimizer") is not None
+    by_name = {argument.deepspeed_key: argument for argument in _named_arguments(args, precision)}
+    fill = {name: argument.value for name, argument in by_name.items()} | {
         f"{_PARAMS}.betas": list(by_name[f"{_PARAMS}.betas"].value),
         "bf16.enabled": precision == "bf16",
         "fp16.enabled": precision == "fp16",
@@ -263,29 +272,35 @@ def _translated(
         "scheduler.params.warmup_num_steps": max(1, args.get_warmup_steps(num_training_steps)),
         "scheduler.params.total_num_steps": num_training_steps,
     }
-    if not any(name in raw for name in _BATCH):
-        raw[_BATCH[1]] = "auto"
+    if not any(name in raw for name in _BATCH_KEYS):
+        raw[_BATCH_KEYS[1]] = "auto"
     raw.setdefault("gradient_accumulation_steps", "auto")
     raw.setdefault("gradient_clipping", "auto")
-    if not any(name in raw for name in _PRECISIONS):
+    if not any(name in raw for name in _PRECISION_KEYS):
         raw["bf16" if precision == "bf16" else "fp16"] = {"enabled": "auto"}
     translation = translate_deepspeed(
-        source if found.repeated else raw,
+        source if deepspeed_source.repeated else raw,
         fill=fill,
-        client_optimizer=not named,
+        client_optimizer=not names_optimizer,
         ranks=args.world_size,
     )
     config = translation.config
-    written = {row.key: row.given for row in translation.rows} | {"precision": config.precision}
-    _check_same(written, by_name, 'write "auto" there')
+    given_values = {row.key: row.given for row in translation.rows} | {
+        "precision": config.precision
+    }
+    _check_same(given_values, by_name, 'write "auto" there')
     merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
-    if not named:
-        kept = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
-        values = {one.ours: one.value for one in by_name.values()}
-        rule = {key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")}
-        merged["optimizer"] = {**kept, "type": "AdamW", **rule}
+    if not names_optimizer:
+        moments = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
+        values = {argument.key: argument.value for argument in by_name.values()}
+        hyper_parameters = {
+            key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")
+        }
+        merged["optimizer"] = {**moments, "type": "AdamW", **hyper_parameters}
     micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
-    return TrainerSettings(load_config(merged), config.scheduler, named, micro_batches, translation)
+    return TrainerSettings(
+        load_config(merged), config.scheduler, names_optimizer, micro_batches, translation
+    )
 
 
 # --- comparison ----------------------------------------------------------------------------------

@@ -20,18 +20,18 @@ class StepLog:
 
     def __init__(self) -> None:
         self._last: StepReport | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._steps = self._tokens = self._peak = 0
-        self._total_s = self._waits_s = 0.0
-        self._moved = dict.fromkeys(_MOVED, 0)
+        self._total_s = self._stall_s = 0.0
+        self._moved_bytes = dict.fromkeys(_MOVED, 0)
 
     def batch(self, inputs: Any, name: str) -> None:
         """Count the tokens of a batch: elements of the input `name`, if it is an integer tensor."""
-        found = inputs.get(name) if isinstance(inputs, Mapping) else None
-        if isinstance(found, torch.Tensor) and not found.is_floating_point():
-            self._tokens += found.numel()
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
+        if isinstance(tokens, torch.Tensor) and not tokens.is_floating_point():
+            self._tokens += tokens.numel()
 
     def see(self, report: StepReport | None) -> None:
         """Add the last report of the engine, unless it was added already."""
@@ -39,10 +39,10 @@ class StepLog:
             self._last = report
             self._steps += 1
             self._total_s += report.wall_s
-            self._waits_s += math.fsum(report.stall_s.values())
+            self._stall_s += math.fsum(report.stall_s.values())
             self._peak = max(self._peak, report.memory.get("peak", 0))
             for direction in _MOVED:
-                self._moved[direction] += report.moved.get(direction, 0)
+                self._moved_bytes[direction] += report.moved.get(direction, 0)
 
     def take(self, ranks: int) -> dict[str, float]:
         """Return the metrics of the steps since the last call and reset; empty without steps.
@@ -51,15 +51,15 @@ class StepLog:
         GiB per step of this rank; directions without transfers are omitted. `memory_peak_gib` is
         the largest peak of the compute device. `tokens_per_s` is the local rate times `ranks`.
         """
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if count := self._steps:
-            found = {"step_s": self._total_s / count, "stall_s": self._waits_s / count}
+            metrics = {"step_s": self._total_s / count, "stall_s": self._stall_s / count}
             if self._tokens and self._total_s:
-                found["tokens_per_s"] = self._tokens * ranks / self._total_s
+                metrics["tokens_per_s"] = self._tokens * ranks / self._total_s
             for direction, name in _MOVED.items():
-                if moved := self._moved[direction]:
-                    found[name] = moved / count / _GIB
+                if moved := self._moved_bytes[direction]:
+                    metrics[name] = moved / count / _GIB
             if self._peak:
-                found["memory_peak_gib"] = self._peak / _GIB
-        self._begin()
-        return found
+                metrics["memory_peak_gib"] = self._peak / _GIB
+        self._reset()
+        return metrics

@@ -126,7 +126,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     optimizer_cls_and_kwargs: Any
 
     def __init__(self, *given: Any, infinity_config: Any = None, **named: Any) -> None:
-        if any(isinstance(one, Engine) for one in (*given, *named.values())):
+        if any(isinstance(argument, Engine) for argument in (*given, *named.values())):
             raise ConfigError(
                 "InfinityTrainer(model=...) got an engine; it makes its own",
                 remedy="give the module: from_pretrained of transformers, one built under "
@@ -135,10 +135,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.engine: Engine | None = None
         self._infinity_config = infinity_config
         self._settings: TrainerSettings | None = None
-        self._loop = LoopState()
-        self._batches: StepBatches | None = None
+        self._loop_state = LoopState()
+        self._step_batches: StepBatches | None = None
         self._step_log = StepLog()
-        self._goes_on_from: str | None = None
+        self._resume_folder: str | None = None
         self._closed = False
         super().__init__(*given, **named)
         if self.model_init is None:
@@ -146,7 +146,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     # --- the engine ------------------------------------------------------------------------------
 
-    def _open(self) -> Engine:
+    def _ensure_engine(self) -> Engine:
         """Return the engine of the model; create it if needed."""
         engine = self.engine
         if engine is not None and engine.module is self.model:
@@ -158,19 +158,20 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if engine is not None:  # model_init returned another model
             engine.close()
             self.engine = None
-        given = self.optimizer
-        choice, settings = self._choose(given), self._settings_now()
+        user_optimizer = self.optimizer
+        choice = self._choose_optimizer(user_optimizer)
+        settings = self._current_settings()
         ranks = find_ranks()
-        config = self._with_schedule(choose_logits(self.model, choice.config), ranks)
+        config = self._choose_schedule(choose_logits(self.model, choice.config), ranks)
         config = config.model_copy(update={"cast_inputs": True})  # images and audio are fp32
         deepspeed_settings = DeepSpeedSettings(
             config,
-            -(-self._samples // config.gradient_accumulation_steps),
+            -(-self._samples_per_step // config.gradient_accumulation_steps),
             drop_last=self.args.dataloader_drop_last,
             translation=settings.translation,
             given=self._infinity_config or self.args.deepspeed,
         )
-        generators = capture_rng()
+        rng_state = capture_rng()
         engine, optimizer, *_ = initialize(
             self.model,
             deepspeed_settings,
@@ -179,66 +180,72 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             device=self.args.device,
             ranks=ranks,
         )
-        restore_rng(generators)  # random draws of the Trainer do not depend on the engine
+        restore_rng(rng_state)  # random draws of the Trainer do not depend on the engine
         self.engine, self._closed = engine, False
-        self._loop.scheduler = None
-        engine.register_state("trainer", self._loop)
+        self._loop_state.scheduler = None
+        engine.register_state("trainer", self._loop_state)
         self.accelerator.max_norm = self.args.max_grad_norm
         self.accelerator.attach(engine)
-        if given is not None and self.lr_scheduler is not None:
-            adopt_scheduler(self.lr_scheduler, given)
+        if user_optimizer is not None and self.lr_scheduler is not None:
+            adopt_scheduler(self.lr_scheduler, user_optimizer)
         self.optimizer = optimizer
         self.model_wrapped = OffloadedModel(engine, self.accelerator)
         return engine
 
     def _offload_beside(self, model: nn.Module) -> Engine:
         trained = None if self.engine is not None else self.model
-        return offload_beside(model, trained, self._settings_now().config, self.args.device)
+        return offload_beside(model, trained, self._current_settings().config, self.args.device)
 
     @property
-    def _samples(self) -> int:
+    def _samples_per_step(self) -> int:
         """Number of samples of an optimizer step on each rank."""
         args = self.args
         return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
-    def _with_schedule(self, config: Config, ranks: DistContext) -> Config:
-        """Return `config` with a batch schedule and set `_batches`, if the plan may choose one."""
-        self._batches = None
-        theirs = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
-        ours = [(name, InfinityTrainer) for name in ("training_step", "get_batch_samples")]
-        if config.activations.tokens is None or not sums_over_samples(self, [*ours, *theirs]):
+    def _choose_schedule(self, config: Config, ranks: DistContext) -> Config:
+        """Return `config` with a batch schedule and set `_step_batches` if the plan may choose."""
+        self._step_batches = None
+        base_methods = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
+        engine_methods = [
+            (name, InfinityTrainer) for name in ("training_step", "get_batch_samples")
+        ]
+        if config.activations.tokens is None or not sums_over_samples(
+            self, [*engine_methods, *base_methods]
+        ):
             return config
         decided: Decided = (None, None)
-        if self._goes_on_from is not None:
-            decided = decided_by(self._goes_on_from, TAG)
-        if self._settings_now().names_micro_batches:
+        if self._resume_folder is not None:
+            decided = decided_by(self._resume_folder, TAG)
+        if self._current_settings().names_micro_batches:
             decided = (config.gradient_accumulation_steps, decided[1])
-        config = with_schedule(self.model, config, self.args.device, self._samples, decided, ranks)
-        self._batches = StepBatches(config, self._samples, pad_token_of(self), ranks)
+        config = with_schedule(
+            self.model, config, self.args.device, self._samples_per_step, decided, ranks
+        )
+        self._step_batches = StepBatches(config, self._samples_per_step, pad_token_of(self), ranks)
         return config
 
-    def _choose(self, given: torch.optim.Optimizer | None) -> OptimizerChoice:
-        settings = self._settings_now()
+    def _choose_optimizer(self, user_optimizer: torch.optim.Optimizer | None) -> OptimizerChoice:
+        settings = self._current_settings()
         config = settings.config
         if not any(p.requires_grad for p in self.model.parameters()):
             return OptimizerChoice(without_optimizer(config), None)  # evaluation or prediction only
-        if given is not None:
-            return choose_instance(config, given, named=settings.names_optimizer)
+        if user_optimizer is not None:
+            return choose_instance(config, user_optimizer, named=settings.names_optimizer)
         if settings.names_optimizer and settings.translation is not None:
-            trained = [p for p in self.model.parameters() if p.requires_grad]
+            parameters = [p for p in self.model.parameters() if p.requires_grad]
             # One group in which all weights decay, as transformers passes to DeepSpeed optimizers.
             decay = config.optimizer.parameters()["weight_decay"]
-            return OptimizerChoice(config, [{"params": trained, "weight_decay": decay}])
+            return OptimizerChoice(config, [{"params": parameters, "weight_decay": decay}])
         if self.optimizer_cls_and_kwargs is not None:
-            kind, options = self.optimizer_cls_and_kwargs
+            optimizer_class, options = self.optimizer_cls_and_kwargs
         else:
-            kind, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        groups = self._groups()
+            optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+        groups = self._parameter_groups()
         if settings.names_optimizer:
             return OptimizerChoice(config, groups)
-        return choose_class(config, kind, options, groups)
+        return choose_class(config, optimizer_class, options, groups)
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def _parameter_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of `Trainer`, with and without weight decay."""
         before = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = (GroupsOnly, {})
@@ -248,7 +255,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.optimizer, self.optimizer_cls_and_kwargs = None, before
         return groups
 
-    def _settings_now(self, num_training_steps: int = 1) -> TrainerSettings:
+    def _current_settings(self, num_training_steps: int = 1) -> TrainerSettings:
         if self._settings is None or num_training_steps > 1:
             self._settings = find_settings(
                 self.args, self._infinity_config, self.model, num_training_steps
@@ -287,9 +294,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     # Disable mixed precision, DeepSpeed and compilation of accelerate.
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
-        built: dict[str, Any] = super()._build_accelerator_args(**kwargs)
-        built.pop("dynamo_plugin", None)
-        return {**built, "mixed_precision": "no", "deepspeed_plugin": None}
+        arguments: dict[str, Any] = super()._build_accelerator_args(**kwargs)
+        arguments.pop("dynamo_plugin", None)
+        return {**arguments, "mixed_precision": "no", "deepspeed_plugin": None}
 
     # The engine places the model.
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -299,12 +306,12 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self.engine is None:
             self.create_optimizer()
-        self._open()
+        self._ensure_engine()
         return self.model_wrapped
 
     def get_train_dataloader(self) -> Any:
         """Return Trainer's loader, with random draws that are reproduced after a resume."""
-        return note_draws(super().get_train_dataloader(), self._loop)
+        return note_draws(super().get_train_dataloader(), self._loop_state)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the engine if needed.
@@ -315,7 +322,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         Returns:
             The optimizer of the engine.
         """
-        self._open()
+        self._ensure_engine()
         return self.optimizer
 
     def create_scheduler(
@@ -330,7 +337,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         Returns:
             The schedule.
         """
-        section = self._settings_now(num_training_steps).scheduler
+        section = self._current_settings(num_training_steps).scheduler
         if self.lr_scheduler is None and section is not None:
             chosen = optimizer or self.optimizer
             self.lr_scheduler = make_schedule(section.type, section.params, chosen)
@@ -350,8 +357,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             The batches, and the number of items in them or None.
         """
         batches, num_items = super().get_batch_samples(*args, **kwargs)
-        if self._batches is not None:
-            self._batches.hold(batches, num_items)
+        if self._step_batches is not None:
+            self._step_batches.hold(batches, num_items)
         return batches, num_items
 
     def training_step(
@@ -370,19 +377,19 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             The loss. With a batch schedule, the last call of a step returns the loss of the step,
             the others return 0.
         """
-        self._see_step()
+        self._record_step()
         self._step_log.batch(inputs, getattr(self.model, "main_input_name", "input_ids"))
-        held = self._batches
-        if held is None or not held.take(inputs):
+        step_batches = self._step_batches
+        if step_batches is None or not step_batches.take(inputs):
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         total = torch.zeros((), device=self.args.device)
-        for batch, is_last in held.cut_anew() if held.complete else ():
+        for batch, is_last in step_batches.cut_anew() if step_batches.complete else ():
             self.accelerator.more_follow = not is_last
             total += super().training_step(model, batch, num_items_in_batch)
         return total
 
-    def _see_step(self) -> None:
+    def _record_step(self) -> None:
         if self.engine is not None:
             self._step_log.see(self.engine.last_report)
 
@@ -395,7 +402,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             named: Other arguments of `Trainer.log`.
         """
         if "loss" in logs:
-            self._see_step()
+            self._record_step()
             logs = logs | self._step_log.take(self.args.world_size)
         super().log(logs, *more, **named)
 
@@ -413,7 +420,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             The return value of the method of TRL's trainer.
         """
         if model is self.model:
-            self._open()
+            self._ensure_engine()
         return super().compute_ref_log_probs(model, *args, **kwargs)
 
     # Set up engine, optimizer, schedule and checkpoint without accelerator.prepare.
@@ -422,18 +429,18 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     ) -> tuple[nn.Module, Any]:
         if self._created_lr_scheduler:
             self.lr_scheduler, self._created_lr_scheduler = None, False
-        self._settings_now(max_steps)
+        self._current_settings(max_steps)
         resumes = resume_from_checkpoint is not None and has_engine(resume_from_checkpoint)
-        self._goes_on_from = resume_from_checkpoint if resumes else None
+        self._resume_folder = resume_from_checkpoint if resumes else None
         self.create_optimizer()  # a subclass may set self.optimizer only, or return it
-        engine = self._open()
+        engine = self._ensure_engine()
         self.optimizer = engine.optimizer
         self.create_scheduler(num_training_steps=max_steps)
-        self._loop.scheduler = self.lr_scheduler
-        if self._goes_on_from is not None:
-            engine.load_checkpoint(self._goes_on_from, TAG)
-            if self._batches is not None:
-                self._batches.compare(decided_by(self._goes_on_from, TAG))
+        self._loop_state.scheduler = self.lr_scheduler
+        if self._resume_folder is not None:
+            engine.load_checkpoint(self._resume_folder, TAG)
+            if self._step_batches is not None:
+                self._step_batches.compare(decided_by(self._resume_folder, TAG))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -474,16 +481,16 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             InfinityWarning,
             stacklevel=3,
         )
-        self._take_weights(resume_from_checkpoint)
+        self._load_weights(resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         best = self.state.best_model_checkpoint
         if has_engine(best):  # has fp32 masters, also if the saved weights have 16 bits
-            self._open().load_checkpoint(best, TAG, load_module_only=True)
+            self._ensure_engine().load_checkpoint(best, TAG, load_module_only=True)
         else:
-            self._take_weights(best)
+            self._load_weights(best)
 
-    def _take_weights(self, folder: str) -> None:
+    def _load_weights(self, folder: str) -> None:
         """Load weights written by `save_pretrained` into the engine, or the model without one."""
         engine = self.engine
         if hasattr(self.model, "peft_config"):
@@ -494,19 +501,19 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
                 peft.set_peft_model_state_dict(self.model, adapters, self.model.active_adapter)
         elif engine is not None and isinstance(self.model, transformers().PreTrainedModel):
             # With the conversion of names by transformers.
-            found = load_model(folder, model_class=type(self.model))
-            engine.load_state_dict(found.state_dict())
+            loaded = load_model(folder, model_class=type(self.model))
+            engine.load_state_dict(loaded.state_dict())
         else:
             load_weights(self.model if engine is None else engine, folder)
 
     # Write weights tensor by tensor from their tiers; all ranks take part.
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        absent = any(p.is_meta or isinstance(p, LazyTensor) for p in self.model.parameters())
-        if state_dict is not None or (self.engine is None and not absent):
+        is_offloaded = any(p.is_meta or isinstance(p, LazyTensor) for p in self.model.parameters())
+        if state_dict is not None or (self.engine is None and not is_offloaded):
             super()._save(output_dir, state_dict)
             return
         target = output_dir if output_dir is not None else self.args.output_dir
-        engine = self._open()
+        engine = self._ensure_engine()
         if isinstance(self.model, transformers().PreTrainedModel) or hasattr(
             self.model, "peft_config"
         ):
@@ -522,7 +529,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     # The checkpoint of the engine replaces optimizer.pt, scheduler.pt and rng_state.pth.
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        engine = self._open()
+        engine = self._ensure_engine()
         with engine.ranks.collective_section("saves a checkpoint"):
             if not engine.ranks.rank:  # left by a run that was resumed from an earlier step
                 shutil.rmtree(Path(output_dir) / TAG, ignore_errors=True)
@@ -533,6 +540,6 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         if checkpoint is not None and has_engine(checkpoint):
-            self._loop.finish()
+            self._loop_state.finish()
         else:
             super()._load_rng_state(checkpoint)

@@ -31,12 +31,12 @@ def newest_complete(directory: str) -> str | None:
     A crash during saving leaves a folder without its last file; such folders are skipped. Warns if
     newer folders contain weights only. Raises `ConfigError` if no folder is complete.
     """
-    numbers = {
+    by_number = {
         int(match[1]): path
         for path in Path(directory).glob("checkpoint-*")
         if path.is_dir() and (match := _FOLDER.fullmatch(path.name))
     }
-    folders = [numbers[number] for number in sorted(numbers, reverse=True)]
+    folders = [by_number[number] for number in sorted(by_number, reverse=True)]
     weights_only = [p for p in folders if (p / STATE).is_file() and not (p / TAG).exists()]
     complete = next((p for p in folders if has_engine(p) and (p / STATE).is_file()), None)
     if complete is not None:

@@ -140,7 +140,7 @@ def test_as_many_micro_batches_as_batches_have_the_bits_of_batches(tmp_path: Pat
     ours, rows = run(InfinityTrainer, tmp_path / "b", named, options=options)
     with plain, ours:
         assert rows == [SAMPLES] * 19
-        assert ours._batches is not None
+        assert ours._step_batches is not None
         assert history(ours) == history(plain)
         assert_same_bits(masters(ours), masters(plain))
 
@@ -242,14 +242,14 @@ def test_a_resumed_run_keeps_its_schedule_and_its_bits(
     config = told(FP32, **first) if "slices" in first else told({**FP32, **first})
     through, _ = run(InfinityTrainer, tmp_path, config, llama, **every)
     with through:
-        schedule = through._batches.schedule
+        schedule = through._step_batches.schedule
         expected, logged = masters(through), history(through)
     for number in range(step + 1, 8):
         shutil.rmtree(tmp_path / f"checkpoint-{number}")
     options = {"infinity_config": told()}  # which leaves it all to the plan
     with trainer_for(InfinityTrainer, tmp_path, llama(), options, **every) as resumed:
         resumed.train(resume_from_checkpoint=True)
-        assert resumed._batches.schedule == schedule
+        assert resumed._step_batches.schedule == schedule
         assert history(resumed)[:-1] == logged[:-1]
         assert_same_bits(masters(resumed), expected)
 

@@ -22,7 +22,7 @@ with infinity.Init():
 RANDOM_ON_META = """
 import torch
 from infinity.huggingface import meta
-with torch.device("meta"), meta._Unset():
+with torch.device("meta"), meta._SkipInit():
     torch.nn.init.normal_(torch.nn.Linear(8, 8).weight)
 """
 ENGINE = """

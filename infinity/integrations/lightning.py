@@ -65,12 +65,12 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
         self.engine: Engine | None = None
         self.clipping = 0.0  # gradient_clipping of the configuration
 
-    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **how: Any) -> None:
+    def backward(self, tensor: Tensor, model: Any, optimizer: Any, *_: Any, **kwargs: Any) -> None:
         """Run the backward pass; Lightning has already divided the loss by the micro-batches."""
-        self.require().backward(tensor, scale_wrt_gas=False, **how)
+        self.require().backward(tensor, scale_wrt_gas=False, **kwargs)
 
     def optimizer_step(
-        self, optimizer: Any, model: Any, closure: Callable[[], Any], **how: Any
+        self, optimizer: Any, model: Any, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Run the closure (forward and backward), then the step of the engine."""
         result = closure()
@@ -81,7 +81,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
                 remedy="leave such batches out where they are made",
             )
         self._after_closure(model, optimizer)
-        self.require().step(**how)
+        self.require().step(**kwargs)
         return result
 
     def clip_gradients(
@@ -134,9 +134,9 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     def __init__(self, config: Any = None, device: torch.device | str | None = None) -> None:
         super().__init__("cpu")
-        self._given = {} if config is None else config
+        self._engine_config = {} if config is None else config
         self._device = None if device is None else torch.device(device)
-        self._thaw: Callable[[], None] | None = None
+        self._unfreeze: Callable[[], None] | None = None
         self.engine: Engine | None = None
         self._precision = EnginePrecision()
 
@@ -148,9 +148,9 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """
         if self.engine is not None:
             self.engine.close(restore=restore)
-        if self._thaw is not None:
-            self._thaw()
-        self.engine = self._precision.engine = self._thaw = None
+        if self._unfreeze is not None:
+            self._unfreeze()
+        self.engine = self._precision.engine = self._unfreeze = None
 
     # --- the engine ------------------------------------------------------------------------------
 
@@ -199,42 +199,43 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
                 weights, or the configuration and the Trainer contradict each other.
         """
         self.accelerator.setup(trainer)
-        fits = trainer.state.fn == "fit"
-        for callback in trainer.callbacks if fits else ():
-            if not _AVERAGING.isdisjoint(kind.__name__ for kind in type(callback).__mro__):
+        is_fit = trainer.state.fn == "fit"
+        for callback in trainer.callbacks if is_fit else ():
+            if not _AVERAGING.isdisjoint(cls.__name__ for cls in type(callback).__mro__):
                 raise ConfigError(
                     f"the callback {type(callback).__name__} is not supported",
                     because="it writes averages into weights that are on another tier",
                     remedy="leave it out, and average strategy.engine.state_dict(master=True) in "
                     "on_train_batch_end",
                 )
-        if self.engine is not None and (fits or self.engine.module is not self.lightning_module):
+        if self.engine is not None and (is_fit or self.engine.module is not self.lightning_module):
             self.close(restore=True)
         if self.engine is None:
-            self._open(trainer, fits)
+            self._create_engine(trainer, is_fit)
         self.model = self.engine
 
-    def _open(self, trainer: Any, fits: bool) -> None:
+    def _create_engine(self, trainer: Any, is_fit: bool) -> None:
         module = self.lightning_module
-        for part in module.modules():  # metrics have states that only `to` moves
-            if part is not module and not any(True for _ in part.parameters()):
-                part.to(self.root_device)
-        self.optimizers, self.lr_scheduler_configs = _optimizers_of(module) if fits else ([], [])
+        for submodule in module.modules():  # metrics have states that only `to` moves
+            if submodule is not module and not any(True for _ in submodule.parameters()):
+                submodule.to(self.root_device)
+        self.optimizers, self.lr_scheduler_configs = _optimizers_of(module) if is_fit else ([], [])
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"configure_optimizers() gave {len(self.optimizers)} optimizers",
                 remedy="one; parameters that learn otherwise can be groups of it",
             )
-        given: Any = self.optimizers[0] if fits else None
-        settings = read_settings(self._given, batch_size=1, optimizer=given)
-        config, groups, optimizer = self._agreed(settings.config, trainer), None, None
-        if given is None:
-            self._thaw = freeze(module.parameters())
+        user_optimizer: Any = self.optimizers[0] if is_fit else None
+        settings = read_settings(self._engine_config, batch_size=1, optimizer=user_optimizer)
+        config = self._merge_settings(settings.config, trainer)
+        groups = optimizer = None
+        if user_optimizer is None:
+            self._unfreeze = freeze(module.parameters())
         else:
             named = "type" in config.optimizer.model_fields_set
-            choice = choose_instance(config, given, named=named)
+            choice = choose_instance(config, user_optimizer, named=named)
             config, groups, optimizer = choice.config, choice.groups, choice.optimizer
-        self.engine, ours, *_ = initialize(
+        self.engine, engine_optimizer, *_ = initialize(
             module,
             replace(settings, config=config),
             model_parameters=groups,
@@ -244,15 +245,15 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         self._precision.engine = self.engine
         self._precision.clipping = self.engine.gradient_clipping
         for schedule in self.lr_scheduler_configs:
-            adopt_scheduler(schedule.scheduler, given)
-        self.optimizers = [ours] if fits else []
+            adopt_scheduler(schedule.scheduler, user_optimizer)
+        self.optimizers = [engine_optimizer] if is_fit else []
         module.to(self.root_device)  # parameters do not move; sets `module.device`
 
-    def _agreed(self, config: Config, trainer: Any) -> Config:
+    def _merge_settings(self, config: Config, trainer: Any) -> Config:
         """Merge the Trainer's settings into the configuration; conflicts raise `ConfigError`."""
-        kind = self._precision.precision.partition("-")[0]
+        precision = self._precision.precision.partition("-")[0]
         arguments = {
-            "precision": (f"precision={kind!r}", _PRECISION.get(kind), "fp32"),
+            "precision": (f"precision={precision!r}", _PRECISION.get(precision), "fp32"),
             "gradient_accumulation_steps": (
                 "accumulate_grad_batches", trainer.accumulate_grad_batches, 1,
             ),
@@ -262,12 +263,13 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         for key, (argument, value, default) in arguments.items():
             if value is None:
                 raise ConfigError(f"Trainer({argument})", remedy='"bf16-true", "16-true" or 32')
-            ours = getattr(config, key)
+            configured = getattr(config, key)
             if key not in config.model_fields_set:
                 update[key] = value
-            elif value not in (default, ours):
+            elif value not in (default, configured):
                 raise ConfigError(
-                    f"{key} is {ours} in the configuration, {value} by the Trainer ({argument})",
+                    f"{key} is {configured} in the configuration, {value} by the Trainer "
+                    f"({argument})",
                     remedy="say it in one place",
                 )
         return config.model_copy(update=update)
@@ -286,8 +288,8 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """
         loop, module = self.lightning_module.trainer.fit_loop, self.lightning_module
         assert self.engine is not None
-        last = not module.automatic_optimization or not loop._should_accumulate()
-        self.engine.set_gradient_accumulation_boundary(last)
+        is_last = not module.automatic_optimization or not loop._should_accumulate()
+        self.engine.set_gradient_accumulation_boundary(is_last)
         return super().training_step(*args, **kwargs)
 
     def post_backward(self, closure_loss: Tensor) -> None:
@@ -369,23 +371,23 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """
         assert self.engine is not None
         folder = Path(checkpoint_path)
-        trains = self.lightning_module.trainer.state.fn == "fit"
+        is_fit = self.lightning_module.trainer.state.fn == "fit"
         if not folder.is_dir():
-            found = super().load_checkpoint(checkpoint_path, weights_only)
-            if trains and found.get("optimizer_states"):
+            checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+            if is_fit and checkpoint.get("optimizer_states"):
                 warnings.warn(
                     f"{folder} is of another strategy: its weights and loops are taken, the "
                     "optimizer starts anew",
                     InfinityWarning,
                     stacklevel=2,
                 )
-            return found
+            return checkpoint
         if not (folder / LOOP).is_file():
             raise CheckpointError(
                 f"{folder} has no {LOOP}", because="it is written last: its saving was cut short"
             )
         if (folder / TAG).is_dir():
-            self.engine.load_checkpoint(folder, TAG, load_module_only=not trains)
+            self.engine.load_checkpoint(folder, TAG, load_module_only=not is_fit)
         else:
             load_weights(self.engine, folder)
         return self.checkpoint_io.load_checkpoint(folder / LOOP, weights_only=weights_only)

@@ -51,8 +51,8 @@ def draw(losses: dict[str, list[float]], title: str, window: int) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _panel(place: tuple[int, int], curves: dict[str, list[tuple[float, float]]], label: str):  # type: ignore[no-untyped-def]
-    top, height = place
+def _panel(panel: tuple[int, int], curves: dict[str, list[tuple[float, float]]], label: str):  # type: ignore[no-untyped-def]
+    top, height = panel
     points = [point for curve in curves.values() for point in curve]
     if not points:
         return

@@ -61,8 +61,8 @@ def allocate(num_elements: int, dtype: torch.dtype) -> torch.Tensor:
 def fill(target: torch.Tensor, values: torch.Tensor) -> None:
     """Repeat `values` over `target`."""
     for start in range(0, target.numel(), values.numel()):
-        part = target[start : start + values.numel()]
-        part.copy_(values[: part.numel()])
+        piece = target[start : start + values.numel()]
+        piece.copy_(values[: piece.numel()])
 
 
 class Arrays:

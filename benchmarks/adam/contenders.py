@@ -43,17 +43,17 @@ class Contender:
 
 def plain_parameters(arrays: Arrays) -> list[torch.nn.Parameter]:
     """Return the fp32 arrays as parameters with gradients, one per piece."""
-    made = []
+    parameters = []
     for weight, gradient in zip(
         arrays.parts(arrays.weight), arrays.parts(arrays.gradient), strict=True
     ):
         parameter = torch.nn.Parameter(weight)
         parameter.grad = gradient
-        made.append(parameter)
-    return made
+        parameters.append(parameter)
+    return parameters
 
 
-def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Contender:
+def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **options: bool) -> Contender:
     """AdamW of torch; with `copies` also the bf16 copy of the weights for mixed precision."""
     parameters = plain_parameters(arrays)
     optimizer = torch.optim.AdamW(
@@ -62,7 +62,7 @@ def torch_adamw(arrays: Arrays, name: str, *, copies: bool, **how: bool) -> Cont
         betas=HYPER.betas,
         eps=HYPER.eps,
         weight_decay=HYPER.weight_decay,
-        **how,
+        **options,
     )
     moments = zip(arrays.parts(arrays.moments[0]), arrays.parts(arrays.moments[1]), strict=True)
     for parameter, (moment1, moment2) in zip(parameters, moments, strict=True):

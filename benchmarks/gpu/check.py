@@ -50,8 +50,8 @@ free, total = torch.cuda.mem_get_info(device)
 print(torch.cuda.get_device_name(device), f"{total / 2**30:.0f} GiB,", os.cpu_count(), "CPU cores")
 ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 disk = shutil.disk_usage(".").free
-told = dict(line.split(":") for line in open("/proc/meminfo"))
-free = int(told["MemAvailable"].split()[0]) * 1024
+meminfo = dict(line.split(":") for line in open("/proc/meminfo"))
+free = int(meminfo["MemAvailable"].split()[0]) * 1024
 ram, free, disk = (f"{nbytes / 2**30:.0f} GiB" for nbytes in (ram, free, disk))
 print(f"{ram} of RAM, {free} available, {disk} free on the disk")
 print("torch", torch.__version__, "CUDA", torch.version.cuda)
@@ -86,26 +86,26 @@ def why_no_gpu() -> str | None:
     return f"torch {torch.__version__} ({built}) sees no CUDA device"
 
 
-def install(site: Path, *what: str) -> list[str]:
+def install(site: Path, *packages: str) -> list[str]:
     """Return the command that installs wheels, or this repository, into a folder."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-index", "--no-deps"]
     pip += ["--no-compile", "--no-cache-dir", "--upgrade", "--target", str(site)]
-    return [*pip, *what]
+    return [*pip, *packages]
 
 
 def gpu_gib() -> float:
     """Return the GiB of the first GPU, without a context of this process, which takes memory."""
-    asked = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
+    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits", "--id=0"]
     with contextlib.suppress(OSError, ValueError, subprocess.SubprocessError):
-        return float(subprocess.check_output(asked, text=True, timeout=20)) / 1024  # MiB
+        return float(subprocess.check_output(query, text=True, timeout=20)) / 1024  # MiB
     import torch
 
     return float(torch.cuda.get_device_properties(0).total_memory / 2**30)
 
 
-def ram_gib(told: float | None) -> float:
+def ram_gib(option_gib: float | None) -> float:
     """Return the GiB of RAM: the value of the option if set (RAM may grow), else the system's."""
-    return told or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    return option_gib or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
 
 
 def wait_for_ram(gib: float) -> None:
@@ -117,11 +117,11 @@ def wait_for_ram(gib: float) -> None:
 
 def wheels(site: Path) -> list[Check]:
     """Return the check that installs the carried wheels, without CUDA packages that exist."""
-    theirs = carried.OF_CUDA if carried.has_cuda_core() else ()
-    found = sorted(
-        str(path) for path in carried.WHEELS.glob("*.whl") if carried.name_of(path) not in theirs
+    installed = carried.OF_CUDA if carried.has_cuda_core() else ()
+    paths = sorted(
+        str(path) for path in carried.WHEELS.glob("*.whl") if carried.name_of(path) not in installed
     )
-    return [Check("wheels", 30, install(site, *found))] if found else []
+    return [Check("wheels", 30, install(site, *paths))] if paths else []
 
 
 def build(site: Path) -> Check:
@@ -130,11 +130,11 @@ def build(site: Path) -> Check:
 
 def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
     """Install infinity into a folder: the carried wheel, or a build if it is missing or fails."""
-    ours, results = carried.prebuilt(), list[Result]()
-    if ours is not None:
-        carry = Check("prebuilt", 15, install(site, str(ours)))
-        loads = Check("loads", 30, [sys.executable, "-P", "-c", LOADS])
-        results = run_all([carry, loads], out, work, until)
+    wheel, results = carried.prebuilt(), list[Result]()
+    if wheel is not None:
+        install_wheel = Check("prebuilt", 15, install(site, str(wheel)))
+        load_check = Check("loads", 30, [sys.executable, "-P", "-c", LOADS])
+        results = run_all([install_wheel, load_check], out, work, until)
     if not results or any(result.code != 0 for result in results):
         results = run_all([build(site)], out, work, until)  # earlier results are in the log
     return results
@@ -143,19 +143,19 @@ def built(site: Path, out: Path, work: Path, until: float) -> list[Result]:
 def keep_traces(work: Path, out: Path) -> None:
     """Copy traces to `out`, compressed."""
     for path in sorted(work.glob("*/trace-*.json")):
-        with gzip.open(out / f"{path.parent.name}.trace.json.gz", "wb") as kept:
-            kept.write(path.read_bytes())
+        with gzip.open(out / f"{path.parent.name}.trace.json.gz", "wb") as file:
+            file.write(path.read_bytes())
 
 
 def reports_in(work: Path, checks: Sequence[Check]) -> dict[str, dict[str, Any]]:
     """Return the JSON reports of checks by name; a check that was stopped has none."""
-    found = {}
+    reports = {}
     for check in checks:
         path = work / f"{check.name}.json"
         text = path.read_text(encoding="utf-8") if path.exists() else ""
         if text.strip():
-            found[check.name] = json.loads(text)
-    return found
+            reports[check.name] = json.loads(text)
+    return reports
 
 
 def keep_results(work: Path, checks: Sequence[Check], out: Path) -> dict[str, dict[str, Any]]:
@@ -172,22 +172,25 @@ def warnings_in(report: dict[str, Any]) -> list[str]:
     """
     contenders = report.get("contenders", {})
     facts = [report, *contenders.values()]
-    warned = list(dict.fromkeys(text for one in facts for text in one.get("warnings", [])))
-    for name, one in contenders.items():
-        if one.get("alloc_retries"):
-            warned.append(
+    messages = list(
+        dict.fromkeys(text for report_facts in facts for text in report_facts.get("warnings", []))
+    )
+    for name, report_facts in contenders.items():
+        if report_facts.get("alloc_retries"):
+            messages.append(
                 f"{name}: torch's allocator freed all that it kept, and asked the driver again, "
-                f"{one['alloc_retries']} times: the device's budget is too small for its blocks"
+                f"{report_facts['alloc_retries']} times: the device's budget is too small for its "
+                "blocks"
             )
-    return warned
+    return messages
 
 
 def show_table(paths: Sequence[str]) -> int:
     """Print the table of the merged results of several runs; return the exit code."""
-    found: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for path in paths:
-        found |= json.loads(Path(path).read_text(encoding="utf-8"))
-    print("\n".join(table(found)))
+        results |= json.loads(Path(path).read_text(encoding="utf-8"))
+    print("\n".join(table(results)))
     return 0
 
 
@@ -195,9 +198,9 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
     """Run a check for at most `limit_s` seconds; print its output and append it to the log."""
     began = time.monotonic()
     print(f"== {check.name}: {' '.join(check.command)}", flush=True)
-    with tempfile.TemporaryFile("w+", errors="replace") as told:
-        kept = (work / f"{check.name}.json").open("w") if check.json else told
-        process = subprocess.Popen(check.command, cwd=REPOSITORY, stdout=kept, stderr=told)
+    with tempfile.TemporaryFile("w+", errors="replace") as output_file:
+        stdout = (work / f"{check.name}.json").open("w") if check.json else output_file
+        process = subprocess.Popen(check.command, cwd=REPOSITORY, stdout=stdout, stderr=output_file)
         try:
             code = process.wait(limit_s)
         except subprocess.TimeoutExpired:
@@ -209,10 +212,10 @@ def run(check: Check, limit_s: float, out: Path, work: Path) -> Result:
                     process.wait(GRACE_S / 2)
                     break
             process.wait()
-        if kept is not told:
-            kept.close()
-        told.seek(0)
-        output = told.read()
+        if stdout is not output_file:
+            stdout.close()
+        output_file.seek(0)
+        output = output_file.read()
     if code == 0 and (warned := warnings_in(reports_in(work, [check]).get(check.name, {}))):
         code = WARNED
         output += "".join(f"the engine warned: {text}\n" for text in warned)
@@ -309,26 +312,26 @@ def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Pat
     Returns:
         The exit code: `MISSING` if a wheel is missing or a plan does not fit the machine.
     """
-    said, wrong = carried.state()
-    print("\n".join(said))
+    messages, problems = carried.state()
+    print("\n".join(messages))
     describe([*wheels(site), build(site), *checks])
     try:
         from gpu.plan import plan_lines
         from infinity.errors import DoesNotFitError
     except ImportError as error:
         print(f"plans are not shown, the package is not built here: {error}")
-        return MISSING if _told(wrong) else 0
+        return MISSING if _print_problems(problems) else 0
     for stage in stages:
         try:
             print("\n".join(plan_lines(checks_of([stage], out, out))) or f"{stage}: plans nothing")
         except DoesNotFitError as error:
-            wrong.append(f"{stage}: {error}")
-    return MISSING if _told(wrong) else 0
+            problems.append(f"{stage}: {error}")
+    return MISSING if _print_problems(problems) else 0
 
 
-def _told(wrong: Sequence[str]) -> bool:
-    print("".join(f"gpu_check: {line}\n" for line in wrong), end="", file=sys.stderr)
-    return bool(wrong)
+def _print_problems(problems: Sequence[str]) -> bool:
+    print("".join(f"gpu_check: {line}\n" for line in problems), end="", file=sys.stderr)
+    return bool(problems)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -417,15 +420,17 @@ def check_all(
             done.touch()
     facts = ""
     if done.exists():
-        looking = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
-        found = run(looking, FACTS_S, out, work)
-        if found.code and carried.has_cuda_core() and (theirs := carried.of_cuda()):
+        facts_check = Check("facts", FACTS_S, [sys.executable, "-P", "-c", FACTS])
+        facts_result = run(facts_check, FACTS_S, out, work)
+        if facts_result.code and carried.has_cuda_core() and (cuda_wheels := carried.of_cuda()):
             # The CUDA packages of the machine fail: install the carried ones.
-            results += run_all([Check("cuda", 15, install(site, *theirs))], out, work, until)
-            found = run(looking, FACTS_S, out, work)
-        facts = found.output
-        results.append(found)
-        for check in (one for one in checks if not one.plain):
+            results += run_all([Check("cuda", 15, install(site, *cuda_wheels))], out, work, until)
+            facts_result = run(facts_check, FACTS_S, out, work)
+        facts = facts_result.output
+        results.append(facts_result)
+        for check in checks:
+            if check.plain:
+                continue
             wait_for_ram(available - AWAY_GIB)
             results += run_all([check], out, work, until, device_gib)
             # Written after every check, in case the machine is lost.

@@ -42,7 +42,7 @@ class Benchmark:
 
 def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
     """Return the step benchmarks among `checks`."""
-    found = []
+    result = []
     for check in checks:
         if "tools/bench_step.py" in check.command:
             options = list(check.command)[check.command.index("tools/bench_step.py") + 1 :]
@@ -50,8 +50,8 @@ def benchmarks(checks: Sequence[Check]) -> list[Benchmark]:
             job = bench_step.job_of(arguments, Path("/disk"))
             job |= {"trace_steps": [1, 2], "traces": "/traces", "contender": "ours"}
             names = tuple(arguments.only or bench_step.OURS)
-            found.append(Benchmark(check.name, job, names))
-    return found
+            result.append(Benchmark(check.name, job, names))
+    return result
 
 
 def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> PlanMachine:
@@ -61,8 +61,8 @@ def machine_of(rates: Rates = EXPECTED, device_bytes: int = DEVICE_BYTES) -> Pla
 
 def without_offload(job: dict[str, Any]) -> PlanInput:
     """Return the case with recomputed blocks on a device of unlimited memory."""
-    told = {"device_budget": None, "host_budget": None, "state": "auto", "by_engine": False}
-    return case_of(job | told, "infinity_ram", machine_of(device_bytes=ENDLESS_BYTES))
+    changes = {"device_budget": None, "host_budget": None, "state": "auto", "by_engine": False}
+    return case_of(job | changes, "infinity_ram", machine_of(device_bytes=ENDLESS_BYTES))
 
 
 def plan_lines(checks: Sequence[Check]) -> list[str]:
@@ -76,22 +76,25 @@ def plan_lines(checks: Sequence[Check]) -> list[str]:
 
 
 @cache  # choosing a schedule takes seconds
-def _line(name: str, contender: str, told: str) -> str:
-    job = json.loads(told)
-    found = priced_of(job, contender, machine_of(), PROCESS_BYTES)
-    taken = budgeted_bytes(found.plan)
-    where = ", ".join(f"{tier} {format_size(taken[tier])}" for tier in taken if taken[tier])
-    words = [
-        f"{name}, {contender}: {found.cost.seconds:.3g} s a step, bound by {found.cost.binds}",
-        where,
-        schedule_line(found.case),
+def _line(name: str, contender: str, job_json: str) -> str:
+    job = json.loads(job_json)
+    estimate = priced_of(job, contender, machine_of(), PROCESS_BYTES)
+    tier_bytes = budgeted_bytes(estimate.plan)
+    memory = ", ".join(
+        f"{tier} {format_size(tier_bytes[tier])}" for tier in tier_bytes if tier_bytes[tier]
+    )
+    parts = [
+        f"{name}, {contender}: {estimate.cost.seconds:.3g} s a step, bound by "
+        f"{estimate.cost.binds}",
+        memory,
+        schedule_line(estimate.case),
     ]
     if contender == "infinity_plan":  # others: the plan does not know if the model slices logits
-        words[1] += f" ({format_size(device_bytes(found))} of the device with activations)"
-    wanted = share_for(found.case.tokens_per_step, on_gpu=True)
+        parts[1] += f" ({format_size(device_bytes(estimate))} of the device with activations)"
+    target_share = share_for(estimate.case.tokens_per_step, on_gpu=True)
     if speed := SPEED.get(job["model"]):
-        words.append(f"{found.tokens_per_s:,.0f} tokens/s, wanted {speed:,.0f}")
-    elif wanted is not None and contender != "infinity_disk":
-        share = price(without_offload(job)).cost.seconds / found.cost.seconds
-        words.append(f"{share:.2f} of a step without offload, wanted {wanted:.2f}")
-    return "; ".join(words)
+        parts.append(f"{estimate.tokens_per_s:,.0f} tokens/s, wanted {speed:,.0f}")
+    elif target_share is not None and contender != "infinity_disk":
+        share = price(without_offload(job)).cost.seconds / estimate.cost.seconds
+        parts.append(f"{share:.2f} of a step without offload, wanted {target_share:.2f}")
+    return "; ".join(parts)

@@ -58,10 +58,10 @@ def machine_facts() -> Iterator[str]:
     yield f"transparent huge pages: {pages}"
     for path in Path("/sys/devices/system/node").glob("node[0-9]*"):
         yield f"NUMA {path.name}"
-    yield from _said("df", "-h", ".")
-    yield from _said(sys.executable, "-m", "pip", "list", "--format=freeze")
-    yield from _said("nvidia-smi")
-    yield from _said("nvidia-smi", "topo", "-m")
+    yield from _output_of("df", "-h", ".")
+    yield from _output_of(sys.executable, "-m", "pip", "list", "--format=freeze")
+    yield from _output_of("nvidia-smi")
+    yield from _output_of("nvidia-smi", "topo", "-m")
 
 
 def _read(path: str) -> str:
@@ -70,7 +70,7 @@ def _read(path: str) -> str:
     return ""
 
 
-def _said(*command: str) -> list[str]:
+def _output_of(*command: str) -> list[str]:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=15, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -90,24 +90,24 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     from infinity.storage.host_arena import HostArena
     from infinity.types import MomentFormat
 
-    device, found = make(), {}
+    device, equal = make(), {}
     if (reason := device.why_no_kernels()) is not None:
         raise AssertionError(f"no kernels: {reason}")
     with CpuKernels() as cpu:
         for kind in (MomentFormat.FP32, MomentFormat.INT8):
             nbytes = pieces_bytes(1)
-            (ours,) = pieces_in(HostArena(nbytes), 1, kind)
-            (theirs,) = pieces_in(device.reserve(nbytes), 1, kind)
+            (cpu_piece,) = pieces_in(HostArena(nbytes), 1, kind)
+            (device_piece,) = pieces_in(device.reserve(nbytes), 1, kind)
             for _ in range(3):
-                cpu.update_all([ours])
-                device.update([theirs], device.compute_event()).wait()
-            sums = device.begin_square_sums([theirs.gradient]).result()
-            pairs = zip(_written(ours), _written(theirs), strict=True)
-            same = all(torch.equal(one, other.cpu()) for one, other in pairs)
-            found[kind.value] = same and sums == [cpu.square_sum(ours.gradient)]
-            say(f"kernels, {kind.value} moments: same bits as the CPU's: {found[kind.value]}")
-    assert all(found.values()), found
-    return found
+                cpu.update_all([cpu_piece])
+                device.update([device_piece], device.compute_event()).wait()
+            sums = device.begin_square_sums([device_piece.gradient]).result()
+            pairs = zip(_written(cpu_piece), _written(device_piece), strict=True)
+            is_equal = all(torch.equal(expected, actual.cpu()) for expected, actual in pairs)
+            equal[kind.value] = is_equal and sums == [cpu.square_sum(cpu_piece.gradient)]
+            say(f"kernels, {kind.value} moments: same bits as the CPU's: {equal[kind.value]}")
+    assert all(equal.values()), equal
+    return equal
 
 
 def _written(piece: Piece) -> list[Tensor]:
@@ -119,10 +119,10 @@ def links(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     """Measure copies in each direction and in both at once, bytes per second."""
     from infinity.profiling.processor_rates import measure_copies
 
-    found = measure_copies(make(), 1.5)
-    for name, rate in found.items():
+    rates = measure_copies(make(), 1.5)
+    for name, rate in rates.items():
         say(f"{name}: {rate / 1e9:.1f} GB/s")
-    return found
+    return rates
 
 
 def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
@@ -135,23 +135,24 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     large = torch.ones(*(2 * (1 if device.host_clock else 8192,)), device=device.torch_device)
     ram, memory = HostArena(nbytes), device.reserve(nbytes)
     device.pin(ram)
-    here, there = ram.view(0, nbytes), memory.view(0, nbytes)
+    host_view, device_view = ram.view(0, nbytes), memory.view(0, nbytes)
     large @ large  # the first call loads the kernel
     device.compute_event().wait()
-    found: dict[str, Any] = {}
+    overlaps: dict[str, Any] = {}
     for name in ("copy_h2d", "copy_h2d_unordered", "copy_d2h_unordered"):
-        pair = (here, there) if name == "copy_d2h_unordered" else (there, here)
+        to_host = name == "copy_d2h_unordered"
+        pair = (host_view, device_view) if to_host else (device_view, host_view)
         for _ in range(10):  # fp32: a fifth of a second
             large @ large
         compute = device.compute_event()
         getattr(device, name)(*pair).wait()
-        found[name] = not compute.done()
+        overlaps[name] = not compute.done()
         compute.wait()
-    say(f"copies end beside compute: {found}")
-    warned = list(device.warnings)
+    say(f"copies end beside compute: {overlaps}")
+    warnings = list(device.warnings)
     device.close()  # before its registered memory is freed
-    assert device.host_clock or all(found.values()), f"copies wait for compute: {found}"
-    return found | {"warnings": warned}
+    assert device.host_clock or all(overlaps.values()), f"copies wait for compute: {overlaps}"
+    return overlaps | {"warnings": warnings}
 
 
 def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
@@ -162,30 +163,30 @@ def training(make: Make, say: Say, left_s: float) -> dict[str, Any]:
 
     import infinity
 
-    losses, warned, seconds = {}, list[str](), {}
-    for place in ("device", "host"):
-        kinds = dict.fromkeys(("weights", "optimizer_state", "gradients"), place)
-        config = {"placement": kinds, "precision": "bf16", "optimizer": {"lr": 1e-3}}
+    losses, warnings, seconds = {}, list[str](), {}
+    for tier in ("device", "host"):
+        placement = dict.fromkeys(("weights", "optimizer_state", "gradients"), tier)
+        config = {"placement": placement, "precision": "bf16", "optimizer": {"lr": 1e-3}}
         model = presets.build(presets.shape_of("gpt-tiny"), torch.bfloat16, seed=1)
         device = make()
         engine, *_ = infinity.initialize(model, config, device=device)
-        generator, found = torch.Generator().manual_seed(1), []
+        generator, step_losses = torch.Generator().manual_seed(1), []
         # The default attention on Hopper is not deterministic.
         with engine, sdpa_kernel(SDPBackend.MATH):
             for _ in range(NUM_STEPS):
                 started = time.perf_counter()
                 tokens = torch.randint(0, 256, (2, 4, 64), generator=generator)
-                given, targets = tokens.to(device.torch_device)
-                loss = engine(given, targets)
+                inputs, targets = tokens.to(device.torch_device)
+                loss = engine(inputs, targets)
                 engine.backward(loss)
                 engine.step()
-                found.append(loss.item())
-                seconds[place] = time.perf_counter() - started
-            warned += engine.warnings
-        losses[place] = found
-        say(f"trained, all state on {place}: losses {found}, last step {seconds[place]:.3f} s")
+                step_losses.append(loss.item())
+                seconds[tier] = time.perf_counter() - started
+            warnings += engine.warnings
+        losses[tier] = step_losses
+        say(f"trained, all state on {tier}: losses {step_losses}, last step {seconds[tier]:.3f} s")
     assert losses["device"] == losses["host"], losses
-    return {"losses": losses["host"], "step_s": seconds, "warnings": warned}
+    return {"losses": losses["host"], "step_s": seconds, "warnings": warnings}
 
 
 def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
@@ -196,54 +197,54 @@ def pinning(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     from infinity.storage.host_arena import HostArena
     from infinity.storage.prefault import prefault
 
-    device, held = make(), list[HostArena]()
-    began, last_s = time.perf_counter(), 0.0
-    made_s = pinned_s = 0.0
+    device, arenas = make(), list[HostArena]()
+    start, last_s = time.perf_counter(), 0.0
+    touch_s = pinned_s = 0.0
     stopped = ""
     first_gib, available_gib = memory_gib()
     say(f"RAM: {first_gib:.1f} GiB in all, {available_gib:.1f} available")
-    while len(held) * PINNED_STEP_GIB < PINNED_GIB:
-        whole_gib, available_gib = memory_gib()
-        left = left_s - (time.perf_counter() - began)
+    while len(arenas) * PINNED_STEP_GIB < PINNED_GIB:
+        total_gib, available_gib = memory_gib()
+        seconds_left = left_s - (time.perf_counter() - start)
         if available_gib < PINNED_STEP_GIB + BESIDE_GIB:
-            stopped = f"{available_gib:.1f} GiB of {whole_gib:.1f} are available"
-        elif left < 1.5 * last_s:
-            stopped = f"{left:.0f} s are left"
+            stopped = f"{available_gib:.1f} GiB of {total_gib:.1f} are available"
+        elif seconds_left < 1.5 * last_s:
+            stopped = f"{seconds_left:.0f} s are left"
         if stopped:
             break
         arena = HostArena(int(PINNED_STEP_GIB * 2**30))
-        held.append(arena)
+        arenas.append(arena)
         times = [time.perf_counter()]
         prefault(arena.view(0, arena.nbytes).data_ptr(), arena.nbytes)
         times.append(time.perf_counter())
         device.pin(arena)
         times.append(time.perf_counter())
-        made_s += times[1] - times[0]
+        touch_s += times[1] - times[0]
         pinned_s += times[2] - times[1]
         last_s = times[2] - times[0]
         stopped = "".join(device.warnings)
         say(
-            f"{len(held) * PINNED_STEP_GIB} GiB: made {made_s:.1f} s, registered {pinned_s:.1f} s"
-            f" in all; RAM {memory_gib()[0]:.1f} GiB"
+            f"{len(arenas) * PINNED_STEP_GIB} GiB: made {touch_s:.1f} s, registered"
+            f" {pinned_s:.1f} s in all; RAM {memory_gib()[0]:.1f} GiB"
         )
     say(f"stopped: {stopped or 'all are there'}")
-    warned, whole_gib = list(device.warnings), memory_gib()[0]
+    warnings, total_gib = list(device.warnings), memory_gib()[0]
     device.close()  # before its registered memory is freed
     return {
-        "pinned_gib": len(held) * PINNED_STEP_GIB,
-        "made_s": made_s,
+        "pinned_gib": len(arenas) * PINNED_STEP_GIB,
+        "made_s": touch_s,
         "pinned_s": pinned_s,
         "stopped": stopped,
-        "ram_gib": [first_gib, whole_gib],
-        "warnings": warned,
+        "ram_gib": [first_gib, total_gib],
+        "warnings": warnings,
     }
 
 
 def memory_gib() -> tuple[float, float]:
     """Return the total and available RAM of the machine in GiB."""
-    told = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
-    whole, available = (int(told[name].split()[0]) / 2**20 for name in ("MemTotal", "MemAvailable"))
-    return whole, available
+    fields = dict(line.split(":") for line in _read("/proc/meminfo").splitlines())
+    kib = [int(fields[name].split()[0]) for name in ("MemTotal", "MemAvailable")]
+    return kib[0] / 2**20, kib[1] / 2**20
 
 
 PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {
@@ -254,20 +255,20 @@ PARTS: dict[str, Callable[[Make, Say, float], dict[str, Any]]] = {
 
 def run_parts(make: Make, say: Say, seconds: float = SECONDS) -> dict[str, Any]:
     """Run all parts; `failed` lists those that raised, `warnings` those of engine and devices."""
-    until, found = time.perf_counter() + seconds, dict[str, Any]()
-    failed, warned = [], list[str]()
+    until, results = time.perf_counter() + seconds, dict[str, Any]()
+    failed, warnings = [], list[str]()
     for name, part in PARTS.items():
         left_s = until - time.perf_counter()
         if left_s <= 0:
             failed.append(f"{name}: no time was left")
             continue
         try:
-            found[name] = part(make, say, left_s)
-            warned += found[name].pop("warnings", [])
+            results[name] = part(make, say, left_s)
+            warnings += results[name].pop("warnings", [])
         except Exception as error:
             failed.append(f"{name}: {error}")
             say(traceback.format_exc())
-    return found | {"failed": failed, "warnings": list(dict.fromkeys(warned))}
+    return results | {"failed": failed, "warnings": list(dict.fromkeys(warnings))}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -286,15 +287,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
-    with contextlib.ExitStack() as opened:
+    with contextlib.ExitStack() as stack:
 
         def make() -> Device:
-            return opened.enter_context(contextlib.closing(find_device(torch.device("cuda", 0))))
+            return stack.enter_context(contextlib.closing(find_device(torch.device("cuda", 0))))
 
         faulthandler.dump_traceback_later(STUCK_S)
-        found = run_parts(make, say)
-        print(json.dumps(found), flush=True)  # before freeing memory, which takes seconds
-    return 1 if found["failed"] else 0
+        results = run_parts(make, say)
+        print(json.dumps(results), flush=True)  # before freeing memory, which takes seconds
+    return 1 if results["failed"] else 0
 
 
 if __name__ == "__main__":

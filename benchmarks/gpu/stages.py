@@ -104,14 +104,14 @@ def checks_of(
         folder = work / check.name
         command = [*check.command, "--traces", str(folder)]
         trace = str(folder / f"trace-{contender}.json")
-        told = [*package, "infinity.cli", "trace", trace, "--json"]
-        drawn = Check(f"{check.name}-trace", 15, told, json=True, device_gib=check.device_gib)
-        return [replace(check, command=command), drawn]
+        analyze = [*package, "infinity.cli", "trace", trace, "--json"]
+        analysis = Check(f"{check.name}-trace", 15, analyze, json=True, device_gib=check.device_gib)
+        return [replace(check, command=command), analysis]
 
     most_ram = ("--host-budget", f"{ram_gib - LEFT_RAM_GIB:.0f}GiB")
     small = llama("1.5b", 8192, 1, 3, *CAPPED)
     disk = ("--only", "infinity_disk", "--steps", "2")
-    beside = BOTH_PLANNED if device_gib >= PLAIN_8B_GIB else PLANNED
+    contenders = BOTH_PLANNED if device_gib >= PLAIN_8B_GIB else PLANNED
 
     def larger(name: str, tokens: int) -> list[Check]:
         """Return checks of 8B at `tokens`, with plain torch on a few blocks (all do not fit)."""
@@ -126,11 +126,11 @@ def checks_of(
         options = llama("8b", tokens, 1, 2, *CAPPED, *most_ram, *PLANNED)
         return [*plain, *traced(step(f"step-8b-{name}", 220, *options), "infinity_plan")]
 
-    looks = [sys.executable, "-P", "benchmarks/gpu/smoke.py"]
+    smoke = [sys.executable, "-P", "benchmarks/gpu/smoke.py"]
     stage = {
         "smoke": [
-            Check("machine", 20, [*looks, "--machine"], plain=True),
-            Check("smoke", 80, looks, json=True),
+            Check("machine", 20, [*smoke, "--machine"], plain=True),
+            Check("smoke", 80, smoke, json=True),
         ],
         "tests": [
             Check("tests-kernels", 100, [*tests, *KERNEL_TESTS]),
@@ -161,7 +161,7 @@ def checks_of(
             "infinity_disk",
         ),
         "8b": traced(
-            step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *most_ram, *beside)),
+            step("step-8b-8k", 335, *llama("8b", 8192, 1, 2, *CAPPED, *most_ram, *contenders)),
             "infinity_plan",
         ),
         "8b-16k": larger("16k", 16384),
@@ -181,10 +181,10 @@ def checks_of(
             "infinity_plan",
         ),
     }
-    found = [check for name in stages for check in stage[name]]
-    first = [check for check in found if check.plain]
+    checks = [check for name in stages for check in stage[name]]
+    plain_checks = [check for check in checks if check.plain]
     measured = [rates] if set(stages) - {"smoke", "integrations"} else []
-    return [*first, *measured, *(check for check in found if not check.plain)]
+    return [*plain_checks, *measured, *(check for check in checks if not check.plain)]
 
 
 def step(name: str, limit_s: float, *options: str) -> Check:

@@ -36,7 +36,7 @@ PLANNED = {
     "8B, 32k": "step-8b-32k",
     "14B, 32k": "step-14b-32k",
 }
-TOLD = {
+GIVEN = {
     "1.5B, 8k": "step-1.5b-8k",
     "1.5B, 8k, all state in RAM": "step-1.5b-8k-state-in-ram",
     "1.5B, 32k": "step-1.5b-32k",
@@ -46,62 +46,62 @@ TOLD = {
 
 @dataclass(frozen=True)
 class Target:
-    """A target. `found` returns the result, or None if not run; a lower bound unless `at_most`."""
+    """A target, a lower bound unless `at_most`. `measured` returns the result, None if not run."""
 
     what: str
     wanted: float
-    found: Callable[[Results], float | None]
+    measured: Callable[[Results], float | None]
     at_most: bool = False
     why_not: str = ""
 
     def row(self, results: Results) -> str:
         sign = "<=" if self.at_most else ">="
-        found = self.found(results)
-        if found is None:
+        value = self.measured(results)
+        if value is None:
             why = self.why_not or _why_skipped(results, self.what)
             return f"| {self.what} | {sign} {self.wanted:g} | - | not run{why} |"
-        met = found <= self.wanted if self.at_most else found >= self.wanted
+        met = value <= self.wanted if self.at_most else value >= self.wanted
         return (
-            f"| {self.what} | {sign} {self.wanted:g} | {found:.4g} | {'met' if met else 'MISSED'} |"
+            f"| {self.what} | {sign} {self.wanted:g} | {value:.4g} | {'met' if met else 'MISSED'} |"
         )
 
 
 def table(results: Results, *, found_only: bool = False) -> list[str]:
     """Return all targets, or those that were measured, as lines of a Markdown table."""
-    shown = [t for t in TARGETS if not found_only or t.found(results) is not None]
+    shown = [t for t in TARGETS if not found_only or t.measured(results) is not None]
     rows = [target.row(results) for target in shown]
     return ["| target | wanted | found | |", "| --- | --- | --- | --- |", *rows] if rows else []
 
 
 def _ratio(check: str, name: str, *, inverse: bool) -> Callable[[Results], float | None]:
-    def found(results: Results) -> float | None:
+    def measured(results: Results) -> float | None:
         ratio = results.get(check, {}).get("ratio", {}).get(name)
         return None if ratio is None else (1 / ratio if inverse else ratio)
 
-    return found
+    return measured
 
 
-def _beside_plain(check: str) -> Callable[[Results], float | None]:
+def _relative_to_plain(check: str) -> Callable[[Results], float | None]:
     name = "plan_to_torch_ram" if check in PLANNED.values() else "torch_ram"
     return _ratio(check, name, inverse=True)
 
 
 def _from_1(share: Callable[[Results], float | None]) -> Callable[[Results], float | None]:
 
-    def found(results: Results) -> float | None:
+    def measured(results: Results) -> float | None:
         value = share(results)
         return None if value is None else abs(value - 1)
 
-    return found
+    return measured
 
 
-def _beside_derived(check: str, plain: str) -> Callable[[Results], float | None]:
+def _relative_to_derived(check: str, plain: str) -> Callable[[Results], float | None]:
     """Return infinity's speed relative to plain torch, extrapolated from two depths.
 
     See `stages.py`, [Note: plain torch at 8B].
     """
 
-    def found(results: Results) -> float | None:
+    def measured(results: Results) -> float | None:
         few, more = DERIVED_FROM
         times = []
         for layers in DERIVED_FROM:
@@ -110,32 +110,32 @@ def _beside_derived(check: str, plain: str) -> Callable[[Results], float | None]
         step_s = _fact(results, check, "median_step_s")
         if None in times or step_s is None:
             return None
-        each = (times[1] - times[0]) / (more - few)
-        return float((times[1] + (NUM_8B_BLOCKS - more) * each) / step_s)
+        block_s = (times[1] - times[0]) / (more - few)
+        return float((times[1] + (NUM_8B_BLOCKS - more) * block_s) / step_s)
 
-    return found
+    return measured
 
 
 def _fact(results: Results, check: str, name: str) -> float | None:
-    found = _ours(results, check).get(name)
-    return None if found is None else float(found)
+    value = _infinity_facts(results, check).get(name)
+    return None if value is None else float(value)
 
 
-def _ours(results: Results, check: str) -> Mapping[str, Any]:
+def _infinity_facts(results: Results, check: str) -> Mapping[str, Any]:
     contenders: Mapping[str, Any] = results.get(check, {}).get("contenders", {})
     return contenders.get(name_of_ours(contenders), {})
 
 
 def _memory(check: str) -> Callable[[Results], float | None]:
-    return lambda results: memory_share(dict(_ours(results, check)))
+    return lambda results: memory_share(dict(_infinity_facts(results, check)))
 
 
 def _links(check: str) -> Callable[[Results], float | None]:
-    def found(results: Results) -> float | None:
+    def measured(results: Results) -> float | None:
         report = results.get(check)
         return None if report is None else links_share(report, name_of_ours(report["contenders"]))
 
-    return found
+    return measured
 
 
 def _most_memory(results: Results) -> float | None:
@@ -160,35 +160,37 @@ TARGETS = (
     Target(
         "1.5B, 32k tokens a step: tokens/s beside plain torch",
         GPU_SHARES[LARGE_STEP],
-        _beside_plain("step-1.5b-32k"),
+        _relative_to_plain("step-1.5b-32k"),
     ),
     Target(
         "1.5B, 8k: tokens/s beside plain torch",
         GPU_SHARES[SMALL_STEP],
-        _beside_plain("step-1.5b-8k"),
+        _relative_to_plain("step-1.5b-8k"),
     ),
     Target(
         "1.5B, 8k, all state in RAM: tokens/s beside plain torch",
         GPU_SHARES[SMALL_STEP],
-        _beside_plain("step-1.5b-8k-state-in-ram"),
+        _relative_to_plain("step-1.5b-8k-state-in-ram"),
     ),
     Target(
         "8B, 32k: tokens/s beside plain torch (derived from 4 and 8 of its blocks)",
         GPU_SHARES[LARGE_STEP],
-        _beside_derived("step-8b-32k", "step-8b-32k"),
+        _relative_to_derived("step-8b-32k", "step-8b-32k"),
     ),
     Target(
         "8B, 32k in 4 micro-batches: the same",
         GPU_SHARES[LARGE_STEP],
-        _beside_derived("step-8b-32k-m4", "step-8b-32k"),
+        _relative_to_derived("step-8b-32k-m4", "step-8b-32k"),
     ),
     Target(
         "8B, 16k: tokens/s beside plain torch (derived from 4 and 8 of its blocks)",
         GPU_SHARES[MIDDLE_STEP],
-        _beside_derived("step-8b-16k", "step-8b-16k"),
+        _relative_to_derived("step-8b-16k", "step-8b-16k"),
     ),
     Target(
-        "8B, 8k: tokens/s beside plain torch", GPU_SHARES[SMALL_STEP], _beside_plain("step-8b-8k")
+        "8B, 8k: tokens/s beside plain torch",
+        GPU_SHARES[SMALL_STEP],
+        _relative_to_plain("step-8b-8k"),
     ),
     Target(
         "1.5B, 8k, moments in RAM: tokens/s beside FSDP2 with CPU offload",
@@ -229,12 +231,12 @@ TARGETS = (
             _ratio(check, name, inverse=False),
             at_most=True,
         )
-        for stages, name in ((TOLD, "ram_to_schedule"), (PLANNED, "plan_to_schedule"))
+        for stages, name in ((GIVEN, "ram_to_schedule"), (PLANNED, "plan_to_schedule"))
         for what, check in stages.items()
     ),
     *(
         Target(f"{what}: links in the optimizer pass beside copies alone", LINKS, _links(check))
-        for what, check in {**TOLD, **PLANNED}.items()
+        for what, check in {**GIVEN, **PLANNED}.items()
     ),
     *(
         Target(

@@ -83,10 +83,10 @@ def canonical(name: str) -> str:
 def wanted(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
     """Return the requirements to build, import, compute on CUDA and test."""
     with pyproject.open("rb") as file:
-        told = tomllib.load(file)
-    project = told["project"]
-    found = [*told["build-system"]["requires"], *project["dependencies"]]
-    return [*found, *project["optional-dependencies"]["cuda"], *TOOLS]
+        project_file = tomllib.load(file)
+    project = project_file["project"]
+    requirements = [*project_file["build-system"]["requires"], *project["dependencies"]]
+    return [*requirements, *project["optional-dependencies"]["cuda"], *TOOLS]
 
 
 def name_of(wheel: Path) -> str:
@@ -111,42 +111,46 @@ def missing(pyproject: Path = REPOSITORY / "pyproject.toml") -> list[str]:
     """Return the requirements that this environment does not meet, as messages."""
     from packaging.requirements import Requirement
 
-    found = []
+    problems = []
     for requirement in map(Requirement, wanted(pyproject)):
         if requirement.name in PROGRAMS and shutil.which(requirement.name):
             continue
         try:
             version = importlib.metadata.version(requirement.name)
         except importlib.metadata.PackageNotFoundError:
-            found.append(f"{requirement}: not there")
+            problems.append(f"{requirement}: not there")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
-            found.append(f"{requirement}: {version} is there")
-    return found
+            problems.append(f"{requirement}: {version} is there")
+    return problems
 
 
-def uncovered(asked: Iterable[str], carried: Mapping[str, Package]) -> list[str]:
+def uncovered(requirements: Iterable[str], carried: Mapping[str, Package]) -> list[str]:
     """Return messages for requirements, direct or transitive, that no package fulfills."""
     from packaging.requirements import Requirement
 
     problems, seen = [], set[str]()
-    queue = [(r, "us") for r in map(Requirement, asked) if _applies(r, ())]
+    queue = [(r, "us") for r in map(Requirement, requirements) if _applies(r, ())]
     while queue:
-        requirement, asker = queue.pop(0)
+        requirement, dependent = queue.pop(0)
         name = canonical(requirement.name)
         if name in THERE or name in PROGRAMS:
             continue
         package = carried.get(name)
         if package is None:
-            problems.append(f"{requirement}, for {asker}: not carried")
+            problems.append(f"{requirement}, for {dependent}: not carried")
             continue
         if not requirement.specifier.contains(package.version, prereleases=True):
-            problems.append(f"{requirement}, for {asker}: {package.version} is carried")
+            problems.append(f"{requirement}, for {dependent}: {package.version} is carried")
         key = f"{name}[{','.join(sorted(requirement.extras))}]"
         if key not in seen:
             seen.add(key)
-            needs = map(Requirement, package.requires)
-            queue += [(need, name) for need in needs if _applies(need, requirement.extras)]
+            dependencies = map(Requirement, package.requires)
+            queue += [
+                (dependency, name)
+                for dependency in dependencies
+                if _applies(dependency, requirement.extras)
+            ]
     return problems
 
 
@@ -159,26 +163,26 @@ def _applies(requirement: Any, extras: Collection[str]) -> bool:
 
 def wheels() -> dict[str, Package]:
     """Return the carried packages by name."""
-    found = {}
+    packages = {}
     for path in sorted(WHEELS.glob("*.whl")):
         with zipfile.ZipFile(path) as archive:
             name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-            told = email.message_from_bytes(archive.read(name))
-        requires = tuple(str(line) for line in told.get_all("Requires-Dist", []))
-        found[canonical(str(told["Name"]))] = Package(str(told["Version"]), requires)
-    return found
+            metadata = email.message_from_bytes(archive.read(name))
+        requires = tuple(str(line) for line in metadata.get_all("Requires-Dist", []))
+        packages[canonical(str(metadata["Name"]))] = Package(str(metadata["Version"]), requires)
+    return packages
 
 
 def fingerprint(*more: Path) -> str:
     """Return a hash of the sources of the package and of the files in `more`."""
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for top in (*(REPOSITORY / name for name in SOURCES), *more):
         files = [top] if top.is_file() else sorted(p for p in top.rglob("*") if p.is_file())
         for path in files:
             if "__pycache__" not in path.parts and path.suffix != ".so":
-                found.update(str(path.relative_to(top.parent)).encode())
-                found.update(path.read_bytes())
-    return found.hexdigest()[:16]
+                digest.update(str(path.relative_to(top.parent)).encode())
+                digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def prebuilt() -> Path | None:
@@ -198,20 +202,20 @@ def travelling_bytes() -> int:
 
 def state() -> tuple[list[str], list[str]]:
     """Return (messages, problems) of the state of `.whl/`."""
-    there = wheels()
+    packages = wheels()
     nbytes = travelling_bytes()
-    said = [f"{len(there)} wheels are carried, {nbytes / 2**20:.0f} MiB with the tree"]
-    wrong = uncovered(wanted(), there)
+    messages = [f"{len(packages)} wheels are carried, {nbytes / 2**20:.0f} MiB with the tree"]
+    problems = uncovered(wanted(), packages)
     if nbytes > LIMIT_BYTES:
-        wrong.append(f"{nbytes / 2**20:.0f} MiB would travel, {LIMIT_BYTES >> 20} at most may")
-    if not wrong:
-        said.append(f"they are all that is asked for, but {', '.join(sorted(THERE))}")
-    found = prebuilt()
-    if found is not None:
-        said.append(f"without a compiler there: {found.name}, built from these sources")
+        problems.append(f"{nbytes / 2**20:.0f} MiB would travel, {LIMIT_BYTES >> 20} at most may")
+    if not problems:
+        messages.append(f"they are all that is asked for, but {', '.join(sorted(THERE))}")
+    native = prebuilt()
+    if native is not None:
+        messages.append(f"without a compiler there: {native.name}, built from these sources")
     else:
-        said.append("no wheel of these sources was built here: a compiler must be there")
-    return said, wrong
+        messages.append("no wheel of these sources was built here: a compiler must be there")
+    return messages, problems
 
 
 def fetch() -> int:
@@ -222,26 +226,26 @@ def fetch() -> int:
         command += ["-c", "constraints.txt", "--only-binary=:all:", "--no-deps"]
         command += ["--python-version", _PYTHON, "--implementation", "cp"]
         command += [word for name in _PLATFORMS for word in ("--platform", name)]
-        named = [BINDINGS if name == "cuda-bindings" else name for name in CARRIED]
-        subprocess.run([*command, *named], cwd=REPOSITORY, check=True)
+        requirements = [BINDINGS if name == "cuda-bindings" else name for name in CARRIED]
+        subprocess.run([*command, *requirements], cwd=REPOSITORY, check=True)
         for old in WHEELS.glob("*.whl"):  # pip refuses two versions of a package
             old.unlink()
         for new in Path(folder).glob("*.whl"):
             new.rename(WHEELS / new.name)
     if prebuilt() is None:
-        _build_ours()
-    said, wrong = state()
-    print("\n".join([*said, *(f"wrong: {line}" for line in wrong)]))
-    return 1 if wrong else 0
+        _build_wheel()
+    messages, problems = state()
+    print("\n".join([*messages, *(f"wrong: {line}" for line in problems)]))
+    return 1 if problems else 0
 
 
-def _build_ours() -> None:
+def _build_wheel() -> None:
     """Build the wheel of this repository with Python 3.12 or newer.
 
     Without such an interpreter, or if the build fails, no wheel is carried and the machine needs a
     compiler.
     """
-    python = _as_new()
+    python = _find_interpreter()
     shutil.rmtree(WHEELS / "native", ignore_errors=True)
     if python is None:
         print(f"no Python {_PYTHON} or newer is here to build a wheel of ours with")
@@ -249,8 +253,8 @@ def _build_ours() -> None:
     pip = [python, "-m", "pip"]
     target = WHEELS / "native" / fingerprint()
     with tempfile.TemporaryDirectory() as site:
-        found = [str(path) for path in WHEELS.glob("*.whl") if name_of(path) in BUILDERS]
-        install = ["install", "-q", "--no-index", "--no-deps", "--target", site, *found]
+        builders = [str(path) for path in WHEELS.glob("*.whl") if name_of(path) in BUILDERS]
+        install = ["install", "-q", "--no-index", "--no-deps", "--target", site, *builders]
         build = ["wheel", "-q", "--no-index", "--no-deps", "--no-build-isolation", "-C", _STATIC]
         environment = os.environ | {"PYTHONPATH": site}
         try:
@@ -263,12 +267,12 @@ def _build_ours() -> None:
             print(f"no wheel of ours was built: {error}")
 
 
-def _as_new() -> str | None:
+def _find_interpreter() -> str | None:
     """Return a local interpreter whose wheels the machine can use, or None."""
     names = [sys.executable, *filter(None, map(shutil.which, ("python3.12", "python3.13")))]
     names += map(str, sorted(Path.home().glob(".pyenv/versions/3.*/bin/python3")))
-    asks = f"import sys, pip; sys.exit(sys.version_info < ({_PYTHON.replace('.', ', ')}))"
+    check = f"import sys, pip; sys.exit(sys.version_info < ({_PYTHON.replace('.', ', ')}))"
     for name in names:
-        if subprocess.run([name, "-c", asks], capture_output=True, check=False).returncode == 0:
+        if subprocess.run([name, "-c", check], capture_output=True, check=False).returncode == 0:
             return name
     return None

@@ -45,7 +45,7 @@ class Team:
 
     def __init__(self, name: str, count: int, device: str) -> None:
         self.name = name
-        there = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
+        device_environment = {"DS_ACCELERATOR": "cpu"} if device == "cpu" else {}
         self.first: dict[str, Any] = {}
         self.turns: list[dict[str, Any]] = []
         with socket.socket() as probe:
@@ -60,7 +60,7 @@ class Team:
                     "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count),
                     "LOCAL_WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": str(port), "OMP_NUM_THREADS": str(threads),
-                    "GLOO_SOCKET_IFNAME": "lo", **there,
+                    "GLOO_SOCKET_IFNAME": "lo", **device_environment,
                 },
             )
             for rank in range(count)
@@ -83,13 +83,15 @@ class Team:
     def turn(self, steps: int) -> dict[str, Any]:
         """Run timed steps; return times of the slowest rank and bytes over loopback."""
         before = loopback_bytes()
-        found = self.ask({"do": "turn", "steps": steps})
+        answers = self.ask({"do": "turn", "steps": steps})
         crossed = loopback_bytes() - before
-        step_s = [max(times) for times in zip(*(one["step_s"] for one in found), strict=True)]
-        turn = found[0] | {
+        step_s = [
+            max(times) for times in zip(*(answer["step_s"] for answer in answers), strict=True)
+        ]
+        turn = answers[0] | {
             "step_s": step_s,
-            "peak_rss_bytes": sum(one["peak_rss_bytes"] for one in found),
-            "loss": statistics.fmean(one["loss"] for one in found),
+            "peak_rss_bytes": sum(answer["peak_rss_bytes"] for answer in answers),
+            "loss": statistics.fmean(answer["loss"] for answer in answers),
             "loopback_bytes": crossed // (steps + 1),  # one is untimed
         }
         self.turns.append(turn)
@@ -135,8 +137,8 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
         for index in range(arguments.rounds if teams else 0):
             for team in teams[index % len(teams) :] + teams[: index % len(teams)]:
                 times = team.turn(arguments.steps)["step_s"]
-                said = ", ".join(f"{step_s:.3f}" for step_s in times)
-                say(f"round {index + 1}/{arguments.rounds}  {team.name:<14} {said} s")
+                times_text = ", ".join(f"{step_s:.3f}" for step_s in times)
+                say(f"round {index + 1}/{arguments.rounds}  {team.name:<14} {times_text} s")
             samples.append(parts_of({team.name: team for team in teams}))
             if any(team.name == "infinity_disk" for team in teams):
                 samples[-1] |= measure_disk_rates(folder, unified=False)
@@ -149,16 +151,16 @@ def measure(arguments: argparse.Namespace, folder: Path, say: Callable[[str], No
 
 def parts_of(teams: dict[str, Team]) -> dict[str, float]:
     """Measure compute, update and links separately, each on the slowest rank."""
-    found: dict[str, float] = {}
+    parts: dict[str, float] = {}
     if "ddp" in teams:
         for rank in teams["ddp"].ask({"do": "phases"}):
             for part in ("forward_s", "backward_s"):
-                found[part] = max(found.get(part, 0.0), rank[part])
-    ours = next((teams[name] for name in OURS if name in teams), None)
-    if ours is not None:
-        found["update_s"] = max(rank["update_s"] for rank in ours.ask({"do": "phases"}))
-        found |= ours.ask({"do": "links"})[0]
-    return found
+                parts[part] = max(parts.get(part, 0.0), rank[part])
+    team = next((teams[name] for name in OURS if name in teams), None)
+    if team is not None:
+        parts["update_s"] = max(rank["update_s"] for rank in team.ask({"do": "phases"}))
+        parts |= team.ask({"do": "links"})[0]
+    return parts
 
 
 def report_of(
@@ -184,7 +186,7 @@ def report_of(
     pairs = {f"{other}/{name}": (times[other], times[name]) for name in ours for other in others}
     pairs |= {f"{name}/schedule": (times[name], bounds[name]) for name in bounds}
     keys = samples[0] if samples else ()
-    parts = {key: statistics.median(one[key] for one in samples) for key in keys}
+    parts = {key: statistics.median(sample[key] for sample in samples) for key in keys}
     return {
         "model": arguments.model,
         "num_parameters": presets.count_parameters(presets.shape_of(arguments.model)),
@@ -210,7 +212,7 @@ def report_of(
             for team in teams
         },
         "parts": parts,
-        "bound": {name: statistics.median(found) for name, found in bounds.items()},
+        "bound": {name: statistics.median(values) for name, values in bounds.items()},
         "ratio": {
             name: statistics.median(a / b for a, b in zip(*pair, strict=True))
             for name, pair in pairs.items()
@@ -226,7 +228,7 @@ def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
     from infinity.plan.rates import DISK, Rates
 
     plan = pickle.loads(Path(team.first["plan"]).read_bytes())
-    found = []
+    bounds = []
     for sample in samples:
         disk = {name: sample.get(name, 1e12) / plan.ranks for name in DISK}
         links = {name: sample[name] for name in LINKS}
@@ -234,8 +236,8 @@ def bounds_in(team: Team, samples: Sequence[dict[str, float]]) -> list[float]:
         update = plan.num_trained / plan.ranks / max(sample["update_s"], 1e-9)
         rates = Rates.of(disk | links | {"update.fp32": update})
         bound = bounds_of(plan, rates, sample["forward_s"], sample["backward_s"])
-        found.append(bound.schedule_s)
-    return found
+        bounds.append(bound.schedule_s)
+    return bounds
 
 
 def show(report: dict[str, Any]) -> None:
@@ -267,18 +269,18 @@ def show(report: dict[str, Any]) -> None:
             console.print(f"{name}: {format_size(facts['peak_device_bytes'])} of the first GPU")
         if "moved_bytes" in facts:
             moved, predicted = facts["moved_bytes"], facts["predicted_bytes"]
-            said = ", ".join(
+            text = ", ".join(
                 f"{link.replace('_', '-')} {format_size(moved[link])} of {format_size(n)} predicted"
                 for link, n in predicted.items()
                 if link.startswith("all_")
             )
-            console.print(f"{name}, each rank: {said}")
-    said = ", ".join(f"{name} {c['loss']:.7g}" for name, c in report["contenders"].items())
-    console.print(f"losses after the same steps: {said}")
+            console.print(f"{name}, each rank: {text}")
+    text = ", ".join(f"{name} {c['loss']:.7g}" for name, c in report["contenders"].items())
+    console.print(f"losses after the same steps: {text}")
     parts = report["parts"]
-    said = [f"{k.removesuffix('_s')} {v:.3f} s" for k, v in parts.items() if k.endswith("_s")]
-    said += [f"{k} {format_rate(v)}" for k, v in parts.items() if not k.endswith("_s")]
-    console.print(f"alone: {', '.join(said)}")
+    texts = [f"{k.removesuffix('_s')} {v:.3f} s" for k, v in parts.items() if k.endswith("_s")]
+    texts += [f"{k} {format_rate(v)}" for k, v in parts.items() if not k.endswith("_s")]
+    console.print(f"alone: {', '.join(texts)}")
     for name, seconds in report["bound"].items():
         console.print(f"schedule bound of {name}: {seconds:.3f} s")
     console.print("ratios: " + ", ".join(f"{k} {v:.3f}" for k, v in report["ratio"].items()))

@@ -46,10 +46,10 @@ class Together(Contender):
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
         torch.distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
-        self.model = self.shared(self.build(self.device))
+        self.model = self.distributed(self.build(self.device))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
-    def shared(self, model: nn.Module) -> nn.Module:
+    def distributed(self, model: nn.Module) -> nn.Module:
         """Return the model wrapped by the library."""
         raise NotImplementedError
 
@@ -83,7 +83,7 @@ class Together(Contender):
 class Ddp(Together):
     """DDP: full weights and state on every rank."""
 
-    def shared(self, model: nn.Module) -> nn.Module:
+    def distributed(self, model: nn.Module) -> nn.Module:
         return nn.parallel.DistributedDataParallel(model)
 
     def accumulating(self, *, last: bool) -> Any:
@@ -101,15 +101,15 @@ class Ddp(Together):
 class Fsdp(Together):
     """FSDP2: each block sharded, then the remaining parameters."""
 
-    def shared(self, model: nn.Module) -> nn.Module:
+    def distributed(self, model: nn.Module) -> nn.Module:
         """Shard each block; with CPU offload if the contender is `fsdp_offload`."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import CPUOffloadPolicy
 
-        more: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.job["ranks"],))}
+        options: dict[str, Any] = {"mesh": init_device_mesh(self.device.type, (self.job["ranks"],))}
         if self.job["contender"] == "fsdp_offload":
-            more["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
-        return sharded(model, **more)
+            options["offload_policy"] = CPUOffloadPolicy(pin_memory=False)
+        return sharded(model, **options)
 
     def accumulating(self, *, last: bool) -> Any:
         self.model.set_requires_gradient_sync(last)

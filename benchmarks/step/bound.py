@@ -50,19 +50,19 @@ def bounds_of(plan: Plan, rates: Rates, forward_s: float, backward_s: float) -> 
 
     `schedule_s` includes the wait of the forward for the update of the first unit, `ideal_s` not.
     """
-    schedule_s, resources, decided = 0.0, dict[str, float](), dict[str, float]()
+    schedule_s, resources, binding_s = 0.0, dict[str, float](), dict[str, float]()
     for phase in step_cost(plan, rates).phases:
-        now = dict(phase.resources)
-        compute = computing(now)
-        now[compute] += backward_s if phase.name.startswith("backward") else forward_s
-        slowest = max(now, key=lambda r: now[r] + (phase.lead if r == compute else 0.0))
-        seconds = now[slowest] + (phase.lead if slowest == compute else 0.0)
+        busy_s = dict(phase.resources)
+        compute = computing(busy_s)
+        busy_s[compute] += backward_s if phase.name.startswith("backward") else forward_s
+        slowest = max(busy_s, key=lambda r: busy_s[r] + (phase.lead if r == compute else 0.0))
+        seconds = busy_s[slowest] + (phase.lead if slowest == compute else 0.0)
         schedule_s += seconds
-        decided[slowest] = decided.get(slowest, 0.0) + seconds
-        for resource, seconds in now.items():
+        binding_s[slowest] = binding_s.get(slowest, 0.0) + seconds
+        for resource, seconds in busy_s.items():
             resource = "compute" if resource == compute else resource
             resources[resource] = resources.get(resource, 0.0) + seconds
-    binds = max(decided, key=lambda resource: decided[resource])
+    binds = max(binding_s, key=lambda resource: binding_s[resource])
     return Bounds(schedule_s, max(resources.values()), binds, resources)
 
 
@@ -123,8 +123,8 @@ def measure_disk_rates(folder: Path, *, unified: bool) -> dict[str, float]:
     Returns:
         The disk rates of `Rates` in bytes per second, without other load.
     """
-    found = measure_disk([folder], IoConfig(), MEASURE_S)
+    rates = measure_disk([folder], IoConfig(), MEASURE_S)
     if unified:
         busy = measure_disk([folder], IoConfig(), MEASURE_S, busy=True)
-        found[DISK_PER_CPU_S] = busy[DISK_PER_CPU_S]
-    return found
+        rates[DISK_PER_CPU_S] = busy[DISK_PER_CPU_S]
+    return rates

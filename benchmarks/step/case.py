@@ -19,12 +19,13 @@ from step.config import engine_config
 from step.model import outline
 
 
-def told_to_plan(job: dict[str, Any]) -> dict[str, Any]:
+def unscheduled_job(job: dict[str, Any]) -> dict[str, Any]:
     """Return the job of `infinity_plan`: all tokens in one batch, without a batch schedule."""
-    told = {"micro_batches": 1, "rows": job["rows"] * job["micro_batches"], "checkpointing": False}
+    rows = job["rows"] * job["micro_batches"]
+    changes = {"micro_batches": 1, "rows": rows, "checkpointing": False}
     # On a GPU the engine slices logits instead of the model, so that the plan knows their memory.
-    told |= {"slices": 1, "offload": "none", "logits_by_engine": job["device"] == "cuda"}
-    return job | told | {"by_engine": False}
+    changes |= {"slices": 1, "offload": "none", "logits_by_engine": job["device"] == "cuda"}
+    return job | changes | {"by_engine": False}
 
 
 def case_of(
@@ -49,10 +50,14 @@ def case_of(
         made=max(parameter.nbytes for parameter in model.parameters()),
         length=job["context"],
     )
-    held = config.budget.device
-    if contender == "infinity_plan" and held is not None and machine.device_bytes is not None:
+    device_budget = config.budget.device
+    if (
+        contender == "infinity_plan"
+        and device_budget is not None
+        and machine.device_bytes is not None
+    ):
         case = replace(case, device_share=1.0)
-        case = case.with_machine(device_bytes=min(held, machine.device_bytes))
+        case = case.with_machine(device_bytes=min(device_budget, machine.device_bytes))
     return case
 
 
@@ -62,7 +67,7 @@ def priced_of(
     """Return the plan of a run, given or chosen by `infinity_plan`; raise `DoesNotFitError`."""
     if contender != "infinity_plan":
         return price(case_of(job, contender, machine, base))
-    job = told_to_plan(job)
+    job = unscheduled_job(job)
     case = case_of(job, contender, machine, base)
     best = choose_schedule(case, BatchSchedule(), job["rows"]).best
     if best is None:
@@ -82,5 +87,5 @@ def device_bytes(priced: PlanEstimate) -> int:
 
 def recomputed_share(case: PlanInput) -> float:
     """Return the fraction of blocks that are recomputed in backward."""
-    again = case.work.recompute
-    return 1.0 if again == "all" else again / max(num_blocks(case.units), 1)
+    recompute = case.work.recompute
+    return 1.0 if recompute == "all" else recompute / max(num_blocks(case.units), 1)

@@ -24,8 +24,8 @@ def recomputes_by_engine(job: dict[str, Any]) -> bool:
 
     Slices, activation offload and compilation require this.
     """
-    more = job["slices"] > 1 or job["offload"] != "none" or job["compile"]
-    return bool(job["checkpointing"] and more)
+    needs_engine = job["slices"] > 1 or job["offload"] != "none" or job["compile"]
+    return bool(job["checkpointing"] and needs_engine)
 
 
 def trace_of(job: dict[str, Any]) -> Path:
@@ -53,19 +53,19 @@ def engine_config(job: dict[str, Any], contender: str) -> dict[str, Any]:
     }
     if job["offload"] != "none":
         config["activations"]["tokens"] = job["rows"] * job["context"]
-    plans = contender == "infinity_plan"
-    on_disk = contender in ON_DISK or (plans and job["device"] == "cpu")
+    is_planned = contender == "infinity_plan"
+    on_disk = contender in ON_DISK or (is_planned and job["device"] == "cpu")
     if job.get("experts") is not None:
-        whole = contender == "infinity_layers"  # all experts of a layer in one unit
-        config["experts_per_unit"] = ALL_EXPERTS if whole else job["experts"]
+        all_experts = contender == "infinity_layers"  # all experts of a layer in one unit
+        config["experts_per_unit"] = ALL_EXPERTS if all_experts else job["experts"]
     if on_disk or job["offload"] == "disk":
         config["nvme_path"] = job["path"]
     if job["device"] == "cuda":  # the plan places state on the device within the budget
         if job["device_budget"]:
             config["budget"]["device"] = job["device_budget"]
-            if plans:  # below the cap of the allocator by the tolerance of plans
-                held = parse_size(job["device_budget"])
-                config["budget"]["device"] = int((1 - EXACT_MEMORY) * held)
+            if is_planned:  # below the cap of the allocator by the tolerance of plans
+                budget = parse_size(job["device_budget"])
+                config["budget"]["device"] = int((1 - EXACT_MEMORY) * budget)
         if contender == "infinity_ram":
             config["placement"] = {"optimizer_state": "host"} if job["state"] == "host" else {}
     if job["host_budget"] is not None and (contender, job["device"]) != ("infinity_ram", "cpu"):

@@ -44,7 +44,7 @@ from infinity.profiling.trace_reader import read_timeline
 from infinity.profiling.trace_shares import Shares, step_data
 from infinity.storage.devices import find_device
 from step.bound import compute_in, links_in_pass
-from step.case import device_bytes, priced_of, recomputed_share, schedule_line, told_to_plan
+from step.case import device_bytes, priced_of, recomputed_share, schedule_line, unscheduled_job
 from step.config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of
 from step.cpu import cpu_seconds
 from step.model import filled, outline, shape_of, values_of
@@ -135,8 +135,8 @@ class TorchInRam(Contender):
         if job["compile"]:
             for block in model.get_submodule("blocks").children():
                 block.compile()
-        alone = {"device": "cpu", "offload": "none", "slices": 1, "compile": False}
-        self.plain = PlainTorch(model, load_config(engine_config(job | alone, "infinity_ram")))
+        overrides = {"device": "cpu", "offload": "none", "slices": 1, "compile": False}
+        self.plain = PlainTorch(model, load_config(engine_config(job | overrides, "infinity_ram")))
 
     def step(self) -> None:
         """Run one training step."""
@@ -173,7 +173,7 @@ class Infinity(Contender):
     rates: KnownRates | None = None
 
     def __init__(self, job: dict[str, Any]) -> None:
-        job, config = self.told(job)
+        job, config = self.configured(job)
         super().__init__(job)
         self.num_steps = 0
         if self.device.type == "cuda":
@@ -186,7 +186,7 @@ class Infinity(Contender):
         remember_values(model, values_of(model))
         self.engine, *_ = infinity.initialize(model=model, config=config, device=self.device)
 
-    def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
+    def configured(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
         """Return the job and the configuration of the engine."""
         return job, load_config(engine_config(job, job["contender"]))
 
@@ -213,12 +213,12 @@ class Infinity(Contender):
             self.step()
         self.settle()
         shares = Shares(read_timeline(trace_of(self.job)))
-        whole, num_steps = shares.total, last + 1 - first
-        assert whole is not None
-        assert whole.name == f"all {num_steps} steps"
-        found = step_data(whole)
-        return {key: found[key] for key in ("busy_share", "binds", "verdict")} | {
-            "gpu_idle_share": found["idle_share"],
+        total, num_steps = shares.total, last + 1 - first
+        assert total is not None
+        assert total.name == f"all {num_steps} steps"
+        data = step_data(total)
+        return {key: data[key] for key in ("busy_share", "binds", "verdict")} | {
+            "gpu_idle_share": data["idle_share"],
             "traced_compute_s": compute_in(shares, num_steps * self.job["micro_batches"]),
             "links_bytes_per_s": links_in_pass(shares),
         }
@@ -306,13 +306,13 @@ class Fsdp2(Contender):
             world_size=1,
         )
         dtype = DTYPES[job["precision"]]
-        more: dict[str, Any] = {
+        options: dict[str, Any] = {
             "mesh": init_device_mesh(self.device.type, (1,)),
             "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype),
             "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu),
         }
         model = filled(outline(self.job | {"precision": "fp32"}), torch.device("cpu")).train()
-        self.model: Any = sharded(model, **more)
+        self.model: Any = sharded(model, **options)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), fused=True, **HYPER_PARAMETERS)
 
     def step(self) -> None:
@@ -373,29 +373,29 @@ class DeepSpeed(Contender):
 class Planned(Infinity):
     """The infinity engine with placement and batch schedule of the plan."""
 
-    def told(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
+    def configured(self, job: dict[str, Any]) -> tuple[dict[str, Any], Config]:
         """Choose the fastest schedule that fits, by measured rates, and print it to stderr."""
-        job = told_to_plan(job)
+        job = unscheduled_job(job)
         config = load_config(engine_config(job, job["contender"]))
         with closing(find_device(torch.device(job["device"]))) as device:
-            known = cached_rates(config.nvme_path, device, io=config.io)
-            machine = PlanMachine.here(config.nvme_path, device.memory_bytes(), known.rates)
-        self.rates = known
+            known_rates = cached_rates(config.nvme_path, device, io=config.io)
+            machine = PlanMachine.here(config.nvme_path, device.memory_bytes(), known_rates.rates)
+        self.rates = known_rates
         base = max(read_machine(config.nvme_path).process_rss_bytes, PROCESS_BASE_BYTES)
-        found = priced_of(job, job["contender"], machine, base)
-        line = schedule_line(found.case)
-        print(f"infinity_plan: {line}; predicted {found.cost.seconds:.2f} s", file=sys.stderr)
-        self.found = {
-            "predicted_s": found.cost.seconds,
-            "predicted_device_bytes": device_bytes(found),
+        estimate = priced_of(job, job["contender"], machine, base)
+        line = schedule_line(estimate.case)
+        print(f"infinity_plan: {line}; predicted {estimate.cost.seconds:.2f} s", file=sys.stderr)
+        self.choice = {
+            "predicted_s": estimate.cost.seconds,
+            "predicted_device_bytes": device_bytes(estimate),
             "schedule": line,
-            "recomputed": recomputed_share(found.case),
+            "recomputed": recomputed_share(estimate.case),
         }
-        count = found.case.micro_batches
-        return job | {"micro_batches": count, "rows": job["rows"] // count}, found.case.config
+        count = estimate.case.micro_batches
+        return job | {"micro_batches": count, "rows": job["rows"] // count}, estimate.case.config
 
     def plans(self) -> dict[str, Any]:
-        return super().plans() | self.found
+        return super().plans() | self.choice
 
 
 CONTENDERS: dict[str, type[Contender]] = {

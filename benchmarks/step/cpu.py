@@ -17,14 +17,14 @@ def cpu_seconds() -> Counter[str]:
     time of all processors of the machine since boot.
     """
     names = {thread.native_id: thread.name for thread in threading.enumerate()}
-    found: Counter[str] = Counter()
+    seconds: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         try:
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
             nanoseconds = int((task / "schedstat").read_text().split()[0])
         except OSError:  # a thread that has ended, or a kernel without scheduler statistics
             continue
-        found[name if name.startswith("infinity-") else "torch"] += nanoseconds / 1e9
+        seconds[name if name.startswith("infinity-") else "torch"] += nanoseconds / 1e9
     fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:]
-    found["stolen"] = int(fields[_STEAL]) / os.sysconf("SC_CLK_TCK")
-    return found
+    seconds["stolen"] = int(fields[_STEAL]) / os.sysconf("SC_CLK_TCK")
+    return seconds

@@ -116,22 +116,22 @@ class Race:
         best: tuple[float, dict[str, Any]] | None = None
         failure: ContenderFailedError | None = None
         for count in counts:
-            found = None
+            result = None
             for checkpointing in (False, True):
                 job = self.job | {"micro_batches": count, "rows": rows // count, "warmup": 1}
                 job |= {"checkpointing": checkpointing}
                 job |= {"by_engine": recomputes_by_engine(job)}
                 try:
-                    found = self._one_step_s(name, job), job | {"warmup": self.job["warmup"]}
+                    result = self._one_step_s(name, job), job | {"warmup": self.job["warmup"]}
                     break
                 except ContenderFailedError as error:
                     failure = error
-            if found is None:
+            if result is None:
                 continue
-            self.say(f"{name}: {schedule_words(found[1])}: {found[0]:.3f} s")
-            if best is not None and found[0] >= best[0]:
+            self.say(f"{name}: {schedule_words(result[1])}: {result[0]:.3f} s")
+            if best is not None and result[0] >= best[0]:
                 break
-            best = found
+            best = result
         if best is None:
             assert failure is not None
             raise failure
@@ -191,8 +191,8 @@ class Race:
         more step per round.
         """
         arguments = self.arguments
-        each = 1 + arguments.steps + (child.name in self.timed)
-        first = arguments.warmup + arguments.rounds * each + 2
+        steps_per_round = 1 + arguments.steps + (child.name in self.timed)
+        first = arguments.warmup + arguments.rounds * steps_per_round + 2
         folder = arguments.traces or Path(self.job["path"])
         return {"trace_steps": [first, first + TRACED_STEPS - 1], "traces": str(folder.resolve())}
 

@@ -47,13 +47,13 @@ def values_of(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
 
 def filled(model: nn.Module, device: torch.device) -> nn.Module:
     """Materialize the parameters of an outline in place on a device; tied ones stay tied."""
-    made: dict[int, nn.Parameter] = {}
+    parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                if id(parameter) not in made:
-                    made[id(parameter)] = nn.Parameter(_values(name, parameter).to(device))
-                module._parameters[name] = made[id(parameter)]
+                if id(parameter) not in parameters:
+                    parameters[id(parameter)] = nn.Parameter(_values(name, parameter).to(device))
+                module._parameters[name] = parameters[id(parameter)]
     return model
 
 

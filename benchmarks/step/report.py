@@ -20,7 +20,7 @@ from infinity.common.sizes import format_count, format_rate, format_size, parse_
 from step.bound import Bounds, Phases, bounds_of, rates_for
 from step.child import Child
 from step.model import shape_of
-from step.targets import judged
+from step.targets import judge
 
 # Name of a ratio of step times -> (numerator, denominator).
 COMPARED = {
@@ -64,33 +64,33 @@ def report_of(
     """Return the report as JSON-serializable data; children without turns are omitted."""
     children = [child for child in children if child.turns]
     times = {c.name: [statistics.median(t["step_s"]) for t in c.turns] for c in children}
-    disk = {name: statistics.fmean(each[name] for each in rates) for name in rates[0]}
+    disk = {name: statistics.fmean(disk_rates[name] for disk_rates in rates) for name in rates[0]}
     # Phases of one contender apply to another only if both have the same micro-batches.
     shared = [] if arguments.schedule == "best" else children
-    each = (child.phases for child in shared if child.name != "infinity_plan")
-    phases = next(filter(None, each), [])
+    phases_by_child = (child.phases for child in shared if child.name != "infinity_plan")
+    phases = next(filter(None, phases_by_child), [])
     bounds: dict[str, dict[str, Any]] = {}
     for child in children:
-        own = child.phases or ([] if child.name == "infinity_plan" else phases)
-        found, source = _bounds(child, disk, own, _on_gpu(job))
+        child_phases = child.phases or ([] if child.name == "infinity_plan" else phases)
+        child_bounds, source = _bounds(child, disk, child_phases, _on_gpu(job))
         if "predicted_s" in child.first:
             times["plan_predicted"] = [child.first["predicted_s"]] * len(child.turns)
-        if found:
+        if child_bounds:
             prefix = _BOUNDED[child.name]
-            times[f"{prefix}schedule"] = [bound.schedule_s for bound in found]
-            times[f"{prefix}ideal"] = [bound.ideal_s for bound in found]
+            times[f"{prefix}schedule"] = [bound.schedule_s for bound in child_bounds]
+            times[f"{prefix}ideal"] = [bound.ideal_s for bound in child_bounds]
             bounds[child.name] = {
-                "schedule": statistics.median(bound.schedule_s for bound in found),
-                "ideal": statistics.median(bound.ideal_s for bound in found),
-                "binds": found[0].binds,
-                "resources_s": found[0].resources,
+                "schedule": statistics.median(bound.schedule_s for bound in child_bounds),
+                "ideal": statistics.median(bound.ideal_s for bound in child_bounds),
+                "binds": child_bounds[0].binds,
+                "resources_s": child_bounds[0].resources,
                 "compute_from": source,
                 "rates": (child.first.get("rates") or {}) | disk,
             }
     compared = {
         name: pair for name, pair in COMPARED.items() if pair[0] in times and pair[1] in times
     }
-    medians = [statistics.median(kind) for kind in zip(*map(_values, phases), strict=True)]
+    medians = [statistics.median(values) for values in zip(*map(_values, phases), strict=True)]
     num_parameters = presets.count_parameters(shape_of(job))
     num_active = presets.count_active(shape_of(job))
     tokens = job["rows"] * job["context"] * arguments.micro_batches
@@ -142,7 +142,7 @@ def report_of(
             name: min(times[ours]) / min(times[other]) for name, (ours, other) in compared.items()
         },
     }
-    return report | {"targets": judged(report)}
+    return report | {"targets": judge(report)}
 
 
 def _bounds(
@@ -158,18 +158,18 @@ def _bounds(
         return [], ""
     plan = pickle.loads(Path(child.first["plan"]).read_bytes())
     traced = child.shares.get("traced_compute_s")
-    alone = [(one.forward_s, one.backward_s) for one in phases]
-    ours = child.name if child.phases else "infinity_ram"
-    source = "plain torch" if on_gpu else f"{ours}, phase by phase"
-    if not alone and on_gpu and traced is not None:
-        alone, source = [tuple(traced)] * len(child.turns), "the trace of these steps"
-    found = []
-    for index, seconds in enumerate(alone[: len(child.turns)]):
+    compute_s = [(phase.forward_s, phase.backward_s) for phase in phases]
+    timed_name = child.name if child.phases else "infinity_ram"
+    source = "plain torch" if on_gpu else f"{timed_name}, phase by phase"
+    if not compute_s and on_gpu and traced is not None:
+        compute_s, source = [tuple(traced)] * len(child.turns), "the trace of these steps"
+    bounds = []
+    for index, seconds in enumerate(compute_s[: len(child.turns)]):
         measured = child.first.get("rates")
         rates = rates_for(disk, plan, measured, phases[index] if phases else None)
         if rates is not None:
-            found.append(bounds_of(plan, rates, *seconds))
-    return found, source
+            bounds.append(bounds_of(plan, rates, *seconds))
+    return bounds, source
 
 
 def _on_gpu(job: dict[str, Any]) -> bool:
@@ -197,11 +197,11 @@ def _speed(
     `recomputed` is the fraction of blocks that are computed twice.
     """
     per_s = tokens / statistics.median(step_s)
-    once = num_active * per_s / 1e12
+    tera_per_flop = num_active * per_s / 1e12
     return {
         "tokens_per_s": per_s,
-        "model_tflops": 6 * once,
-        "hardware_tflops": (6 + 2 * recomputed) * once,
+        "model_tflops": 6 * tera_per_flop,
+        "hardware_tflops": (6 + 2 * recomputed) * tera_per_flop,
     }
 
 
@@ -246,11 +246,13 @@ def show(report: dict[str, Any]) -> None:
         )
     for key, title in (("ratio", "ratio"), ("ratio_of_minima", "ratio of the fastest")):
         if report[key]:
-            said = ", ".join(f"{name} {x:.3f}" for name, x in report[key].items())
-            console.print(f"{title}: {said}")
-    for one in report["targets"]:
-        verdict = "met" if one["met"] else "MISSED"
-        console.print(f"{verdict}: {one['name']} {one['found']:.4g} (target: {one['target']})")
+            text = ", ".join(f"{name} {x:.3f}" for name, x in report[key].items())
+            console.print(f"{title}: {text}")
+    for target in report["targets"]:
+        verdict = "met" if target["met"] else "MISSED"
+        console.print(
+            f"{verdict}: {target['name']} {target['found']:.4g} (target: {target['target']})"
+        )
     for name, why in report.get("skipped", {}).items():
         console.print(f"{name}: {why}")
     machine = report["machine"]

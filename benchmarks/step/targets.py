@@ -30,45 +30,49 @@ class Judgement:
     met: bool
 
 
-def judged(report: dict[str, Any]) -> list[dict[str, Any]]:
+def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Return evaluations of all targets that a report of `bench_step.py` covers, as dicts."""
     ratio, contenders, tokens = report["ratio"], report["contenders"], report["tokens"]
     on_gpu = report["device"] == "cuda"
-    found = []
+    judgements = []
     share = share_for(tokens, on_gpu=on_gpu)
-    beside = ratio.get("torch_ram", ratio.get("plan_to_torch_ram") if on_gpu else None)
-    if share is not None and beside is not None:
-        found.append(at_least("tokens/s beside plain torch", 1 / beside, share))
+    plain_ratio = ratio.get("torch_ram", ratio.get("plan_to_torch_ram") if on_gpu else None)
+    if share is not None and plain_ratio is not None:
+        judgements.append(at_least("tokens/s beside plain torch", 1 / plain_ratio, share))
     if "schedule" in ratio:
-        found.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
+        judgements.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
     if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
-        found.append(at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER))
+        judgements.append(
+            at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER)
+        )
     if on_gpu and "plan_to_schedule" in ratio:
         name = "the plan's choice: step beside the schedule bound"
-        found.append(at_most(name, ratio["plan_to_schedule"]))
+        judgements.append(at_most(name, ratio["plan_to_schedule"]))
     if not on_gpu:
-        found += [at_most(n, ratio[n], most) for n, most in PLANNED.items() if n in ratio]
+        judgements += [at_most(n, ratio[n], limit) for n, limit in PLANNED.items() if n in ratio]
         if "deepspeed_nvme_to_plan" in ratio:
             name = "the plan's choice beside DeepSpeed"
-            found.append(at_least(name, ratio["deepspeed_nvme_to_plan"], PLANNED_PEER))
+            judgements.append(at_least(name, ratio["deepspeed_nvme_to_plan"], PLANNED_PEER))
     if "plan_to_predicted" in ratio:
-        found.append(within("step beside the plan's time", ratio["plan_to_predicted"], EXACT))
+        judgements.append(within("step beside the plan's time", ratio["plan_to_predicted"], EXACT))
     ours = contenders.get(name_of_ours(contenders), {})
     wanted = SPEED.get(report["model"])
     if on_gpu and ours and wanted is not None and tokens >= LARGE_STEP:
-        found.append(at_least("tokens/s", ours["tokens_per_s"], wanted))
+        judgements.append(at_least("tokens/s", ours["tokens_per_s"], wanted))
     for name, facts in contenders.items():
         peak, budget = facts.get("peak_reserved_bytes"), facts.get("device_budget_bytes")
         if peak is not None and budget:
             met = peak <= budget
             text = f"at most {budget / 2**30:g} GiB"
-            found.append(Judgement(f"{name}: device memory, GiB", text, peak / 2**30, met))
+            judgements.append(Judgement(f"{name}: device memory, GiB", text, peak / 2**30, met))
         if (share := memory_share(facts)) is not None:
-            found.append(within(f"{name}: device memory beside the plan's", share, EXACT_MEMORY))
+            judgements.append(
+                within(f"{name}: device memory beside the plan's", share, EXACT_MEMORY)
+            )
         if (share := links_share(report, name)) is not None:
             what = f"{name}: links in the optimizer pass beside copies alone"
-            found.append(at_least(what, share, LINKS))
-    return [asdict(one) for one in found]
+            judgements.append(at_least(what, share, LINKS))
+    return [asdict(judgement) for judgement in judgements]
 
 
 def name_of_ours(contenders: Collection[str]) -> str:

@@ -77,8 +77,8 @@ class AiofilesLoop(_Buffered):
         asyncio.run(self._move(load))
 
     async def _move(self, load: Load) -> None:
-        ways = itertools.product(range(load.num_files), (False, True))
-        await asyncio.gather(*(self._stream(load, i, is_write) for i, is_write in ways))
+        directions = itertools.product(range(load.num_files), (False, True))
+        await asyncio.gather(*(self._stream(load, i, is_write) for i, is_write in directions))
 
     async def _stream(self, load: Load, file_index: int, is_write: bool) -> None:
         path = self._testbed.file_paths[file_index]
@@ -157,23 +157,23 @@ class Fio:
         for index, path in enumerate(self._testbed.file_paths):
             for way, span in (("read", load.reads[index]), ("write", load.writes[index])):
                 if span is not None:
-                    place = [f"--name={way}-{index}", f"--filename={path}", f"--rw={way}"]
-                    jobs += [*place, *self._span(span)]
+                    options = [f"--name={way}-{index}", f"--filename={path}", f"--rw={way}"]
+                    jobs += [*options, *self._span(span)]
         return jobs
 
     def _span(self, span: Span) -> list[str]:
         if self._engine != "psync":
-            range_ = [f"--offset={span.offset}", f"--size={span.nbytes}"]
-            return [*range_, f"--io_size={span.total_bytes}", f"--iodepth={self._depth}"]
-        part = span.nbytes // self._depth
-        if part * self._depth != span.nbytes or part % self._block_size:
+            options = [f"--offset={span.offset}", f"--size={span.nbytes}"]
+            return [*options, f"--io_size={span.total_bytes}", f"--iodepth={self._depth}"]
+        job_bytes = span.nbytes // self._depth
+        if job_bytes * self._depth != span.nbytes or job_bytes % self._block_size:
             raise UnavailableError(f"{self.name} cannot divide {format_size(span.nbytes)}")
         return [
             f"--numjobs={self._depth}",
             f"--offset={span.offset}",
-            f"--offset_increment={part}",
-            f"--size={part}",
-            f"--io_size={part * span.num_passes}",
+            f"--offset_increment={job_bytes}",
+            f"--size={job_bytes}",
+            f"--io_size={job_bytes * span.num_passes}",
         ]
 
     def _output(self, arguments: list[str]) -> str:
@@ -248,13 +248,13 @@ class DeepSpeedHandle:
         # Write buffers are filled with random chunks before the timing.
         for number, tensor in enumerate(sources):
             tensor.copy_(torch.from_numpy(self._testbed.pattern(number, load.salt).copy()))
-        reads = [found for found in pieces if not found[1].is_write]
-        writes = [found for found in pieces if found[1].is_write]
+        reads = [request for request in pieces if not request[1].is_write]
+        writes = [request for request in pieces if request[1].is_write]
         sample = timed(lambda: self._move(reads, writes, targets, sources), load)
         for number in range(max(0, len(reads) - NUM_SLOTS), len(reads)):
             file_index, piece = reads[number]
-            truth = torch.from_numpy(self._testbed.pattern(piece.index).copy())
-            if not torch.equal(targets[number % NUM_SLOTS], truth):
+            expected = torch.from_numpy(self._testbed.pattern(piece.index).copy())
+            if not torch.equal(targets[number % NUM_SLOTS], expected):
                 raise self._testbed.wrong_bytes("read", file_index, piece.offset)
         return sample
 
@@ -269,12 +269,12 @@ class DeepSpeedHandle:
         half = NUM_SLOTS // 2
         busy: set[int] = set()
         for first in range(0, max(len(reads), len(writes)), half):
-            side = first // half % 2
-            ways = (
-                ("async_pread", side, reads, targets),
-                ("async_pwrite", 2 + side, writes, sources),
+            handle_index = first // half % 2
+            directions = (
+                ("async_pread", handle_index, reads, targets),
+                ("async_pwrite", 2 + handle_index, writes, sources),
             )
-            for call, handle, pieces, tensors in ways:
+            for call, handle, pieces, tensors in directions:
                 if handle in busy:
                     self._handles[handle].wait()
                     busy.discard(handle)
@@ -284,8 +284,10 @@ class DeepSpeedHandle:
         for handle in busy:
             self._handles[handle].wait()
 
-    def _start(self, call: str, handle: int, found: tuple[int, ChunkRequest], tensor: Any) -> None:
-        file_index, piece = found
+    def _start(
+        self, call: str, handle: int, request: tuple[int, ChunkRequest], tensor: Any
+    ) -> None:
+        file_index, piece = request
         path = str(self._testbed.file_paths[file_index])
         if getattr(self._handles[handle], call)(tensor, path, piece.offset) != 0:
             raise UnavailableError(f"{self.name}: {call} failed at offset {piece.offset} of {path}")

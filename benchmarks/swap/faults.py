@@ -36,7 +36,7 @@ RIGHT_ERRORS: dict[str, frozenset[int]] = {
     "flip": frozenset(),
     "stuck": frozenset({errno.ETIMEDOUT}),
 }
-_TOGETHER = "+".join(RIGHT_ERRORS)
+_ALL_KINDS = "+".join(RIGHT_ERRORS)
 _NUM_CHUNKS = 32
 _CHUNK, _BLOCK, _PAGE = 256 * 2**10, 16 * 2**10, 4096
 _WINDOW = 8  # requests in flight
@@ -74,7 +74,7 @@ def check_faults(paths: Sequence[Path], seed: int) -> dict[str, Any]:
     not permit, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
     """
     backends = usable_backends([look_at(path).backends for path in paths])
-    kinds = [*RIGHT_ERRORS, _TOGETHER]
+    kinds = [*RIGHT_ERRORS, _ALL_KINDS]
     say("injecting faults ...")
     outcomes: list[Outcome] = []
     for path in paths:
@@ -105,14 +105,14 @@ class _Trial:
         self._may_flip, self._may_stick = "flip" in kinds, "stuck" in kinds
         self._outcome = Outcome("all together" if len(kinds) > 1 else kind, backend)
         bytes_of = random.Random(seed)
-        self._truth = [bytes_of.randbytes(_CHUNK) for _ in range(_NUM_CHUNKS)]
+        self._expected = [bytes_of.randbytes(_CHUNK) for _ in range(_NUM_CHUNKS)]
 
     def run(self) -> Outcome:
         with contextlib.closing(_aio.File(self._path, create=True)) as file:
             file.allocate(_NUM_CHUNKS * _CHUNK)
-            for go in (self._write, self._read):
+            for transfer in (self._write, self._read):
                 for first in range(0, _NUM_CHUNKS, _WINDOW):
-                    go(file, range(first, first + _WINDOW))
+                    transfer(file, range(first, first + _WINDOW))
         return self._outcome
 
     def _move(
@@ -129,7 +129,7 @@ class _Trial:
         try:
             started = []
             for index in chunks:
-                memory = _filled(self._truth[index] if op == _aio.WRITE else b"")
+                memory = _filled(self._expected[index] if op == _aio.WRITE else b"")
                 segment = (file, index * _CHUNK, _CHUNK, _address(memory))
                 started.append((index, memory, engine.submit(op, [segment], keep=memory)))
             yield from ((i, memory) for i, memory, ticket in started if self._ends_well(ticket))
@@ -142,18 +142,18 @@ class _Trial:
                     self._wrong(f"close: {error}")
 
     def _write(self, file: _aio.File, chunks: range) -> None:
-        good = {index for index, _ in self._move(_aio.WRITE, chunks.start, file, chunks)}
+        written = {index for index, _ in self._move(_aio.WRITE, chunks.start, file, chunks)}
         # Plain reads check the file; plain writes repair failed chunks.
         fd = os.open(self._path, os.O_RDWR | os.O_CLOEXEC)
         try:
             for index in chunks:
-                found = os.pread(fd, _CHUNK, index * _CHUNK)
-                if index in good and found == self._truth[index]:
+                data = os.pread(fd, _CHUNK, index * _CHUNK)
+                if index in written and data == self._expected[index]:
                     self._outcome.right += 1
-                elif index in good:
+                elif index in written:
                     self._silent(f"chunk {index} was written, but not to the disk")
-                if found != self._truth[index]:
-                    os.pwrite(fd, self._truth[index], index * _CHUNK)
+                if data != self._expected[index]:
+                    os.pwrite(fd, self._expected[index], index * _CHUNK)
             os.fdatasync(fd)
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
@@ -162,8 +162,8 @@ class _Trial:
     def _read(self, file: _aio.File, chunks: range) -> None:
         """Compare the bytes read with the expected ones and their checksums."""
         for index, memory in self._move(_aio.READ, 500 + chunks.start, file, chunks):
-            is_right = memory[:] == self._truth[index]
-            passes = checksums(memory) == checksums(_filled(self._truth[index]))
+            is_right = memory[:] == self._expected[index]
+            passes = checksums(memory) == checksums(_filled(self._expected[index]))
             if is_right and passes:
                 self._outcome.right += 1
             elif is_right:
@@ -209,6 +209,6 @@ def _address(memory: mmap.mmap) -> int:
 
 def checksums(memory: mmap.mmap) -> bytes:
     """Return one CRC32C per page of `memory`, four bytes each."""
-    found = (ctypes.c_uint32 * -(-len(memory) // _PAGE))()
-    _aio.crc32c_blocks(_address(memory), len(memory), _PAGE, ctypes.addressof(found))
-    return bytes(found)
+    crcs = (ctypes.c_uint32 * -(-len(memory) // _PAGE))()
+    _aio.crc32c_blocks(_address(memory), len(memory), _PAGE, ctypes.addressof(crcs))
+    return bytes(crcs)

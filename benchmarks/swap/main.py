@@ -90,10 +90,10 @@ def measure_disk(options: Options, line: ProgressLine, command: Sequence[str]) -
     with Testbed(options.paths, region_bytes, options.chunk_bytes) as testbed:
         testbed.prepare(lambda done, total: line.progress(done, total, "writing test files"))
         backends = usable_backends([drive.backends for drive in drives])
-        found = _Measurement(options, testbed, line).run(backends)
+        findings = _Measurement(options, testbed, line).run(backends)
     notes = shared_drives(options.paths) if len(drives) > 1 else []
     return assemble(
-        found,
+        findings,
         drives=[drive.as_dict() for drive in drives],
         notes=notes + [note for drive in drives for note in drive.notes],
         machine=before | {"load_average_after": os.getloadavg()[0]},
@@ -123,15 +123,19 @@ class _Measurement:
             names = {mode: calibration.best(mode, field.families) for mode in MODES}
             for backend in backends:
                 ours.append(EngineContender(self._testbed, tuned.settings[backend]))
-            who: dict[Mode, list[Contender]] = {}
+            contenders: dict[Mode, list[Contender]] = {}
             for mode in MODES:
                 others = compared(field, calibration, mode, self._options.compare)
                 everyone = [*ours, field.contenders[names[mode]], *others]
-                who[mode] = list({contender.name: contender for contender in everyone}.values())
+                contenders[mode] = list(
+                    {contender.name: contender for contender in everyone}.values()
+                )
             loads = loads_of(self._testbed, rates, target_s)
-            total = self._options.num_rounds * sum(map(len, who.values()))
+            total = self._options.num_rounds * sum(map(len, contenders.values()))
             self._line.note(f"measuring, {total} samples ...")
-            paired = take_turns(who, loads, self._options.num_rounds, left_out=field.left_out)
+            paired = take_turns(
+                contenders, loads, self._options.num_rounds, left_out=field.left_out
+            )
         finally:
             for contender in ours:
                 contender.close()

@@ -65,7 +65,7 @@ UNITS = (
 
 
 def assemble(
-    found: Findings,
+    findings: Findings,
     *,
     drives: list[dict[str, Any]],
     notes: list[str],
@@ -79,22 +79,22 @@ def assemble(
     always that of threads. `best` is the back end of `ratio`, unless the other one is clearly
     faster over all modes.
     """
-    main = "io_uring" if "io_uring" in found.ours else "threads"
-    speeds = {backend: _overall(found, name) for backend, name in found.ours.items()}
-    best = choose(speeds, main)
-    ratios = {backend: _ratios(found, name) for backend, name in found.ours.items()}
-    rates = _rates(found, dict.fromkeys(MODES, found.ours[best]))
+    ratio_backend = "io_uring" if "io_uring" in findings.ours else "threads"
+    speeds = {backend: _overall(findings, name) for backend, name in findings.ours.items()}
+    best = choose(speeds, ratio_backend)
+    ratios = {backend: _ratios(findings, name) for backend, name in findings.ours.items()}
+    rates = _rates(findings, dict.fromkeys(MODES, findings.ours[best]))
     return {
-        "best": {**_gib(rates), "config": vars(found.tuned.settings[best])},
+        "best": {**_gib(rates), "config": vars(findings.tuned.settings[best])},
         "reference": {
-            **_gib(_rates(found, found.reference_names)),
-            "name": _one_name(found.reference_names),
-            "names": dict(found.reference_names),
+            **_gib(_rates(findings, findings.reference_names)),
+            "name": _one_name(findings.reference_names),
+            "names": dict(findings.reference_names),
         },
-        "ratio_backend": main,
-        **_ratio_keys("ratio", ratios[main]),
+        "ratio_backend": ratio_backend,
+        **_ratio_keys("ratio", ratios[ratio_backend]),
         **(_ratio_keys("threads_ratio", ratios["threads"]) if "threads" in ratios else {}),
-        "cached": _cached(found, found.ours[main]),
+        "cached": _cached(findings, findings.ours[ratio_backend]),
         "target": TARGET,
         "holds": {
             backend: {mode: ratio.holds for mode, ratio in by_mode.items()}
@@ -102,15 +102,15 @@ def assemble(
         },
         "interval": f"{CONFIDENCE:.0%} of the median, by order statistics",
         "rounds": options["rounds"],
-        "cpu_s_per_gib": _cpu(found),
-        "configs": {name: vars(s) for name, s in found.tuned.settings.items()},
+        "cpu_s_per_gib": _cpu(findings),
+        "configs": {name: vars(s) for name, s in findings.tuned.settings.items()},
         "training": training_terms(rates["mixed"], rates["read"]),
-        "contenders": _contenders(found),
-        "left_out": found.left_out,
+        "contenders": _contenders(findings),
+        "left_out": findings.left_out,
         "notes": notes,
         "drives": [
             drive | {f"alone_{mode}_gib_s": rates_of[mode] / _GIB for mode in MODES}
-            for drive, rates_of in zip(drives, found.drive_rates, strict=True)
+            for drive, rates_of in zip(drives, findings.drive_rates, strict=True)
         ],
         "file_system": [drive["file_system"] for drive in drives],
         "machine": machine,
@@ -118,14 +118,14 @@ def assemble(
         "date": machine["date"],
         "command": command,
         "options": options,
-        "sample_bytes": dict(found.sample_bytes),
+        "sample_bytes": dict(findings.sample_bytes),
         "units": UNITS,
-        "tuning": found.tuned.tried,
+        "tuning": findings.tuned.tried,
         "calibration": {
-            "num_samples": found.calibration.num_samples,
+            "num_samples": findings.calibration.num_samples,
             "gib_s": {
                 mode: {name: rate / _GIB for name, rate in rates.items()}
-                for mode, rates in found.calibration.rates.items()
+                for mode, rates in findings.calibration.rates.items()
             },
         },
         "samples": {
@@ -133,17 +133,17 @@ def assemble(
                 name: [{"gib_s": s.rate / _GIB, **vars(s)} for s in samples]
                 for name, samples in by_name.items()
             }
-            for mode, by_name in found.paired.items()
+            for mode, by_name in findings.paired.items()
         },
     }
 
 
-def _overall(found: Findings, name: str) -> float:
-    return geometric_mean([median_rate(found.paired[mode][name]) for mode in MODES])
+def _overall(findings: Findings, name: str) -> float:
+    return geometric_mean([median_rate(findings.paired[mode][name]) for mode in MODES])
 
 
-def _rates(found: Findings, names: Mapping[Mode, str]) -> dict[Mode, float]:
-    return {mode: median_rate(found.paired[mode][names[mode]]) for mode in MODES}
+def _rates(findings: Findings, names: Mapping[Mode, str]) -> dict[Mode, float]:
+    return {mode: median_rate(findings.paired[mode][names[mode]]) for mode in MODES}
 
 
 def _gib(rates: Mapping[Mode, float]) -> dict[str, float]:
@@ -157,20 +157,22 @@ def _one_name(names: Mapping[Mode, str]) -> str:
     return "; ".join(f"{mode}: {name}" for mode, name in names.items())
 
 
-def _ratios(found: Findings, name: str) -> dict[Mode, Ratio]:
+def _ratios(findings: Findings, name: str) -> dict[Mode, Ratio]:
     def speeds(mode: Mode, of: str) -> list[float]:
-        return [sample.rate for sample in found.paired[mode][of]]
+        return [sample.rate for sample in findings.paired[mode][of]]
 
-    return {m: ratio_of(speeds(m, name), speeds(m, found.reference_names[m])) for m in MODES}
+    return {m: ratio_of(speeds(m, name), speeds(m, findings.reference_names[m])) for m in MODES}
 
 
-def _cached(found: Findings, name: str) -> dict[Mode, dict[str, Any]]:
+def _cached(findings: Findings, name: str) -> dict[Mode, dict[str, Any]]:
     """Return per mode with reads the contender that reads into the CPU cache, and its ratio."""
     table: dict[Mode, dict[str, Any]] = {}
-    for mode, by_name in found.paired.items():
+    for mode, by_name in findings.paired.items():
         for other in by_name:
-            if found.families.get(other) == CACHED:
-                rates = [[sample.rate for sample in by_name[who]] for who in (name, other)]
+            if findings.families.get(other) == CACHED:
+                rates = [
+                    [sample.rate for sample in by_name[contender]] for contender in (name, other)
+                ]
                 table[mode] = {"name": other, "ratio": ratio_of(*rates).median}
     return table
 
@@ -184,24 +186,24 @@ def _ratio_keys(key: str, ratios: Mapping[Mode, Ratio]) -> dict[str, Any]:
     }
 
 
-def _cpu(found: Findings) -> dict[str, dict[Mode, float]]:
+def _cpu(findings: Findings) -> dict[str, dict[Mode, float]]:
     names: dict[str, Mapping[Mode, str]] = {
-        backend: dict.fromkeys(MODES, name) for backend, name in found.ours.items()
+        backend: dict.fromkeys(MODES, name) for backend, name in findings.ours.items()
     }
-    names["reference"] = found.reference_names
+    names["reference"] = findings.reference_names
     return {
-        who: {mode: median_cpu(found.paired[mode][of[mode]]) for mode in MODES}
+        who: {mode: median_cpu(findings.paired[mode][of[mode]]) for mode in MODES}
         for who, of in names.items()
     }
 
 
-def _contenders(found: Findings) -> dict[str, Any]:
+def _contenders(findings: Findings) -> dict[str, Any]:
     """Return family, median, range and processor time per contender and mode."""
     table: dict[str, Any] = {}
-    ours = {name: backend for backend, name in found.ours.items()}
-    for mode, by_name in found.paired.items():
+    ours = {name: backend for backend, name in findings.ours.items()}
+    for mode, by_name in findings.paired.items():
         for name, samples in by_name.items():
-            family = ours.get(name) or found.families[name]
+            family = ours.get(name) or findings.families[name]
             entry = table.setdefault(name, {"family": family, "ours": name in ours})
             rates = [sample.rate / _GIB for sample in samples]
             entry[mode] = {
@@ -211,7 +213,7 @@ def _contenders(found: Findings) -> dict[str, Any]:
                 "cpu_s_per_gib": median_cpu(samples),
                 "num_samples": len(samples),
                 "median_duration_s": statistics.median(s.duration_s for s in samples),
-                "is_reference": name == found.reference_names[mode],
+                "is_reference": name == findings.reference_names[mode],
             }
     return table
 
@@ -259,13 +261,13 @@ def _table(page: Page, report: dict[str, Any]) -> None:
     for name, entry in report["contenders"].items():
         cells = []
         for mode in MODES:
-            found = entry.get(mode)
-            if found is None:
+            result = entry.get(mode)
+            if result is None:
                 cells.append("")
                 continue
-            star = " *" if found["is_reference"] else ""
-            spread = f"{found['min_gib_s']:.2f}-{found['max_gib_s']:.2f}"
-            cells.append(f"{found['median_gib_s']:.2f} ({spread}){star}")
+            star = " *" if result["is_reference"] else ""
+            spread = f"{result['min_gib_s']:.2f}-{result['max_gib_s']:.2f}"
+            cells.append(f"{result['median_gib_s']:.2f} ({spread}){star}")
         cpu = [f"{entry[m]['cpu_s_per_gib']:.3f}" if m in entry else "-" for m in MODES]
         rows.append([name, *cells, " / ".join(cpu)])
     page.table(
@@ -290,9 +292,9 @@ def _say_ratios(page: Page, report: dict[str, Any]) -> None:
                 f"{coverage:.0%} interval {low:.3f} to {high:.3f}: {verdict} "
                 f"(target {report['target']})"
             )
-    for mode, beside in report["cached"].items():
+    for mode, cached in report["cached"].items():
         page.say(
-            f"{mode:5}  {report['ratio_backend']} / {beside['name']}: {beside['ratio']:.3f}; they "
+            f"{mode:5}  {report['ratio_backend']} / {cached['name']}: {cached['ratio']:.3f}; they "
             "read into the same few MiB again and again, which stay in the processor's cache"
         )
 

@@ -62,8 +62,8 @@ GRID = {
         for count in (2, 4, 8, 16)
     ],
 }
-_NUM_OF_OURS = 2  # finalists per mode
-_NUM_OF_OTHERS = 5
+_NUM_TUNING_FINALISTS = 2  # finalists per mode
+_NUM_REFERENCE_FINALISTS = 5
 _NUM_FINAL_ROUNDS = 3
 # Keep the default settings for smaller gains, which are noise on virtual disks.
 WORTH_LEAVING = 1.03
@@ -91,28 +91,30 @@ def tune(testbed: Testbed, backends: Sequence[str], loads: Mapping[Mode, Load]) 
         for name in [settings.name]
     }
     try:
-        everyone = {mode: list(field.values()) for mode in loads}
-        first = take_turns(everyone, loads, 1, left_out={})
+        contenders = {mode: list(field.values()) for mode in loads}
+        first = take_turns(contenders, loads, 1, left_out={})
         chosen: dict[str, IoSettings] = {}
         scores: dict[str, float] = {}
         for backend in backends:
             default = DEFAULTS[backend].name
             names = [default]
-            for found in first.values():
-                mine = {n: s for n, s in found.items() if field[n].settings.backend == backend}
-                names += best_first(mine)[:_NUM_OF_OURS]
+            for samples in first.values():
+                backend_samples = {
+                    n: s for n, s in samples.items() if field[n].settings.backend == backend
+                }
+                names += best_first(backend_samples)[:_NUM_TUNING_FINALISTS]
             finalists = [field[name] for name in dict.fromkeys(names)]
-            everywhere = dict.fromkeys(loads, finalists)
-            again = take_turns(everywhere, loads, _NUM_FINAL_ROUNDS, left_out={})
-            mine_scores = worst_scores(again)
-            chosen[backend] = field[choose(mine_scores, default)].settings
-            scores |= mine_scores
+            finalists_by_mode = dict.fromkeys(loads, finalists)
+            again = take_turns(finalists_by_mode, loads, _NUM_FINAL_ROUNDS, left_out={})
+            backend_scores = worst_scores(again)
+            chosen[backend] = field[choose(backend_scores, default)].settings
+            scores |= backend_scores
     finally:
         for contender in field.values():
             contender.close()
     tried = [
         vars(contender.settings)
-        | {f"{mode}_bytes_per_s": median_rate(found[name]) for mode, found in first.items()}
+        | {f"{mode}_bytes_per_s": median_rate(samples[name]) for mode, samples in first.items()}
         | {"score": scores.get(name)}
         for name, contender in field.items()
     ]
@@ -124,7 +126,7 @@ def worst_scores(samples: Samples) -> dict[str, float]:
 
     So settings that are good in all modes beat those that are slow in one.
     """
-    by_mode = [relative(found) for found in samples.values()]
+    by_mode = [relative(mode_samples) for mode_samples in samples.values()]
     return {
         name: min(speeds[name] / max(speeds.values()) for speeds in by_mode) for name in by_mode[0]
     }
@@ -241,14 +243,14 @@ def calibrate(field: Field, loads: Mapping[Mode, Load]) -> Calibration:
 
     Candidates that fail are added to `field.left_out`. Raises `UnavailableError` if all fail.
     """
-    everyone = dict.fromkeys(loads, field.of((*REFERENCE_FAMILIES, CACHED)))
-    first = take_turns(everyone, loads, 1, left_out=field.left_out)
+    candidates = dict.fromkeys(loads, field.of((*REFERENCE_FAMILIES, CACHED)))
+    first = take_turns(candidates, loads, 1, left_out=field.left_out)
     finalists: dict[Mode, list[Contender]] = {}
-    for mode, found in first.items():
-        ranked = [field.contenders[name] for name in best_first(found)]
+    for mode, samples in first.items():
+        ranked = [field.contenders[name] for name in best_first(samples)]
         others = [contender for contender in ranked if contender.family != CACHED]
         cached = [contender for contender in ranked if contender.family == CACHED]
-        finalists[mode] = others[:_NUM_OF_OTHERS] + cached[:1]
+        finalists[mode] = others[:_NUM_REFERENCE_FINALISTS] + cached[:1]
     again = take_turns(finalists, loads, _NUM_FINAL_ROUNDS, left_out=field.left_out)
     rates = {mode: _ranked(first[mode], again[mode]) for mode in loads}
     for ranked in rates.values():
@@ -268,7 +270,7 @@ def _ranked(
 
 
 def _count(samples: Samples) -> int:
-    return sum(len(found) for by_name in samples.values() for found in by_name.values())
+    return sum(len(taken) for by_name in samples.values() for taken in by_name.values())
 
 
 def compared(

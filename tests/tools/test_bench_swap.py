@@ -764,7 +764,7 @@ def test_silent_wrong_bytes_fail_the_command(
 ) -> None:
     monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
     monkeypatch.setattr("swap.faults.RIGHT_ERRORS", {"flip": frozenset()})
-    monkeypatch.setattr("swap.faults._TOGETHER", "flip")
+    monkeypatch.setattr("swap.faults._ALL_KINDS", "flip")
     monkeypatch.setattr("swap.faults.checksums", lambda memory: b"blind")
     code, out, _ = run("--path", str(tmp_path), "--faults", "3")
     assert code == 1

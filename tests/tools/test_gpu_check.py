@@ -57,11 +57,11 @@ from gpu.plan import (
 from gpu.stages import KERNEL_TESTS, TRAINING_TESTS, WHOLE_GIB
 from gpu.targets import TARGETS, table
 from step.bound import bounds_of, links_in_pass
-from step.case import case_of, device_bytes, priced_of, told_to_plan
+from step.case import case_of, device_bytes, priced_of, unscheduled_job
 from step.config import PLACEMENTS, engine_config
 from step.contender import cap_device
 from step.model import outline, shape_of
-from step.targets import judged
+from step.targets import judge
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("tests/", "tools/", "benchmarks/")
@@ -223,7 +223,7 @@ def job_named(name: str) -> dict[str, Any]:
 def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
     """However the benchmark passes tokens for others; what a device is held to is all there is."""
     job = job_named("step-8b-8k") | {"micro_batches": 2, "rows": 1, "slices": 2, "offload": "host"}
-    told = told_to_plan(job)
+    told = unscheduled_job(job)
     config = engine_config(told, "infinity_plan")
     assert (config["placement"], config.get("nvme_path")) == ({}, None)
     assert config["budget"] == {"device": int(0.95 * 24 * GIB), "host": "116GiB"}
@@ -235,7 +235,7 @@ def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
     case = case_of(told, "infinity_plan", machine_of())
     assert (case.work.tokens, case.micro_batches, case.work.recompute) == (8192, 1, 0)
     assert case.compute_bytes == case.limits.device == config["budget"]["device"]
-    on_cpu = engine_config(told_to_plan(job | {"device": "cpu"}), "infinity_plan")
+    on_cpu = engine_config(unscheduled_job(job | {"device": "cpu"}), "infinity_plan")
     assert on_cpu["nvme_path"] == "/disk"
     assert on_cpu["activations"]["logits"] == "auto"
 
@@ -329,7 +329,7 @@ def report_of(**more: Any) -> dict[str, Any]:
 
 def test_a_gpu_is_judged_by_a_gpus_targets() -> None:
     def said(**more: Any) -> dict[str, tuple[str, bool]]:
-        return {one["name"]: (one["target"], one["met"]) for one in judged(report_of(**more))}
+        return {one["name"]: (one["target"], one["met"]) for one in judge(report_of(**more))}
 
     plain, peer = "tokens/s beside plain torch", "tokens/s beside DeepSpeed"
     assert said(ratio={"torch_ram": 1.09})[plain] == ("at least 0.93", False)
@@ -358,18 +358,18 @@ def chosen_report(step: float = 1.0, memory: float = 1.0, links: float = 1.0) ->
 
 def test_what_a_plan_chose_is_judged_by_what_it_said() -> None:
     def missed(**found: float) -> set[str]:
-        return {one["name"] for one in judged(chosen_report(**found)) if not one["met"]}
+        return {one["name"] for one in judge(chosen_report(**found)) if not one["met"]}
 
     plain, step = "tokens/s beside plain torch", "step beside the plan's time"
     memory = "infinity_plan: device memory beside the plan's"
     links = "infinity_plan: links in the optimizer pass beside copies alone"
     bound = "the plan's choice: step beside the schedule bound"
-    names = {one["name"] for one in judged(chosen_report())}
+    names = {one["name"] for one in judge(chosen_report())}
     assert names == {plain, bound, step, memory, links}
     assert missed() == missed(step=1.14, memory=1.04, links=0.91) == {plain}
     assert missed(step=0.84, memory=0.94) == missed(step=1.16, memory=1.06) == {plain, step, memory}
     assert missed(links=0.89) == {plain, links}
-    on_cpu = judged(chosen_report(step=1.16) | {"device": "cpu"})
+    on_cpu = judge(chosen_report(step=1.16) | {"device": "cpu"})
     assert {one["name"]: one["met"] for one in on_cpu}[step] is False
 
 

@@ -155,12 +155,16 @@ def measure(kernels: CudaKernels, n: int, rounds: int) -> Iterator[dict[str, obj
         "square sum, bf16": (lambda: kernels.square_sums([tensor], sums), 2 * n)
     }
     for name, (work, nbytes) in helpers.items():
-        took = statistics.median(compare({name: work}, rounds, repeats=10)[name])
-        yield {"helper": name, "ns_per_param": took / n * 1e9, "gb_s": nbytes / took / 1e9}
+        seconds_per_call = statistics.median(compare({name: work}, rounds, repeats=10)[name])
+        yield {
+            "helper": name,
+            "ns_per_param": seconds_per_call / n * 1e9,
+            "gb_s": nbytes / seconds_per_call / 1e9,
+        }
 
 
-def _ratio(these: list[float], those: list[float]) -> float:
-    return statistics.median(a / b for a, b in zip(these, those, strict=True))
+def _ratio(numerators: list[float], denominators: list[float]) -> float:
+    return statistics.median(a / b for a, b in zip(numerators, denominators, strict=True))
 
 
 def main() -> int:

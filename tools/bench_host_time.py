@@ -20,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,20 +145,20 @@ def round_s(contender: Any) -> dict[str, float]:
 def per_block(make: Callable[[int], Any], rounds: int) -> Callable[[], dict[str, list[float]]]:
     """Return a function that runs one more turn and returns us per block of all turns, by phase."""
     few, many = make(FEW), make(MANY)
-    found: dict[str, list[float]] = {phase: [] for phase in PHASES}
+    times: dict[str, list[float]] = {phase: [] for phase in PHASES}
 
     def turn() -> dict[str, list[float]]:
-        times = [min_of([round_s(one) for _ in range(rounds)]) for one in (few, many)]
+        fastest = [min_of([round_s(contender) for _ in range(rounds)]) for contender in (few, many)]
         for phase in PHASES:
-            found[phase].append((times[1][phase] - times[0][phase]) / (MANY - FEW) * 1e6)
-        return found
+            times[phase].append((fastest[1][phase] - fastest[0][phase]) / (MANY - FEW) * 1e6)
+        return times
 
     return turn
 
 
 def min_of(rounds: list[dict[str, float]]) -> dict[str, float]:
     """Return the minimum of each phase."""
-    return {phase: min(one[phase] for one in rounds) for phase in PHASES}
+    return {phase: min(times[phase] for times in rounds) for phase in PHASES}
 
 
 def main() -> None:
@@ -168,20 +169,20 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     turns = {
-        (name, recompute): per_block(lambda n, k=kind, r=recompute: k(n, r), options.rounds)  # type: ignore[misc]
+        (name, recompute): per_block(partial(contender, recompute=recompute), options.rounds)
         for recompute in (False, True)
-        for name, kind in (("plain torch", Plain), ("infinity", Ours))
+        for name, contender in (("plain torch", Plain), ("infinity", Ours))
     }
     gc.disable()
     for turn in range(options.turns + 1):  # the first turn is a warm-up
-        found = {key: take() for key, take in turns.items()}
+        results = {key: take() for key, take in turns.items()}
         if not turn:
-            for times in found.values():
-                for of_phase in times.values():
-                    of_phase.clear()
+            for times in results.values():
+                for phase_times in times.values():
+                    phase_times.clear()
         gc.collect()
     print("| us per block: least (median) | forward | backward |\n| --- | ---: | ---: |")
-    for (name, recompute), times in found.items():
+    for (name, recompute), times in results.items():
         cells = (f"{min(times[p]):.0f} ({statistics.median(times[p]):.0f})" for p in PHASES)
         print(f"| {name}{', recomputed' if recompute else ''} | {' | '.join(cells)} |")
 

@@ -140,9 +140,9 @@ class Contender:
     def turn(self, steps: int, seed: int) -> float:
         """Return the median seconds of `steps` steps after an untimed one."""
         self.step(seed)
-        found = [self.step(seed + 1 + i) for i in range(steps)]
+        times = [self.step(seed + 1 + i) for i in range(steps)]
         self.engine.settle()  # no transfers during the turns of others
-        return statistics.median(found)
+        return statistics.median(times)
 
     def predict(self, rates: Rates) -> StepCost:
         """Return the predicted cost of a steady step at these rates."""
@@ -155,19 +155,19 @@ def start(
     """Return a contender with explicit placement, or with a budget for half of the state."""
     model = presets.build(shape, torch.float32, seed=1)
     target = target_of("gpt", model, {})
-    given: dict[str, Any] = {"nvme_path": path, "precision": "fp32", "gradient_clipping": 1.0}
-    given |= changes
-    optimizer = {"type": "AdamW", "lr": 1e-4, **given.get("optimizer", {})}
-    given["optimizer"] = optimizer
-    if given.get("budget") == BUDGET:
+    config: dict[str, Any] = {"nvme_path": path, "precision": "fp32", "gradient_clipping": 1.0}
+    config |= changes
+    optimizer = {"type": "AdamW", "lr": 1e-4, **config.get("optimizer", {})}
+    config["optimizer"] = optimizer
+    if config.get("budget") == BUDGET:
         machine = read_machine()
         state = 16 * presets.count_parameters(shape)
-        own = machine.process_rss_bytes - 4 * presets.count_parameters(shape)
-        given["budget"] = {"host": int((own + state / 2) / 0.7)}
-    engine = initialize(model, given, poison=None)[0]
+        process_bytes = machine.process_rss_bytes - 4 * presets.count_parameters(shape)
+        config["budget"] = {"host": int((process_bytes + state / 2) / 0.7)}
+    engine = initialize(model, config, poison=None)[0]
     tokens = batch * shape.context
     work = StepWork(tokens, context=shape.context, lookups=target.lookups, heads=target.heads)
-    return Contender(name, engine, given.get("io", {}), work, shape, batch)
+    return Contender(name, engine, config.get("io", {}), work, shape, batch)
 
 
 def rates_now(rough: dict[str, Any], path: Path, seconds: float, plain: Plain) -> dict[str, float]:
@@ -207,12 +207,12 @@ def measure(
                     break
             numbers = {name: (before[name] + after[name]) / 2 for name in before}
             flop_per_s = numbers.pop("plain")
-            known = contender.predict(Rates.of(numbers))
-            plainly = {name: rate for name, rate in numbers.items() if name not in COMPUTE}
-            cost = contender.predict(Rates.of(plainly | {"compute.fp32": flop_per_s}))
+            known_cost = contender.predict(Rates.of(numbers))
+            without_compute = {name: rate for name, rate in numbers.items() if name not in COMPUTE}
+            cost = contender.predict(Rates.of(without_compute | {"compute.fp32": flop_per_s}))
             contender.binds = cost.binds
             turn = {"measured_s": measured, "predicted_s": cost.seconds, "steady": float(steady)}
-            turn |= {"known_s": known.seconds, "rate.plain": flop_per_s}
+            turn |= {"known_s": known_cost.seconds, "rate.plain": flop_per_s}
             turn |= {f"stall.{name}": value for name, value in contender.stalls.items()}
             turn |= {f"direction.{name}": value for name, value in cost.resources.items()}
             contender.turns.append(turn | {f"rate.{k}": v for k, v in numbers.items()})
@@ -249,17 +249,19 @@ def show(results: Sequence[dict[str, Any]]) -> None:
     print("| plan | predicted s | measured s | error | turns | by known rates | binds | disk, GB a "
           "step | bytes |")  # fmt: skip
     print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for found in results:
-        ratios = [t["predicted_s"] / t["measured_s"] - 1 for t in found["turns"]]
+    for result in results:
+        ratios = [t["predicted_s"] / t["measured_s"] - 1 for t in result["turns"]]
         turns = f"{min(ratios):+.0%} … {max(ratios):+.0%} ({len(ratios)})"
-        if found["disturbed"]:
-            turns += f", {found['disturbed']} disturbed"
-        moved = sum(found["bytes"][direction][1] for direction in ("disk_read", "disk_write")) / 1e9
+        if result["disturbed"]:
+            turns += f", {result['disturbed']} disturbed"
+        moved = (
+            sum(result["bytes"][direction][1] for direction in ("disk_read", "disk_write")) / 1e9
+        )
         print(
-            f"| {found['name']} | {found['predicted_s']:.2f} | {found['measured_s']:.2f} | "
-            f"{found['ratio'] - 1:+.0%} | {turns} | {found['known_ratio'] - 1:+.0%} | "
-            f"{found['binds']} | {moved:.2f} | "
-            f"{'equal' if found['bytes_equal'] else 'DIFFER'} |"
+            f"| {result['name']} | {result['predicted_s']:.2f} | {result['measured_s']:.2f} | "
+            f"{result['ratio'] - 1:+.0%} | {turns} | {result['known_ratio'] - 1:+.0%} | "
+            f"{result['binds']} | {moved:.2f} | "
+            f"{'equal' if result['bytes_equal'] else 'DIFFER'} |"
         )
 
 
@@ -288,9 +290,9 @@ def main() -> int:
         contenders = []
         for name, changes in PLANS.items():
             if options.only in name:
-                made = start(name, changes, shape, options.tokens // context, folder)
-                contenders.append(made)
-                stack.callback(made.engine.close)
+                contender = start(name, changes, shape, options.tokens // context, folder)
+                contenders.append(contender)
+                stack.callback(contender.engine.close)
         plain = Plain(shape, options.tokens // context)
         measure(contenders, options.rounds, Path(folder), options.seconds, plain)
         results = [result_of(contender) for contender in contenders]
@@ -302,7 +304,7 @@ def main() -> int:
         millions = presets.count_parameters(shape) / 1e6
         print(f"\n{millions:.0f}M parameters, {options.tokens} tokens a micro-batch, "
               f"{time.perf_counter() - started:.0f} s in all")  # fmt: skip
-    return 0 if all(found["bytes_equal"] for found in results) else 1
+    return 0 if all(result["bytes_equal"] for result in results) else 1
 
 
 if __name__ == "__main__":

@@ -92,11 +92,14 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
     losses: list[float] = []
     with infinity.initialize(model, config, lr_scheduler=warm_up, device="cpu")[0] as engine:
         if saved.exists():
-            kept = engine.load_checkpoint(saved)[1] or {}
-            if kept["settings"] != settings:
-                say(f"{saved} was made with {kept['settings']}; remove it, or use another --out")
+            client_state = engine.load_checkpoint(saved)[1] or {}
+            if client_state["settings"] != settings:
+                say(
+                    f"{saved} was made with {client_state['settings']}; remove it, or use another "
+                    "--out"
+                )
                 return 2
-            losses = list(kept["losses"])
+            losses = list(client_state["losses"])
             source.position = len(losses)
             say(f"{variant}: going on from step {len(losses)}")
         started, done = time.perf_counter(), len(losses)
@@ -114,8 +117,8 @@ def train(arguments: argparse.Namespace, variant: str, say: Callable[[str], None
                 say(f"{variant}: step {step}, {losses[-1]:.4f} bits per byte, {rate:.2f} s a step")
                 state = {"settings": settings, "losses": losses}
                 engine.save_checkpoint(saved, client_state=state, keep_last=1, wait=True)
-                told = {"variant": variant, **state}
-                _write(arguments.out / f"{variant}.json", json.dumps(told))
+                result = {"variant": variant, **state}
+                _write(arguments.out / f"{variant}.json", json.dumps(result))
     return 0
 
 
@@ -123,8 +126,8 @@ def plot(out: Path) -> int:
     """Write plot and summary of the results in `out`; variants except fp32 may be missing."""
     from quality_plot import draw
 
-    found = {v: out / f"{v}.json" for v in VARIANTS if (out / f"{v}.json").exists()}
-    runs = {variant: json.loads(path.read_text()) for variant, path in found.items()}
+    paths = {v: out / f"{v}.json" for v in VARIANTS if (out / f"{v}.json").exists()}
+    runs = {variant: json.loads(path.read_text()) for variant, path in paths.items()}
     if "fp32" not in runs:
         _say(f"{out} has no fp32.json to compare with")
         return 1
@@ -132,11 +135,12 @@ def plot(out: Path) -> int:
     runs = {v: run for v, run in runs.items() if run["settings"] == settings}
     losses = {variant: run["losses"] for variant, run in runs.items()}
     steps = min(map(len, losses.values()))
-    last = min(LAST, steps)
-    summary: dict[str, Any] = {"settings": settings, "steps": steps, "last": last, "variants": {}}
-    exact = sum(losses["fp32"][steps - last : steps]) / last
+    num_last = min(LAST, steps)
+    summary: dict[str, Any] = {"settings": settings, "steps": steps, "last": num_last}
+    summary["variants"] = {}
+    exact = sum(losses["fp32"][steps - num_last : steps]) / num_last
     for variant, values in losses.items():
-        mean = sum(values[steps - last : steps]) / last
+        mean = sum(values[steps - num_last : steps]) / num_last
         gaps = [abs(a - b) for a, b in zip(values[:steps], losses["fp32"], strict=False)]
         summary["variants"][variant] = {
             "bits_per_byte_at_the_end": mean,

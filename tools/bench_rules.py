@@ -46,9 +46,9 @@ def adapted() -> Iterator[tuple[str, Any]]:
         import schedulefree  # type: ignore[import-not-found,unused-ignore]
 
         def in_train_mode(groups: Any) -> Any:
-            made = schedulefree.AdamWScheduleFree(groups)
-            made.train()
-            return made
+            optimizer = schedulefree.AdamWScheduleFree(groups)
+            optimizer.train()
+            return optimizer
 
         yield "schedulefree.AdamWScheduleFree", in_train_mode
     with contextlib.suppress(ImportError):
@@ -73,16 +73,16 @@ def main(argv: list[str] | None = None) -> int:
     shape = presets.shape_of(arguments.model, arguments.context)
     tokens = torch.randint(0, 256, (1, arguments.context + 1))
     in_ram = {"placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "host")}
-    given: dict[str, tuple[dict[str, Any], Any]] = {
+    contenders: dict[str, tuple[dict[str, Any], Any]] = {
         name: ({**in_ram, "optimizer": section}, None) for name, section in BUILT_IN.items()
     }
-    given |= {name: (in_ram, optimizer) for name, optimizer in adapted()}
+    contenders |= {name: (in_ram, optimizer) for name, optimizer in adapted()}
     if (only := arguments.only) is not None:
-        given = {name: told for name, told in given.items() if name in ("AdamW", *only)}
-    seconds: dict[str, list[float]] = {name: [] for name in given}
+        contenders = {name: pair for name, pair in contenders.items() if name in ("AdamW", *only)}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
     with contextlib.ExitStack() as stack:
         engines = {}
-        for name, (config, optimizer) in given.items():
+        for name, (config, optimizer) in contenders.items():
             model = presets.build(shape, torch.bfloat16, 0)
             made = infinity.initialize(model, config, optimizer=optimizer, device="cpu")[0]
             engines[name] = stack.enter_context(made)
@@ -98,9 +98,9 @@ def main(argv: list[str] | None = None) -> int:
         sizes = {name: engine.plan.bytes_per_parameter for name, engine in engines.items()}
     print("| rule | bytes a parameter at rest | a step, AdamW = 1: median (quartiles) |")
     print("| --- | --- | --- |")
-    for name, own in seconds.items():
-        pairs = zip(own[1:], seconds["AdamW"][1:], strict=True)
-        low, middle, high = statistics.quantiles([mine / base for mine, base in pairs], n=4)
+    for name, rule_seconds in seconds.items():
+        pairs = zip(rule_seconds[1:], seconds["AdamW"][1:], strict=True)
+        low, middle, high = statistics.quantiles([value / base for value, base in pairs], n=4)
         print(f"| {name} | {sizes[name]:.3g} | {middle:.2f} ({low:.2f} to {high:.2f}) |")
     return 0
 

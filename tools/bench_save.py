@@ -47,7 +47,7 @@ PLACEMENTS = {
 }
 _WIDTH = 2048
 _BLOCK = 4 << 20
-_COPIED = 8  # blocks in flight during a file copy
+_NUM_COPY_BLOCKS = 8  # blocks in flight during a file copy
 _STEPS = 4  # maximum steps of a turn
 
 
@@ -99,30 +99,30 @@ def plain_copy(path: Path, nbytes: int) -> float:
     """Return seconds of an O_DIRECT copy of a file to a new one, including fsync."""
     source, target = path / "plain.bin", path / "copy.bin"
     plain_write(path, nbytes, keep=True)
-    memory = torch.frombuffer(mmap.mmap(-1, _COPIED * _BLOCK), dtype=torch.uint8)
-    blocks = [memory[at : at + _BLOCK] for at in range(0, _COPIED * _BLOCK, _BLOCK)]
+    memory = torch.frombuffer(mmap.mmap(-1, _NUM_COPY_BLOCKS * _BLOCK), dtype=torch.uint8)
+    blocks = [memory[at : at + _BLOCK] for at in range(0, _NUM_COPY_BLOCKS * _BLOCK, _BLOCK)]
     os.close(os.open(target, os.O_WRONLY | os.O_CREAT, 0o600))
     start = time.perf_counter()
     engine = _aio.Engine(queue_depth=16)
     files = _aio.File(str(source), read_only=True), _aio.File(str(target))
     files[1].allocate(nbytes)
-    under_way: dict[int, _aio.Ticket] = {}
+    in_flight: dict[int, _aio.Ticket] = {}
 
     def submit(operation: int, file: _aio.File, number: int) -> None:
-        block = blocks[number % _COPIED]
-        pieces = [(file, number * _BLOCK, _BLOCK, block.data_ptr())]
-        under_way[number % _COPIED] = engine.submit(operation, pieces, keep=memory)
+        block = blocks[number % _NUM_COPY_BLOCKS]
+        segments = [(file, number * _BLOCK, _BLOCK, block.data_ptr())]
+        in_flight[number % _NUM_COPY_BLOCKS] = engine.submit(operation, segments, keep=memory)
 
-    count, ahead = nbytes // _BLOCK, _COPIED // 2
+    count, ahead = nbytes // _BLOCK, _NUM_COPY_BLOCKS // 2
     for number in range(count + ahead):
         if number < count:
-            if number >= _COPIED:
-                under_way[number % _COPIED].wait()
+            if number >= _NUM_COPY_BLOCKS:
+                in_flight[number % _NUM_COPY_BLOCKS].wait()
             submit(_aio.READ, files[0], number)
         if number >= ahead:
-            under_way[(number - ahead) % _COPIED].wait()
+            in_flight[(number - ahead) % _NUM_COPY_BLOCKS].wait()
             submit(_aio.WRITE, files[1], number - ahead)
-    for ticket in under_way.values():
+    for ticket in in_flight.values():
         ticket.wait()
     files[1].sync()
     seconds = time.perf_counter() - start
@@ -141,12 +141,12 @@ def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dic
     start = time.perf_counter()
     engine.save_checkpoint(path, f"{number}-busy", keep_last=1)
     call_s = time.perf_counter() - start
-    behind = []
+    steps_during_save = []
     while engine.saving:
-        behind.append(step(engine, batch))
+        steps_during_save.append(step(engine, batch))
     engine.finish_saving()
     busy_s = time.perf_counter() - start
-    lost_s = call_s + sum(behind) - len(behind) * usual_s
+    lost_s = call_s + sum(steps_during_save) - len(steps_during_save) * usual_s
     engine.settle()
     start, cpu_start = time.perf_counter(), time.process_time()
     saved = engine.save_checkpoint(path, f"{number}-alone", wait=True)
@@ -162,7 +162,7 @@ def measure(engine: Engine, path: Path, batch: torch.Tensor, number: int) -> dic
     return {
         "step_s": usual_s,
         "call_s": call_s,
-        "steps_behind": len(behind),
+        "steps_behind": len(steps_during_save),
         "busy_s": busy_s,
         "stall_steps": lost_s / usual_s,
         "alone_s": alone_s,

@@ -40,9 +40,9 @@ class Later(Event):
 
     def wait(self) -> None:
         """Sleep until the event completes."""
-        left = self.end - time.perf_counter()
-        if left > 0:  # sleep(0) takes time, too
-            time.sleep(left)
+        remaining = self.end - time.perf_counter()
+        if remaining > 0:  # sleep(0) takes time, too
+            time.sleep(remaining)
 
     def done(self) -> bool:
         """Return True if the time has passed."""
@@ -51,8 +51,8 @@ class Later(Event):
 
 def end_of(event: Event) -> float:
     """Return the time at which an event completes, but at least now."""
-    each = getattr(event, "events", (event,))
-    return max(time.perf_counter(), *(getattr(one, "end", 0.0) for one in each))
+    events = getattr(event, "events", (event,))
+    return max(time.perf_counter(), *(getattr(member, "end", 0.0) for member in events))
 
 
 class SlowLinks(NullDevice):
@@ -115,24 +115,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--links", type=float, default=22e9, help="bytes a second, each way")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="that update")
     parser.add_argument("--rounds", type=int, default=15)
-    told = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
-        cached_rates((), SlowLinks(told.links), num_threads=told.threads)
+        cached_rates((), SlowLinks(options.links), num_threads=options.threads)
         contenders = {
-            update: Contender(update, told.links, told.threads)
+            update: Contender(update, options.links, options.threads)
             for update in ("cpu", "device", "auto")
         }
-    for _ in range(1 + told.rounds):
-        for one in contenders.values():
-            one.turn()
+    for _ in range(1 + options.rounds):
+        for contender in contenders.values():
+            contender.turn()
     numel = WIDTH * WIDTH * NUM_UNITS
-    print(f"{numel:,} parameters, links of {told.links / 1e9:g} GB/s, {told.threads} threads")
-    for update, one in contenders.items():
-        seconds = statistics.median(one.seconds[1:])
+    print(f"{numel:,} parameters, links of {options.links / 1e9:g} GB/s, {options.threads} threads")
+    for update, contender in contenders.items():
+        seconds = statistics.median(contender.seconds[1:])
         print(f"{update:>7}  {1e3 * seconds:6.1f} ms  {numel / seconds / 1e9:5.2f} G parameters/s  "
-              f"{one.engine.plan.updates_line}")  # fmt: skip
-        one.engine.close()
+              f"{contender.engine.plan.updates_line}")  # fmt: skip
+        contender.engine.close()
     return 0
 
 

@@ -25,10 +25,10 @@ def tables() -> str:
         "Runs": ("What `infinity train` takes; `engine` holds the keys above.", RunConfig),
     }
     text = [BEGIN]
-    for title, (what, kind) in schemas.items():
-        schema = kind.model_json_schema()
-        skipped = "engine" if kind is RunConfig else None
-        text += ["", f"## {title}", "", what, "", "| key | values | default | |"]
+    for title, (intro, schema_class) in schemas.items():
+        schema = schema_class.model_json_schema()
+        skipped = "engine" if schema_class is RunConfig else None
+        text += ["", f"## {title}", "", intro, "", "| key | values | default | |"]
         text += ["| --- | --- | --- | --- |"]
         text += rows(schema, schema.get("$defs", {}), "", skipped)
     return "\n".join([*text, "", END])
@@ -61,16 +61,18 @@ def table_row(*cells: str) -> str:
 
 def section_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> Any:
     """Return the schema that a key refers to, directly or in a union with null."""
-    for one in (facts, *facts.get("anyOf", ()), *facts.get("allOf", ())):
-        if "$ref" in one:
-            return definitions[one["$ref"].rpartition("/")[2]]
+    for schema in (facts, *facts.get("anyOf", ()), *facts.get("allOf", ())):
+        if "$ref" in schema:
+            return definitions[schema["$ref"].rpartition("/")[2]]
     return None
 
 
 def values_of(facts: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
     """Return the types and values that a key accepts."""
     if "anyOf" in facts:
-        return " or ".join(dict.fromkeys(values_of(one, definitions) for one in facts["anyOf"]))
+        return " or ".join(
+            dict.fromkeys(values_of(schema, definitions) for schema in facts["anyOf"])
+        )
     if "$ref" in facts:
         return values_of(section_of(facts, definitions), definitions)
     if "enum" in facts or "const" in facts:

@@ -90,7 +90,7 @@ def public_callables(root: Path = ROOT) -> dict[str, list[Callable]]:
     others = tuple(f"{where}:{name}" for name, where in places.items() if name not in grouped)
     groups = {"infinity": others, **GROUPS}
     return {
-        group: [one for text in texts for one in callables_of(root, text)]
+        group: [callable_ for text in texts for callable_ in callables_of(root, text)]
         for group, texts in groups.items()
     }
 
@@ -118,28 +118,32 @@ def callables_in(node: ast.stmt, prefix: str = "") -> Iterator[Callable]:
     """Yield a function, or a class with its public methods."""
     if isinstance(node, ast.ClassDef):
         text = ast.get_docstring(node) or ""
-        made = [one for one in node.body if getattr(one, "name", "") == "__init__"]
-        users = bool(made) and "Made by `infinity.initialize`" not in text
-        yield Callable(prefix + node.name, text, parameters_of(made[0]) if users else (), False)
-        for one in node.body:
-            if not getattr(one, "name", "_").startswith("_"):
-                yield from callables_in(one, f"{prefix}{node.name}.")
+        constructors = [member for member in node.body if getattr(member, "name", "") == "__init__"]
+        is_documented = bool(constructors) and "Made by `infinity.initialize`" not in text
+        parameters = parameters_of(constructors[0]) if is_documented else ()
+        yield Callable(prefix + node.name, text, parameters, False)
+        for member in node.body:
+            if not getattr(member, "name", "_").startswith("_"):
+                yield from callables_in(member, f"{prefix}{node.name}.")
     elif isinstance(node, ast.FunctionDef):
-        marks = [ast.unparse(one) for one in node.decorator_list]
-        if any(mark.endswith((".setter", "overload")) for mark in marks):
+        decorators = [ast.unparse(decorator) for decorator in node.decorator_list]
+        if any(decorator.endswith((".setter", "overload")) for decorator in decorators):
             return
-        is_property = any(mark.endswith("property") for mark in marks)
-        nothing = node.returns is None or ast.unparse(node.returns) in ("None", "Iterator[None]")
+        is_property = any(decorator.endswith("property") for decorator in decorators)
+        annotation = "None" if node.returns is None else ast.unparse(node.returns)
+        returns_nothing = annotation in ("None", "Iterator[None]")
         text = ast.get_docstring(node) or ""
-        yield Callable(prefix + node.name, text, parameters_of(node), not (is_property or nothing))
+        yield Callable(
+            prefix + node.name, text, parameters_of(node), not (is_property or returns_nothing)
+        )
 
 
 def parameters_of(node: ast.stmt) -> tuple[str, ...]:
     """Return the names of a function's parameters, without self, cls and private ones."""
     assert isinstance(node, ast.FunctionDef)
-    found = node.args
-    every = [*found.posonlyargs, *found.args, found.vararg, *found.kwonlyargs, found.kwarg]
-    names = [one.arg for one in every if one is not None]
+    args = node.args
+    parameters = [*args.posonlyargs, *args.args, args.vararg, *args.kwonlyargs, args.kwarg]
+    names = [parameter.arg for parameter in parameters if parameter is not None]
     return tuple(name for name in names if name not in ("self", "cls") and name[0] != "_")
 
 
@@ -152,27 +156,28 @@ def main() -> None:
     groups = public_callables(options.root)
     print("| group | callables | documented | with Args | with Returns | with Raises | markers |")
     print("| --- | --- | --- | --- | --- | --- | --- |")
-    everything = [one for found in groups.values() for one in found]
-    for group, found in {**groups, "all": everything}.items():
-        taking, giving = [o for o in found if o.parameters], [o for o in found if o.returns]
+    all_entries = [entry for entries in groups.values() for entry in entries]
+    for group, entries in {**groups, "all": all_entries}.items():
+        with_parameters = [entry for entry in entries if entry.parameters]
+        with_returns = [entry for entry in entries if entry.returns]
         cells = (
-            len(found),
-            sum(bool(one.text) for one in found),
-            f"{sum(one.has_args for one in taking)} of {len(taking)}",
-            f"{sum(one.has_returns for one in giving)} of {len(giving)}",
-            sum(one.has_raises for one in found),
-            sum(bool(MARKERS.search(one.text)) for one in found),
+            len(entries),
+            sum(bool(entry.text) for entry in entries),
+            f"{sum(entry.has_args for entry in with_parameters)} of {len(with_parameters)}",
+            f"{sum(entry.has_returns for entry in with_returns)} of {len(with_returns)}",
+            sum(entry.has_raises for entry in entries),
+            sum(bool(MARKERS.search(entry.text)) for entry in entries),
         )
         print(f"| {group} | {' | '.join(map(str, cells))} |")
-    for one in everything if options.missing else ():
-        lacks = [
-            *(["docstring"] if not one.text else []),
-            *(["Args"] if not one.has_args else []),
-            *(["Returns"] if one.returns and not one.has_returns else []),
-            *(["markers"] if MARKERS.search(one.text) else []),
+    for entry in all_entries if options.missing else ():
+        missing = [
+            *(["docstring"] if not entry.text else []),
+            *(["Args"] if not entry.has_args else []),
+            *(["Returns"] if entry.returns and not entry.has_returns else []),
+            *(["markers"] if MARKERS.search(entry.text) else []),
         ]
-        if lacks:
-            print(f"{one.name}: {', '.join(lacks)}")
+        if missing:
+            print(f"{entry.name}: {', '.join(missing)}")
 
 
 if __name__ == "__main__":

@@ -65,17 +65,17 @@ def rows(models: list[str], rams: list[int], tokens: int, length: int, card: Pat
     for name in models:
         target = named_target(name) if name in SIZES else published_target(name)
         sizes = [p.numel() for p in target.module.parameters()]
-        used = sum(size * target.shares.get(i, 1.0) for i, size in enumerate(sizes))
-        line = format_parameters(sum(sizes), round(used)).replace(" parameters", "")
+        num_active = sum(size * target.shares.get(i, 1.0) for i, size in enumerate(sizes))
+        line = format_parameters(sum(sizes), round(num_active)).replace(" parameters", "")
         for kind, trained in KINDS.items():
             for ram in rams:
                 step = {"tokens": tokens, "sequence": length, "host": ram * GIB, **trained}
-                found = [
+                predictions = [
                     cell(SearchOptions(name, machine_file=card, drives=n, disk=n * SPACE, **step))
                     for n in DRIVES
                 ]
-                reasons |= {f"{name}, {kind}": why for _, why in found if why}
-                cells = (f"{name}: {line}", kind, f"{ram} GiB", *(text for text, _ in found))
+                reasons |= {f"{name}, {kind}": why for _, why in predictions if why}
+                cells = (f"{name}: {line}", kind, f"{ram} GiB", *(text for text, _ in predictions))
                 yield "| " + " | ".join(cells) + " |"
     if reasons:
         yield ""

@@ -42,9 +42,9 @@ class Cell:
 
 def default_cells() -> list[Cell]:
     """Return all usable interpreters with the newest torch, and one of them with each torch."""
-    found = [name for name in PYTHONS if starts(name)]
-    cells = [Cell(name, TORCHES[0]) for name in found]
-    return cells + [Cell(found[0], version) for version in TORCHES[1:]] if found else []
+    pythons = [name for name in PYTHONS if starts(name)]
+    cells = [Cell(name, TORCHES[0]) for name in pythons]
+    return cells + [Cell(pythons[0], version) for version in TORCHES[1:]] if pythons else []
 
 
 def starts(python: str) -> bool:
@@ -58,19 +58,19 @@ def starts(python: str) -> bool:
 def run(cell: Cell, tests: list[str], log: Path) -> str:
     """Clone, set up and test; return the summary line of pytest, or the failure."""
     shutil.rmtree(cell.folder, ignore_errors=True)
-    made = [f"PYTHON={cell.python}", f"TORCH={cell.torch}"]
+    variables = [f"PYTHON={cell.python}", f"TORCH={cell.torch}"]
     steps = (
         (REPOSITORY, ["git", "clone", "-q", str(REPOSITORY), str(cell.folder)]),
-        (cell.folder, ["make", "setup", *made]),
-        (cell.folder, ["make", "test", *made, f"ARGS={' '.join(tests)}"]),
+        (cell.folder, ["make", "setup", *variables]),
+        (cell.folder, ["make", "test", *variables, f"ARGS={' '.join(tests)}"]),
     )
     with log.open("w") as file:
         for folder, command in steps:
-            done = subprocess.run(command, cwd=folder, stdout=file, stderr=file, check=False)
-            if done.returncode and command[1] != "test":
+            completed = subprocess.run(command, cwd=folder, stdout=file, stderr=file, check=False)
+            if completed.returncode and command[1] != "test":
                 return f"not set up, see {log}"
-    found = SUMMARY.findall(log.read_text(errors="replace"))
-    return found[-1].strip("= ") if found else f"no test ran, see {log}"
+    summaries = SUMMARY.findall(log.read_text(errors="replace"))
+    return summaries[-1].strip("= ") if summaries else f"no test ran, see {log}"
 
 
 def versions(cell: Cell) -> str:
@@ -99,21 +99,21 @@ def main() -> int:
     cells = [Cell(*cell.rsplit(":", 1)) for cell in arguments.cells] or default_cells()
     rows = ["| Python, torch | asked for | tests | minutes |", "| --- | --- | --- | --- |"]
     (REPOSITORY / "build").mkdir(exist_ok=True)
-    good = bool(cells)
+    all_passed = bool(cells)
     for cell in cells:
-        begun = time.monotonic()
+        start = time.monotonic()
         log = REPOSITORY / "build" / f"matrix-{cell.folder.name}.log"
-        said = run(cell, tests, log)
-        good &= "failed" not in said and "error" not in said and " passed" in said
-        minutes = (time.monotonic() - begun) / 60
-        asked = f"{cell.python}, torch {cell.torch}"
-        rows.append(f"| {versions(cell)} | {asked} | {said} | {minutes:.0f} |")
+        result = run(cell, tests, log)
+        all_passed &= "failed" not in result and "error" not in result and " passed" in result
+        minutes = (time.monotonic() - start) / 60
+        requested = f"{cell.python}, torch {cell.torch}"
+        rows.append(f"| {versions(cell)} | {requested} | {result} | {minutes:.0f} |")
         print(rows[-1], flush=True)
         if not arguments.keep:
             shutil.rmtree(cell.folder, ignore_errors=True)
     if arguments.markdown:
         arguments.markdown.write_text("\n".join(rows) + "\n")
-    return 0 if good else 1
+    return 0 if all_passed else 1
 
 
 if __name__ == "__main__":

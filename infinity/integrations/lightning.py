@@ -94,7 +94,7 @@ class EnginePrecision(_Precision):  # type: ignore[misc]
         if gradient_clip_algorithm != "norm":
             raise ConfigError(
                 f"gradient_clip_algorithm={str(getattr(gradient_clip_algorithm, 'value', ''))!r}",
-                because="gradients have left when the step begins; the engine clips by their norm",
+                because="gradients are offloaded before the step; the engine clips by their norm",
                 remedy='gradient_clip_algorithm="norm"',
             )
         self.require().gradient_clipping = float(clip_val)
@@ -223,7 +223,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         if len(self.optimizers) > 1:
             raise ConfigError(
                 f"configure_optimizers() gave {len(self.optimizers)} optimizers",
-                remedy="one; parameters that learn otherwise can be groups of it",
+                remedy="return one, with parameter groups for different settings",
             )
         user_optimizer: Any = self.optimizers[0] if is_fit else None
         settings = read_settings(self._engine_config, batch_size=1, optimizer=user_optimizer)
@@ -270,7 +270,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
                 raise ConfigError(
                     f"{key} is {configured} in the configuration, {value} by the Trainer "
                     f"({argument})",
-                    remedy="say it in one place",
+                    remedy="set it in one place",
                 )
         return config.model_copy(update=update)
 
@@ -376,7 +376,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
             if is_fit and checkpoint.get("optimizer_states"):
                 warnings.warn(
-                    f"{folder} is of another strategy: its weights and loops are taken, the "
+                    f"{folder} is of another strategy: its weights and loops are loaded, the "
                     "optimizer starts anew",
                     InfinityWarning,
                     stacklevel=2,
@@ -384,7 +384,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
             return checkpoint
         if not (folder / LOOP).is_file():
             raise CheckpointError(
-                f"{folder} has no {LOOP}", because="it is written last: its saving was cut short"
+                f"{folder} has no {LOOP}", because="it is written last: saving was interrupted"
             )
         if (folder / TAG).is_dir():
             self.engine.load_checkpoint(folder, TAG, load_module_only=not is_fit)

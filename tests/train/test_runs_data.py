@@ -348,7 +348,7 @@ def test_failed_hub_download_is_tried_once(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(package("huggingface_hub"), "snapshot_download", download)
     raw = settings(tmp_path, model={"path": "own/model"}, tokenizer="auto")
-    with pytest.raises(MachineError, match="the Hugging Face Hub did not give it"):
+    with pytest.raises(MachineError, match="the Hugging Face Hub did not provide it"):
         prepare_run(load_run_config(raw), tmp_path / "tokens")
     assert downloads == ["own/model"]
 

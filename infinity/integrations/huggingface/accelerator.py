@@ -179,7 +179,7 @@ class OffloadedModel(nn.Module):
         other_dtypes = [a for a in arguments if isinstance(a, torch.dtype) and a is not dtype]
         if other_dtypes:
             raise ConfigError(
-                f"the model was to become {other_dtypes[0]}, the engine computes in {dtype}",
+                f"the model cannot be cast to {other_dtypes[0]}, the engine computes in {dtype}",
                 remedy="choose bf16 or fp16 in TrainingArguments",
             )
         return self

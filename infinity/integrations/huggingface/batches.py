@@ -196,7 +196,7 @@ class StepBatches:
             schedule = "{} micro-batches, blocks in {} slices"
             warnings.warn(
                 f"the checkpoint is of a run with {schedule.format(*decided)}, this one has "
-                f"{schedule.format(*self.schedule)}: the numbers round differently",
+                f"{schedule.format(*self.schedule)}: results differ by rounding",
                 InfinityWarning,
                 stacklevel=5,
             )

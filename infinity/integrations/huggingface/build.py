@@ -240,7 +240,7 @@ def _split_kwargs(config: Any, options: dict[str, Any]) -> tuple[Any, dict[str, 
     if refused := [name for name in options if name in _REFUSED_KWARGS]:
         raise ConfigError(
             f"model_kwargs has {', '.join(refused)}",
-            because="it would have no effect on the files that are read, or another one",
+            because="it would have no effect, or a different one, since weights are read lazily",
             remedy="; ".join(dict.fromkeys(_REFUSED_KWARGS[name] for name in refused)),
         )
     config_keys = [name for name in options if hasattr(config, name)]

@@ -54,8 +54,8 @@ def find_directory(
         return Path(hub.snapshot_download(name, revision=revision, allow_patterns=list(wanted)))
     except (OSError, ValueError, hub.errors.HfHubHTTPError) as error:
         raise MachineError(
-            f"{name!r} is no directory here, and the Hugging Face Hub did not give it",
+            f"{name!r} is no local directory, and the Hugging Face Hub did not provide it",
             because=first_lines(error),
-            remedy=f"where there is a network: hf download {name} --local-dir DIR; then give "
+            remedy=f"on a machine with a network: hf download {name} --local-dir DIR; then give "
             "that directory",
         ) from error

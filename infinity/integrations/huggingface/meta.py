@@ -107,5 +107,5 @@ def _check_num_layers(raw: Mapping[str, Any]) -> None:
                 raise ConfigError(
                     f"the model's config has {key}={section[key]}",
                     because=f"more than {MAX_LAYERS} layers take minutes",
-                    remedy="look for a digit too many among its numbers",
+                    remedy="look for an extra digit in its numbers",
                 )

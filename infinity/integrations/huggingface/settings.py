@@ -31,7 +31,7 @@ class GroupsOnly(torch.optim.Optimizer):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Raise `AssertionError`: the optimizer of the engine does the steps."""
-        raise AssertionError("stands for groups only")
+        raise AssertionError("placeholder for parameter groups: cannot step")
 
 
 def check_name(name: str) -> None:
@@ -39,8 +39,8 @@ def check_name(name: str) -> None:
     name = str(getattr(name, "value", name))
     if any(word in name for word in _QUANTIZED_OPTIMIZERS):
         raise ConfigError(
-            f"optim={name!r} keeps its state on the GPU, in a format of its own",
-            because="here the state rests with the engine, on the tier that has room",
+            f"optim={name!r} stores its state on the GPU, in its own format",
+            because="the engine stores optimizer state, on a tier with free memory",
             remedy='optim="adamw_torch" with infinity_config={"optimizer": {"moments": "8bit"}}, '
             "or moments in fp32 on disk",
         )
@@ -127,8 +127,8 @@ def find_settings(
     if settings.config.resume != "never":
         raise ConfigError(
             f"resume: {settings.config.resume} is not for InfinityTrainer",
-            because="the engine would go on from its last commit, and the Trainer begin at step 0, "
-            "because only its checkpoint-N have the position of data and steps",
+            because="the engine would resume from its last commit, but the Trainer from step 0: "
+            "only its checkpoint-N contain the position of data and steps",
             remedy="leave resume out, and trainer.train(resume_from_checkpoint=True)",
         )
     return settings
@@ -138,10 +138,10 @@ def refuse_arguments(args: Any) -> None:
     """Raise one `ConfigError` that lists all unsupported TrainingArguments."""
     kwargs = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
     reasons = {
-        "torch_compile": args.torch_compile and "compiled graphs keep addresses, and weights move",
+        "torch_compile": args.torch_compile and "compiled graphs store addresses, and weights move",
         "fsdp": args.fsdp and "the engine owns the weights",
         "parallelism_config": args.parallelism_config is not None
-        and "every process has data of its own, and all share all of the model",
+        and "every process has its own data, and the full model is sharded over all of them",
         "auto_find_batch_size": args.auto_find_batch_size
         and "the plan is made for one batch size; choose per_device_train_batch_size",
         "accelerator_config.gradient_accumulation_kwargs.sync_each_batch": kwargs.get(
@@ -149,12 +149,12 @@ def refuse_arguments(args: Any) -> None:
         )
         and "gradients are summed by the engine",
         "sync_ref_model": getattr(args, "sync_ref_model", False)
-        and "the weights of a reference rest with an engine, which does not change them",
+        and "the weights of a reference model are offloaded to an engine without updates",
     }
     problems = [f"\n  - {name}: {reason}" for name, reason in reasons.items() if reason]
     if problems:
         raise ConfigError(
-            f"InfinityTrainer cannot do what TrainingArguments ask for:{''.join(problems)}",
+            f"InfinityTrainer does not support these TrainingArguments:{''.join(problems)}",
             remedy="leave them out",
         )
 

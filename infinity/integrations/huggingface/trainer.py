@@ -152,7 +152,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if engine is not None and engine.module is self.model:
             if self._closed:
                 raise EngineClosedError(
-                    "the trainer is closed", remedy="make a new one, over a new model"
+                    "the trainer is closed", remedy="create a new trainer with a new model"
                 )
             return engine
         if engine is not None:  # model_init returned another model
@@ -476,8 +476,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if has_engine(resume_from_checkpoint):
             return  # _prepare_for_training loads the checkpoint of the engine
         warnings.warn(
-            f"{resume_from_checkpoint} holds no checkpoint of an engine: its weights are taken, "
-            "the optimizer starts anew (saved with save_only_model, or by another Trainer)",
+            f"{resume_from_checkpoint} contains no checkpoint of an engine: only its weights are "
+            "loaded, the optimizer state starts anew (saved with save_only_model, or by another "
+            "Trainer)",
             InfinityWarning,
             stacklevel=3,
         )

@@ -43,9 +43,9 @@ def newest_complete(directory: str) -> str | None:
         newer = [p for p in weights_only if folders.index(p) < folders.index(complete)]
         if newer:
             warnings.warn(
-                f"going on from {complete}; {len(newer)} newer ones, to {newer[0].name}, hold "
-                "weights only (saved with save_only_model, or by another Trainer). To take these, "
-                f"with a new optimizer: resume_from_checkpoint={str(newer[0])!r}",
+                f"resuming from {complete}; {len(newer)} newer ones, up to {newer[0].name}, "
+                "contain only weights (saved with save_only_model, or by another Trainer). To load "
+                f"these, with new optimizer state: resume_from_checkpoint={str(newer[0])!r}",
                 InfinityWarning,
                 stacklevel=3,
             )
@@ -54,17 +54,17 @@ def newest_complete(directory: str) -> str | None:
         weights = weights_only[0]
         raise ConfigError(
             f"resume_from_checkpoint=True: no complete checkpoint of an engine in {weights.parent}",
-            because=f"{weights.name} holds weights only: saved with save_only_model, or by another "
-            "Trainer",
-            remedy=f"resume_from_checkpoint={str(weights)!r} takes its weights, with a new "
-            "optimizer; or train() without it starts anew",
+            because=f"{weights.name} contains only weights: saved with save_only_model, or by "
+            "another Trainer",
+            remedy=f"resume_from_checkpoint={str(weights)!r} loads its weights, with new optimizer "
+            "state; or train() without it starts anew",
         )
     if folders:
         newest = folders[0]
         missing = STATE if has_engine(newest) else f"{TAG}/{MANIFEST_NAME}"
         raise ConfigError(
             f"resume_from_checkpoint=True: no complete checkpoint in {newest.parent}",
-            because=f"{newest.name} has no {missing}: its saving was cut short",
+            because=f"{newest.name} has no {missing}: saving was interrupted",
             remedy=f"rm -r {newest}, and train() without resume_from_checkpoint: it starts anew",
         )
     return None
@@ -80,6 +80,6 @@ def refuse_foreign(folder: str) -> None:
     if not (Path(folder) / STATE).is_file():
         raise ConfigError(
             f"resume_from_checkpoint={folder!r} has no {STATE}",
-            because="that is written last: a crash cut the saving short, or it is no checkpoint-N",
+            because="it is written last: a crash interrupted saving, or this is no checkpoint-N",
             remedy="True for the newest complete one in output_dir, or train() to start anew",
         )

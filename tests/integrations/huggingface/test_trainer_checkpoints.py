@@ -156,14 +156,14 @@ def test_weights_only_are_not_taken_unasked(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, **options) as first:
         first.train()
     weights = str(tmp_path / "checkpoint-2")
-    with pytest.raises(ConfigError, match="holds weights only") as caught:
+    with pytest.raises(ConfigError, match="contains only weights") as caught:
         newest_complete(str(tmp_path))
     assert f"resume_from_checkpoint={weights!r}" in str(caught.value)
     shutil.rmtree(tmp_path / "checkpoint-1")
     with trainer_for(InfinityTrainer, tmp_path, **{**WHOLE, "max_steps": 1}) as other:
         other.train()
     with trainer_for(InfinityTrainer, tmp_path, **{**WHOLE, "max_steps": 3}) as second:
-        with pytest.warns(InfinityWarning, match=r"1 newer ones, to checkpoint-2, hold weights"):
+        with pytest.warns(InfinityWarning, match=r"1 newer ones, up to checkpoint-2, contain only"):
             second.train(resume_from_checkpoint=True)
         assert second._initial_global_step == 1
 
@@ -175,7 +175,7 @@ def test_weights_only(tmp_path: Path) -> None:
         expected = masters(first)
     assert not (tmp_path / "checkpoint-2" / "engine").exists()
     with trainer_for(InfinityTrainer, tmp_path, **{**options, **STILL}) as second:
-        with pytest.warns(InfinityWarning, match="optimizer starts anew"):
+        with pytest.warns(InfinityWarning, match="optimizer state starts anew"):
             second.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
         assert_same_bits(masters(second), expected)
 

@@ -104,7 +104,7 @@ def test_invalid_model_config_rejected(tmp_path: Path, text: str, message: str) 
         ({"model_type": "olmo", "rope_scaling": 5}, "rope_parameters"),
         ({"model_type": "nonesuch", "hidden_size": 8}, "nonesuch"),
         ({**SIZES["7b"], "num_hidden_layers": 4097}, "num_hidden_layers=4097"),
-        ({"model_type": "llava", "text_config": {"num_hidden_layers": 10**9}}, "a digit too many"),
+        ({"model_type": "llava", "text_config": {"num_hidden_layers": 10**9}}, "an extra digit"),
         ({"model_type": "vit"}, "which class is meant?"),
     ],
     ids=str,
@@ -131,7 +131,7 @@ def test_hub_id_read_from_cache_or_rejected(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     target = find_target("who/what")
     assert (target.name, target.family) == ("who/what", "whisper")
-    with pytest.raises(MachineError, match="the Hugging Face Hub did not give it") as caught:
+    with pytest.raises(MachineError, match="the Hugging Face Hub did not provide it") as caught:
         find_target("who/else")
     assert "hf download who/else" in str(caught.value)
 

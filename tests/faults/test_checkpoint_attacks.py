@@ -75,7 +75,7 @@ def files_of(directory: Path) -> list[Path]:
     return sorted(directory.iterdir())
 
 
-def test_the_original_is_sound(original: tuple[Path, Sample]) -> None:
+def test_original_checkpoint_verifies(original: tuple[Path, Sample]) -> None:
     assert problems(original[0]) == problems(original[0], "two") == []
     assert len(files_of(original[0] / "one")) > 10
 
@@ -83,7 +83,7 @@ def test_the_original_is_sound(original: tuple[Path, Sample]) -> None:
 # --- damage ------------------------------------------------------------------------------------
 
 
-def test_every_flipped_bit_of_the_first_and_last_bytes_is_found(root: Path) -> None:
+def test_bit_flips_near_file_ends_are_detected(root: Path) -> None:
     for path in files_of(root / "one"):
         size = path.stat().st_size
         for position in {0, 1, 7, 8, 9, size // 2, size - 2, size - 1}:
@@ -98,7 +98,7 @@ def test_every_flipped_bit_of_the_first_and_last_bytes_is_found(root: Path) -> N
 
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
-def test_any_flips_anywhere_are_found(original: tuple[Path, Sample], data: st.DataObject) -> None:
+def test_random_flips_are_detected(original: tuple[Path, Sample], data: st.DataObject) -> None:
     root, made = original
     files = files_of(root / "one")
     path = data.draw(st.sampled_from(files))
@@ -132,7 +132,7 @@ def right_or_refused(root: Path, made: Sample) -> None:
                 assert torch.equal(target, expected)
 
 
-def test_flips_name_tensor_block_and_bytes(tmp_path: Path) -> None:
+def test_flip_error_names_tensor_block_and_byte_range(tmp_path: Path) -> None:
     made = sample(3, shapes={"small": (3,), "large": (1500, 1000)})
     path = save(tmp_path, "t", made) / "model-00001-of-00001.safetensors"
     flip(path, 2_500_000)
@@ -154,7 +154,7 @@ def test_flips_name_tensor_block_and_bytes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("left", [0, 7, 8, 100, -1])
-def test_truncated_files_are_refused(root: Path, left: int) -> None:
+def test_truncated_extended_or_missing_file_is_refused(root: Path, left: int) -> None:
     for path in files_of(root / "one"):
         before = path.read_bytes()
         path.write_bytes(before[:left])
@@ -167,7 +167,7 @@ def test_truncated_files_are_refused(root: Path, left: int) -> None:
     assert problems(root) == []
 
 
-def test_a_file_that_shrinks_while_it_is_open_is_refused(root: Path) -> None:
+def test_file_truncated_while_open_is_reported(root: Path) -> None:
     with CheckpointReader(root, "one") as reader:
         record = next(r for r in reader.manifest.files if r.stream == "residual")
         os.truncate(root / "one" / record.name, 100)
@@ -177,7 +177,7 @@ def test_a_file_that_shrinks_while_it_is_open_is_refused(root: Path) -> None:
     assert "it has 100 bytes" in found[0]
 
 
-def test_exchanged_files_are_refused(root: Path) -> None:
+def test_swapped_files_are_detected(root: Path) -> None:
     pairs = [
         ("one/moment1-00001-of-00003.safetensors", "one/moment1-00002-of-00003.safetensors"),
         ("one/model-00001-of-00002.safetensors", "one/residual-00001-of-00002.safetensors"),
@@ -204,7 +204,7 @@ def exchange(one: Path, other: Path) -> None:
     held.rename(other)
 
 
-def test_the_manifest_of_another_checkpoint_is_refused(root: Path) -> None:
+def test_manifest_of_another_checkpoint_is_detected(root: Path) -> None:
     shutil.copy(root / "two/manifest.json", root / "one/manifest.json")
     assert len(problems(root)) > 5
 
@@ -212,7 +212,7 @@ def test_the_manifest_of_another_checkpoint_is_refused(root: Path) -> None:
 # --- files that are none -----------------------------------------------------------------------
 
 
-def test_links_and_pipes_are_refused(root: Path, tmp_path: Path) -> None:
+def test_symlinks_pipes_and_directories_are_refused(root: Path, tmp_path: Path) -> None:
     for path in files_of(root / "one"):
         aside = tmp_path / "aside"
         path.rename(aside)
@@ -235,7 +235,7 @@ def test_links_and_pipes_are_refused(root: Path, tmp_path: Path) -> None:
     assert problems(root) == []
 
 
-def test_tags_lead_nowhere_else(root: Path) -> None:
+def test_tag_outside_checkpoint_root_is_refused(root: Path) -> None:
     for tag in ("../root/one", "/etc", "..", ".", "", "a/b", "one.tmp", "latest", "a\0b", "a\nb"):
         with pytest.raises(ConfigError, match="the tag"):
             CheckpointReader(root, tag)
@@ -246,7 +246,7 @@ def test_tags_lead_nowhere_else(root: Path) -> None:
     assert "no manifest.json" in refusal(root, "empty")
 
 
-def test_a_hostile_latest_is_refused(root: Path, tmp_path: Path) -> None:
+def test_invalid_latest_file_is_refused(root: Path, tmp_path: Path) -> None:
     latest = root / "latest"
     for text in (b"../one", b"/etc/passwd", b"", b"one\ntwo\n", b"\xff", b"a" * 10_000, b"\0"):
         latest.write_bytes(text)
@@ -343,7 +343,7 @@ LIES: dict[str, tuple[Callable[[Members], None], str]] = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_lies_with_the_right_checksum_are_refused(root: Path, lie: str) -> None:
+def test_invalid_manifest_with_valid_checksum_is_refused(root: Path, lie: str) -> None:
     change, expected = LIES[lie]
     manifest = root / "one/manifest.json"
     rewrite(manifest, change)
@@ -353,7 +353,7 @@ def test_lies_with_the_right_checksum_are_refused(root: Path, lie: str) -> None:
         CheckpointReader(root, "one")
 
 
-def test_a_rewritten_manifest_that_tells_the_truth_is_read(root: Path) -> None:
+def test_rewritten_valid_manifest_is_accepted(root: Path) -> None:
     rewrite(root / "one/manifest.json", lambda m: m.update(version=[1, 7], news={"x": 1}))
     assert problems(root) == []
 
@@ -371,14 +371,14 @@ def test_a_rewritten_manifest_that_tells_the_truth_is_read(root: Path) -> None:
     ],
     ids=["open", "deep list", "deep object", "digits", "list", "empty", "mark"],
 )  # fmt: skip
-def test_json_that_is_made_to_hurt_is_refused(root: Path, body: str, expected: str) -> None:
+def test_hostile_json_manifest_is_refused(root: Path, body: str, expected: str) -> None:
     (root / "one/manifest.json").write_bytes(sealed(body))
     text = refusal(root)
     assert "manifest.json" in text
     assert expected in text
 
 
-def test_a_manifest_without_its_checksum_is_refused(root: Path) -> None:
+def test_manifest_without_valid_checksum_is_refused(root: Path) -> None:
     path = root / "one/manifest.json"
     whole = path.read_bytes()
     members = json.loads(whole)
@@ -392,7 +392,7 @@ def test_a_manifest_without_its_checksum_is_refused(root: Path) -> None:
     assert "manifest.json" in refusal(root)
 
 
-def test_a_manifest_that_is_too_large_is_not_read(root: Path) -> None:
+def test_oversized_manifest_is_refused(root: Path) -> None:
     os.truncate(root / "one/manifest.json", 1 << 40)
     assert "more than" in refusal(root)
 
@@ -419,7 +419,7 @@ def header_of(path: Path) -> tuple[Members, bytes]:
     return json.loads(data[8 : 8 + length]), data[8 + length :]
 
 
-def test_headers_that_lie_are_refused(root: Path) -> None:
+def test_header_that_contradicts_manifest_is_refused(root: Path) -> None:
     path, manifest = root / "one/frozen.safetensors", root / "one/manifest.json"
     before = path.read_bytes(), manifest.read_bytes()
     header, tail = header_of(path)
@@ -443,7 +443,7 @@ def test_headers_that_lie_are_refused(root: Path) -> None:
     assert problems(root) == []
 
 
-def test_a_tensor_in_two_shards_is_refused(root: Path) -> None:
+def test_tensor_in_two_shards_is_refused(root: Path) -> None:
     first, second = (root / f"one/model-0000{i}-of-00002.safetensors" for i in (1, 2))
     header, tail = header_of(first)
     other, more = header_of(second)
@@ -457,7 +457,7 @@ def test_a_tensor_in_two_shards_is_refused(root: Path) -> None:
     assert f"tensor {name!r} is in {first.name} too" in text
 
 
-def test_an_oversized_header_takes_no_memory(root: Path) -> None:
+def test_oversized_header_allocates_no_memory(root: Path) -> None:
     path = root / "one/frozen.safetensors"
     size = path.stat().st_size
     for length in (size, 2**40, 2**63, 2**64 - 1):
@@ -467,7 +467,7 @@ def test_an_oversized_header_takes_no_memory(root: Path) -> None:
             assert path.name in refusal(root)
 
 
-def test_claims_take_no_memory(root: Path) -> None:
+def test_claimed_terabytes_allocate_no_memory(root: Path) -> None:
     """A manifest and headers that agree on terabytes, in files that are holes."""
     manifest = root / "one/manifest.json"
     elements = 2**40
@@ -512,7 +512,7 @@ def nothing_stays_open() -> Iterator[None]:
     assert descriptors() <= before
 
 
-def test_what_was_attacked_is_still_read_after_repair(root: Path) -> None:
+def test_repaired_checkpoint_is_readable(root: Path) -> None:
     path = root / "one/frozen.safetensors"
     flip(path, path.stat().st_size - 1)
     with pytest.raises(CheckpointError, match=r"frozen\.safetensors is damaged"):
@@ -521,7 +521,7 @@ def test_what_was_attacked_is_still_read_after_repair(root: Path) -> None:
     assert content(root, "one").keys() == sample(1).content.keys()
 
 
-def test_a_header_that_exchanges_names_is_found_by_reading_far_from_it(tmp_path: Path) -> None:
+def test_swapped_header_names_are_detected_by_distant_read(tmp_path: Path) -> None:
     """It agrees with the manifest, and the block that is read is sound; only the header is not."""
     made = sample(3, shapes={"a1": (1000, 1000), "a2": (1000, 1000)})
     path = save(tmp_path, "t", made) / "residual.safetensors"

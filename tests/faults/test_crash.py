@@ -83,7 +83,7 @@ LINES = (9_000, 34_000, 56_000, 62_000, 100_000)
 
 
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_at_any_line(tmp_path: Path, expected: str, name: str) -> None:
+def test_kill_at_any_line_resumes_to_same_state(tmp_path: Path, expected: str, name: str) -> None:
     job, struck = JOBS[name], Counter[str]()
     draw = random.Random(name)
     for line in LINES:
@@ -102,7 +102,9 @@ def test_killed_at_any_line(tmp_path: Path, expected: str, name: str) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("name", JOBS)
-def test_killed_very_often(tmp_path: Path, expected: str, name: str, record_property: Any) -> None:
+def test_repeated_kills_resume_to_same_state(
+    tmp_path: Path, expected: str, name: str, record_property: Any
+) -> None:
     """Journeys full of kills until there were so many; each must end where it should."""
     job = JOBS[name]
     forked.call(os.getpid)  # the server has started

@@ -122,7 +122,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
     return seen
 
 
-def test_a_drive_that_fails(tmp_path: Path) -> None:
+def test_failing_drive_gives_exact_state_or_error(tmp_path: Path) -> None:
     """The right bits, or an error; and from the last commit on the right bits again."""
     seen = fail_often(tmp_path, range(10))
     assert seen["failed"] > 1, seen
@@ -130,14 +130,14 @@ def test_a_drive_that_fails(tmp_path: Path) -> None:
 
 
 @pytest.mark.big
-def test_a_drive_that_fails_at_length(tmp_path: Path) -> None:
+def test_failing_drive_gives_exact_state_or_error_many_seeds(tmp_path: Path) -> None:
     seen = fail_often(tmp_path, range(10, 80))
     assert seen["failed"] > 10, seen
     assert seen["resumed"] > 10, seen
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_any_line(tmp_path: Path, case: str) -> None:
+def test_kill_at_any_line_loses_no_committed_step(tmp_path: Path, case: str) -> None:
     draw, every = random.Random(case), CASES[case].get("commit_every", 1)
     # A start runs 20 000 lines, and so does a step; on a busy machine more, as threads look around.
     firsts = (5_000, 40_000, 90_000 + 25_000 * every)
@@ -149,7 +149,7 @@ def test_killed_at_any_line(tmp_path: Path, case: str) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
-def test_killed_at_random_moments_at_length(tmp_path: Path, case: str) -> None:
+def test_kill_at_random_times_loses_no_committed_step(tmp_path: Path, case: str) -> None:
     draw = random.Random(case)
     most = 0.5 * LONGER.get(case, 1)
     moments = [None if draw.random() < 0.1 else draw.uniform(0, most) for _ in range(100)]

@@ -89,7 +89,7 @@ def is_kept(directory: Path) -> bool:
 
 
 @pytest.mark.parametrize("seen", [[0, 1, 2], [0], [1], [2, 1]], ids=str)
-def test_a_start_that_dies_is_cleaned_up_or_whole(
+def test_killed_marking_is_cleaned_up_or_complete(
     tmp_path: Path, killed: tuple[Path, int], seen: list[int]
 ) -> None:
     """Whichever of the paths the next run uses; others are cleaned by who uses them."""
@@ -133,7 +133,7 @@ def survive(paths: list[Path], seen: list[int]) -> str:
     return "gone"
 
 
-def test_a_marking_that_fails_leaves_nothing(
+def test_failed_marking_leaves_no_directories(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keep = Scratch.keep
@@ -154,7 +154,7 @@ def test_a_marking_that_fails_leaves_nothing(
     assert [list(path.iterdir()) for path in paths_of(tmp_path)] == [[], [], []]
 
 
-def test_one_that_is_being_marked_is_left_alone(tmp_path: Path) -> None:
+def test_run_being_marked_is_not_removed(tmp_path: Path) -> None:
     for path in paths_of(tmp_path):
         path.mkdir()
     first, second, third = (Scratch.create(path) for path in paths_of(tmp_path))
@@ -167,7 +167,7 @@ def test_one_that_is_being_marked_is_left_alone(tmp_path: Path) -> None:
         one.remove()
 
 
-def test_members_are_removed_only_if_they_are_of_that_run(tmp_path: Path) -> None:
+def test_cleanup_removes_only_members_of_the_run(tmp_path: Path) -> None:
     """A record is a file that anybody may have written."""
     for path in paths_of(tmp_path):
         path.mkdir()
@@ -187,7 +187,7 @@ def test_members_are_removed_only_if_they_are_of_that_run(tmp_path: Path) -> Non
     assert precious.exists()
 
 
-def test_a_part_without_its_first_directory_is_told(tmp_path: Path) -> None:
+def test_member_without_primary_directory_warns(tmp_path: Path) -> None:
     paths = paths_of(tmp_path)
     for path in paths:
         path.mkdir()

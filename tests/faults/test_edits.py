@@ -146,7 +146,7 @@ def use(engine: Engine, way: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_of_a_reference_that_was_kept(tmp_path: Path, place: str) -> None:
+def test_edit_through_kept_reference_is_refused(tmp_path: Path, place: str) -> None:
     """`model.parameters()` never fetches; after a forward and a backward much is in slots."""
     with made(tmp_path, place, Model()) as engine:
         parameters = dict(engine.module.named_parameters())
@@ -164,7 +164,7 @@ def test_of_a_reference_that_was_kept(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "edit", "way"), diagonal(list(PLACES), EDITS, WAYS))
-def test_of_what_was_reached_for(
+def test_edit_of_fetched_parameter_is_detected(
     tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None], way: str
 ) -> None:
     with made(tmp_path, place, Model()) as engine:
@@ -179,7 +179,9 @@ def test_of_what_was_reached_for(
 
 
 @pytest.mark.parametrize(("place", "edit"), diagonal(list(PLACES), EDITS))
-def test_in_the_forward(tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None]) -> None:
+def test_edit_in_forward_is_detected(
+    tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None]
+) -> None:
     model = Model(edit)
     with made(tmp_path, place, model) as engine:
         before = masters(engine)
@@ -189,7 +191,7 @@ def test_in_the_forward(tmp_path: Path, place: str, edit: Callable[[nn.Parameter
         assert_unedited(engine, before)
 
 
-def test_the_sum_of_words_shows_every_byte_and_its_place(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_of_int64_depends_on_every_byte_and_position(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_WORDS", 100)
     for size in (0, 5, 8, 8 * 1000, 8 * 1000 + 7):
         flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
@@ -207,7 +209,7 @@ def test_the_sum_of_words_shows_every_byte_and_its_place(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("restore", [False, True])
-def test_an_edit_before_the_end_is_told_by_close(tmp_path: Path, restore: bool) -> None:
+def test_edit_before_close_is_raised_by_close(tmp_path: Path, restore: bool) -> None:
     with made(tmp_path, "disk", Model()) as engine:
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         scale(engine.module.inner.norm.weight)
@@ -218,7 +220,7 @@ def test_an_edit_before_the_end_is_told_by_close(tmp_path: Path, restore: bool) 
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_references_show_the_same_wherever_weights_rest(tmp_path: Path, place: str) -> None:
+def test_parameters_are_offloaded_between_calls_on_every_tier(tmp_path: Path, place: str) -> None:
     """Between calls a parameter that nobody reached for is offloaded, on every tier."""
     with made(tmp_path, place, Model()) as engine:
         parameters = list(engine.module.parameters())
@@ -239,7 +241,7 @@ def test_references_show_the_same_wherever_weights_rest(tmp_path: Path, place: s
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_what_is_reached_for_or_returned_stays_for_the_loss(tmp_path: Path, place: str) -> None:
+def test_penalty_on_fetched_parameter_has_gradient_or_raises(tmp_path: Path, place: str) -> None:
     """A penalty outside the forward has its gradient, or, where the weight had to leave, raises."""
 
     class Returns(Model):

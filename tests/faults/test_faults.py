@@ -275,13 +275,13 @@ CHOSEN = (4, 6, 10, 18, 22, 25, 36, 38, 43, 44, 49, 50, 56, 57, 98, 101)
 OUTCOMES = ("error", "clean", "EIO", "ENOSPC", "EBADMSG", "ETIMEDOUT")
 
 
-def test_right_bits_or_the_right_error(tmp_path: Path) -> None:
+def test_faulty_disk_gives_exact_state_or_expected_error(tmp_path: Path) -> None:
     *_, seen = soak(CHOSEN, tmp_path)
     for what in (*OUTCOMES, "repeated"):
         assert seen[what], (what, seen)
 
 
-def test_late_blocks_change_no_bit(tmp_path: Path) -> None:
+def test_delayed_blocks_do_not_change_results(tmp_path: Path) -> None:
     """Half of all blocks are late, so what is read before it has been written is something else."""
     for seed in range(6):
         placement = {
@@ -302,7 +302,9 @@ def test_late_blocks_change_no_bit(tmp_path: Path) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("part", range(5))
-def test_right_bits_or_the_right_error_at_length(tmp_path: Path, part: int) -> None:
+def test_faulty_disk_gives_exact_state_or_expected_error_many_seeds(
+    tmp_path: Path, part: int
+) -> None:
     soaked = soak(range(part * 200, part * 200 + 200), tmp_path)
     resident, seen = zip(*((resident_bytes(), seen) for seen in soaked), strict=True)
     assert resident[-1] - resident[100] < 48 << 20
@@ -348,7 +350,7 @@ LOSSES = {
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize("what", LOSSES)
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
-def test_what_may_be_repeated_is_repeated(
+def test_retry_after_transfer_error_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, micro_batches: int
 ) -> None:
     """Weights rest as before, and an accumulation window starts over: no bit is lost."""
@@ -374,7 +376,7 @@ def test_what_may_be_repeated_is_repeated(
 
 
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
-def test_a_backward_that_failed_keeps_no_engine_alive(
+def test_failed_backward_does_not_keep_engine_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Autograd keeps what was left of the graph; the engine's memory must not hang on it."""

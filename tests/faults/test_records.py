@@ -301,7 +301,7 @@ PAIRS = [
 
 @pytest.mark.parametrize("files", PAIRS)
 @pytest.mark.parametrize("ahead", ["records", "state"])
-def test_records_of_another_time_than_the_state_are_refused(
+def test_records_newer_or_older_than_state_are_refused(
     histories: Histories, tmp_path: Path, files: list[tuple[int, str]], ahead: str
 ) -> None:
     times = [0, len(histories.run.log)]
@@ -325,14 +325,16 @@ def many_mixed(histories: Histories, root: Path, seeds: range) -> Counter[str]:
     return many(seeds, one)
 
 
-def test_files_of_other_times_and_histories(histories: Histories, tmp_path: Path) -> None:
+def test_mixed_files_resume_exactly_or_are_refused(histories: Histories, tmp_path: Path) -> None:
     seen = many_mixed(histories, tmp_path, range(24))
     assert seen.keys() == {"exact", "refused"}
 
 
 @pytest.mark.big
 @pytest.mark.timeout(7200)
-def test_files_of_other_times_and_histories_at_length(histories: Histories, tmp_path: Path) -> None:
+def test_mixed_files_resume_exactly_or_are_refused_many_seeds(
+    histories: Histories, tmp_path: Path
+) -> None:
     many_mixed(histories, tmp_path, range(24, 3000))
 
 
@@ -355,7 +357,9 @@ def go_on(paths: list[Path], at_least: int, to: int) -> str:
 
 
 @pytest.mark.parametrize("begun", ["closed", "killed"])
-def test_a_kill_alone_costs_nothing(runs: dict[str, Recorded], tmp_path: Path, begun: str) -> None:
+def test_kill_without_damage_loses_no_commit(
+    runs: dict[str, Recorded], tmp_path: Path, begun: str
+) -> None:
     run = runs[begun]
     for at in run.moments()[::8]:
         paths = run.moment(tmp_path / str(at), at)
@@ -388,7 +392,7 @@ def damage_one(
     ("begun", "file"),
     [*(("closed", file) for file in FILES), *(("killed", (0, name)) for name in COMMIT_NAMES)],
 )
-def test_one_damage(
+def test_damaged_file_resumes_exactly_or_is_refused(
     runs: dict[str, Recorded], tmp_path: Path, begun: str, file: tuple[int, str]
 ) -> None:
     """After a kill between the two records: damage to those. `at_length` does all to both runs."""
@@ -402,7 +406,7 @@ def test_one_damage(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("begun", ["closed", "killed"])
-def test_one_damage_at_length(
+def test_damaged_file_resumes_exactly_or_is_refused_at_all_moments(
     runs: dict[str, Recorded], tmp_path: Path, begun: str, file: tuple[int, str]
 ) -> None:
     damage_one(runs[begun], file, tmp_path / "copy", random.Random(f"{begun} {file}"), None)

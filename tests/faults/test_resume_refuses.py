@@ -200,7 +200,7 @@ CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = 
 
 
 @pytest.mark.parametrize("case", CHANGES)
-def test_a_run_is_not_begun_again_with_other_settings(tmp_path: Path, case: str) -> None:
+def test_auto_resume_with_changed_settings_refuses_to_restart(tmp_path: Path, case: str) -> None:
     make, changes, words = CHANGES[case]
     train(make(tmp_path), stop_after=4)
     told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
@@ -212,7 +212,7 @@ def test_a_run_is_not_begun_again_with_other_settings(tmp_path: Path, case: str)
     assert [facts.step for facts in watcher.steps] == [5, 6]
 
 
-def test_a_named_checkpoint_takes_the_place_of_the_durable_state(tmp_path: Path) -> None:
+def test_named_checkpoint_replaces_durable_state(tmp_path: Path) -> None:
     train(durable_settings(tmp_path), stop_after=4)
     raw = durable_settings(tmp_path, **NOT_DURABLE)
     train(raw, resume=str(tmp_path / "run" / "checkpoints" / "step4"), stop_after=1)
@@ -221,7 +221,7 @@ def test_a_named_checkpoint_takes_the_place_of_the_durable_state(tmp_path: Path)
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_that_did_steps_is_not_begun_again(tmp_path: Path, case: str) -> None:
+def test_auto_resume_with_missing_state_refuses_to_restart(tmp_path: Path, case: str) -> None:
     make, sabotage, words = CASES[case]
     train(make(tmp_path), stop_after=4)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -240,7 +240,7 @@ def test_a_run_that_did_steps_is_not_begun_again(tmp_path: Path, case: str) -> N
         assert state_in(tmp_path, drive)  # one directory, the old one
 
 
-def test_a_checkpoint_goes_on_where_the_state_is_gone(tmp_path: Path) -> None:
+def test_named_checkpoint_resumes_after_lost_state(tmp_path: Path) -> None:
     """It is named, so that nobody goes on from it by accident; then the run is durable again."""
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
@@ -255,7 +255,7 @@ def test_a_checkpoint_goes_on_where_the_state_is_gone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [4, 2])
-def test_one_that_ended_before_its_first_checkpoint_begins_again(
+def test_auto_resume_before_first_checkpoint_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
     """Nothing is lost that could have been kept; what was told stays, and that it was is said.
@@ -274,7 +274,7 @@ def test_one_that_ended_before_its_first_checkpoint_begins_again(
     assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == told
 
 
-def test_a_first_checkpoint_that_a_kill_left_unnamed_is_gone_on_from(
+def test_auto_resume_from_unnamed_first_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     publish = CheckpointWriter._publish
@@ -291,7 +291,7 @@ def test_a_first_checkpoint_that_a_kill_left_unnamed_is_gone_on_from(
     assert [facts.step for facts in watcher.steps] == [3, 4, 5, 6]
 
 
-def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
+def test_committed_step_missing_from_metrics_is_recovered(tmp_path: Path) -> None:
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     metrics = tmp_path / "run" / "metrics.jsonl"
@@ -311,7 +311,7 @@ def test_a_step_that_was_committed_and_not_told_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("drive", "last"), [("d0", "create"), ("d0", "announce"), ("d1", "create")]
 )
-def test_a_record_that_is_set_back_loses_no_steps(
+def test_outdated_run_json_is_refused_and_loses_no_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: str, last: str
 ) -> None:
     """`run.json` as it was before the directories were marked durable, as a backup brings it."""
@@ -354,7 +354,9 @@ def step_log(tmp_path: Path) -> dict[str, Any]:
     return told
 
 
-def test_a_step_log_tells_of_a_run_that_is_gone(tmp_path: Path, step_log: dict[str, Any]) -> None:
+def test_step_log_of_missing_run_refuses_auto_resume(
+    tmp_path: Path, step_log: dict[str, Any]
+) -> None:
     (directory,) = run_records(tmp_path / "nvme")
     shutil.move(directory, tmp_path / directory.name)
     auto = durable_engine(tmp_path / "nvme", gated(), **step_log, resume="auto")
@@ -365,7 +367,7 @@ def test_a_step_log_tells_of_a_run_that_is_gone(tmp_path: Path, step_log: dict[s
         pass  # asked for by name
 
 
-def test_two_processes_do_not_go_on_with_one_run(tmp_path: Path, step_log: dict[str, Any]) -> None:
+def test_run_in_use_cannot_be_resumed_again(tmp_path: Path, step_log: dict[str, Any]) -> None:
     del step_log["step_log"]
     auto: dict[str, Any] = {**step_log, "resume": "auto"}
     with durable_engine(tmp_path / "nvme", gated(), **auto) as engine:
@@ -380,7 +382,7 @@ def going_on(raw: dict[str, Any], **how: Any) -> list[int]:
     return [facts.step for facts in train(raw, **how)[1].steps]
 
 
-def test_a_start_from_a_checkpoint_replaces_the_state(tmp_path: Path) -> None:
+def test_start_from_checkpoint_replaces_durable_state(tmp_path: Path) -> None:
     """`auto` goes on with what it began; one that could not be loaded changes nothing."""
     raw = durable_settings(tmp_path)
     assert going_on(raw, stop_after=4) == [1, 2, 3, 4]
@@ -399,7 +401,7 @@ def test_a_start_from_a_checkpoint_replaces_the_state(tmp_path: Path) -> None:
     assert going_on(raw, resume="auto") == [4, 5, 6]
 
 
-def test_a_copy_that_starts_from_a_checkpoint_leaves_the_state_of_the_run(tmp_path: Path) -> None:
+def test_copied_run_from_checkpoint_keeps_original_state(tmp_path: Path) -> None:
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     copy = tmp_path / "copy"
@@ -411,7 +413,7 @@ def test_a_copy_that_starts_from_a_checkpoint_leaves_the_state_of_the_run(tmp_pa
     assert going_on(other, resume="auto", stop_after=1) == [4]
 
 
-def test_a_state_that_a_copy_has_moved_is_not_removed_by_the_original(tmp_path: Path) -> None:
+def test_moved_state_is_not_removed_by_original_run(tmp_path: Path) -> None:
     """As a copy does that goes on with another number of ranks; the original finds none there."""
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
@@ -424,7 +426,7 @@ def test_a_state_that_a_copy_has_moved_is_not_removed_by_the_original(tmp_path: 
     assert all(state.is_dir() for state in moved)
 
 
-def test_a_run_directory_that_is_not_mounted_is_not_begun_again(tmp_path: Path) -> None:
+def test_auto_resume_with_missing_run_directory_refuses_to_restart(tmp_path: Path) -> None:
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     with away(tmp_path / "run"):

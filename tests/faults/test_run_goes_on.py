@@ -89,7 +89,7 @@ SAID = {
 
 
 @pytest.mark.parametrize("how", SAID)
-def test_a_save_that_fails_costs_only_itself(
+def test_failed_save_does_not_affect_training(
     tmp_path: Path, losses: list[Any], failing: Failing, how: str
 ) -> None:
     failing(how, (4, 5))
@@ -108,7 +108,7 @@ def test_a_save_that_fails_costs_only_itself(
     assert told[0]["tag"] == "step4"
 
 
-def test_a_save_that_failed_is_tried_again_soon(tmp_path: Path, failing: Failing) -> None:
+def test_failed_save_is_retried_soon(tmp_path: Path, failing: Failing) -> None:
     failing("full", (20,))
     changes = {"training__steps": 24, "training__checkpoint_every": 20, "engine__scheduler": None}
     result, watcher = train(settings(tmp_path, **changes))
@@ -117,7 +117,7 @@ def test_a_save_that_failed_is_tried_again_soon(tmp_path: Path, failing: Failing
 
 
 @pytest.mark.parametrize("how", ["full", "eio"])
-def test_the_last_save_fails_after_everything_else_was_tried(
+def test_failed_last_save_raises_after_model_export(
     tmp_path: Path, losses: list[Any], failing: Failing, how: str
 ) -> None:
     raw = settings(tmp_path)
@@ -140,26 +140,26 @@ def test_the_last_save_fails_after_everything_else_was_tried(
     assert (model / "model.safetensors").read_bytes() == before
 
 
-def test_a_run_that_is_stopped_and_cannot_save_says_so(tmp_path: Path, failing: Failing) -> None:
+def test_stopped_run_that_cannot_save_raises(tmp_path: Path, failing: Failing) -> None:
     failing("full", (3,))
     with pytest.raises(DoesNotFitError, match="after step 3 was not saved") as caught:
         train(settings(tmp_path), stop_after=3)
     assert "--resume auto" in str(caught.value)
 
 
-def test_what_ends_a_run_is_not_hidden_by_a_save(tmp_path: Path, failing: Failing) -> None:
+def test_failed_save_does_not_hide_the_original_error(tmp_path: Path, failing: Failing) -> None:
     failing("read-only", (2,))
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path), die_after=3)
 
 
-def test_a_save_that_finds_the_state_gone_ends_the_run(tmp_path: Path, failing: Failing) -> None:
+def test_transfer_error_in_save_ends_the_run(tmp_path: Path, failing: Failing) -> None:
     failing("state", (2,))
     with pytest.raises(TransferError, match="gone"):
         train(settings(tmp_path))
 
 
-def test_a_checkpoint_that_a_kill_left_unnamed_is_replaced(tmp_path: Path) -> None:
+def test_checkpoint_not_named_in_latest_is_replaced(tmp_path: Path) -> None:
     """It was in its place, and `latest` did not name it yet."""
     train(settings(tmp_path), stop_after=4)
     root = tmp_path / "run" / "checkpoints"
@@ -170,7 +170,7 @@ def test_a_checkpoint_that_a_kill_left_unnamed_is_replaced(tmp_path: Path) -> No
     assert sorted(path.name for path in root.iterdir()) == ["latest", "step4", "step6"]
 
 
-def test_older_checkpoints_that_stay_are_no_failure(
+def test_failed_pruning_is_not_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def prune(*args: Any, **more: Any) -> None:
@@ -183,7 +183,7 @@ def test_older_checkpoints_that_stay_are_no_failure(
     assert any(told in note for note in watcher.notes)
 
 
-def test_metrics_and_logs_on_a_full_disk_end_nothing(
+def test_full_disk_for_metrics_and_logs_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin = Metrics.__init__
@@ -220,7 +220,7 @@ def test_metrics_and_logs_on_a_full_disk_end_nothing(
     assert page.stopping
 
 
-def test_a_line_of_metrics_that_was_cut_off_ends_there(
+def test_truncated_metrics_line_is_terminated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     metrics = Metrics(tmp_path / "m.jsonl", after=0)
@@ -283,7 +283,7 @@ def follow(error: str, other: Path) -> str:
     ("kind", "name"),
     diagonal(["durable", "durable on two", "checkpoints", "one drive", "bare"], ["read", "write"]),
 )
-def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
+def test_run_continues_elsewhere_after_state_drive_failure(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     losses: list[Any],
@@ -346,7 +346,7 @@ def test_the_drive_of_the_state_fails_and_the_run_goes_on_elsewhere(
 @pytest.mark.parametrize(
     "name", ["metrics.jsonl", "state.bin", "commit-b.bin", "plan.json", "run.json", "lock"]
 )
-def test_a_file_that_is_removed_ends_the_run(
+def test_removed_file_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """The open file takes writes as before: without a look at it 6 steps would seem done.
@@ -378,7 +378,7 @@ def test_a_file_that_is_removed_ends_the_run(
         assert steps[-1] == 6
 
 
-def test_an_error_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_unrelated_error_is_passed_through(tmp_path: Path) -> None:
     with Run(load_run_config(settings(tmp_path, engine__nvme_path=str(tmp_path)))) as run:
         run.trains = True
         for error in (

@@ -156,7 +156,7 @@ def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str
     ],
     ids=str,
 )
-def test_all_old_or_all_new_wherever_a_saver_dies(
+def test_killed_save_leaves_old_or_new_weights(
     tmp_path: Path, before: str | None, after: str
 ) -> None:
     found = forked.call(killed_at_every_call, tmp_path, before, after)
@@ -204,7 +204,7 @@ def possible(calls: list[tuple[str, str, str]], end: int) -> Iterator[list[tuple
 
 
 @pytest.mark.parametrize(("before", "after"), CASES, ids=str)
-def test_all_old_or_all_new_wherever_power_is_lost(tmp_path: Path, before: str, after: str) -> None:
+def test_power_loss_leaves_old_or_new_weights(tmp_path: Path, before: str, after: str) -> None:
     calls = forked.call(recorded, tmp_path, before, after)
     first = next(i for i, call in enumerate(calls) if call[0] == "rename")
     synced = {path for name, path, _ in calls[:first] if name == "fsync"}
@@ -239,7 +239,7 @@ def refused(directory: Path) -> str:
     return "it was let in"
 
 
-def test_a_second_saver_is_refused_and_the_first_is_not_disturbed(tmp_path: Path) -> None:
+def test_concurrent_save_is_refused(tmp_path: Path) -> None:
     """At every tensor, by another process and by another thread's engine alike."""
     said: list[str] = []
 
@@ -256,7 +256,7 @@ def test_a_second_saver_is_refused_and_the_first_is_not_disturbed(tmp_path: Path
     assert seen(tmp_path) == "next"
 
 
-def test_a_file_system_without_locks_owners_and_modes_can_be_saved_to(
+def test_save_without_flock_fchmod_and_owner_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: int) -> None:
@@ -284,7 +284,7 @@ def refuse(patch: pytest.MonkeyPatch, call: str, target: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "name"), [("rename", "config.json"), ("rename", INDEX_NAME), ("unlink", SINGLE_NAME)]
 )
-def test_a_save_that_is_refused_at_its_end_leaves_what_was_there(
+def test_save_failing_at_commit_keeps_old_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, name: str
 ) -> None:
     before = save(tmp_path, "old", "one file" if name == SINGLE_NAME else "two shards")
@@ -299,7 +299,7 @@ def test_a_save_that_is_refused_at_its_end_leaves_what_was_there(
     assert len(list(tmp_path.iterdir())) == 5
 
 
-def test_older_shards_that_cannot_be_removed_are_said(
+def test_old_shard_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = save(tmp_path, "old", "two shards")[0]
@@ -309,7 +309,7 @@ def test_older_shards_that_cannot_be_removed_are_said(
     assert seen(tmp_path) == "new"
 
 
-def test_shards_without_an_index_are_no_model(tmp_path: Path) -> None:
+def test_shards_without_index_are_refused(tmp_path: Path) -> None:
     """Nor are they taken for a part of the file that lies beside them."""
     save(tmp_path, "old", "two shards")
     (tmp_path / INDEX_NAME).unlink()
@@ -335,9 +335,7 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("form", MAX_SHARD)
-def test_links_in_the_place_of_weights_are_not_followed(
-    tmp_path: Path, victim: Path, form: str
-) -> None:
+def test_save_does_not_follow_symlinks(tmp_path: Path, victim: Path, form: str) -> None:
     place = tmp_path / "place"
     place.mkdir()
     shards = [f"model-{i}-of-00003.safetensors" for i in ("00001", "00002")]
@@ -371,7 +369,7 @@ def _in_run_directory(path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", WRITERS)
-def test_other_files_are_not_written_through_links(tmp_path: Path, victim: Path, what: str) -> None:
+def test_other_writers_do_not_follow_symlinks(tmp_path: Path, victim: Path, what: str) -> None:
     place = tmp_path / "place"
     place.mkdir()
     path = place / "config.yaml"
@@ -394,7 +392,7 @@ def test_other_files_are_not_written_through_links(tmp_path: Path, victim: Path,
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0, 0o644), (0o022, 0o644), (0o077, 0o600)])
-def test_nobody_else_may_write_weights(tmp_path: Path, umask: int, mode: int) -> None:
+def test_saved_weights_are_not_writable_by_others(tmp_path: Path, umask: int, mode: int) -> None:
     before = os.umask(umask)
     try:
         for form in MAX_SHARD:
@@ -406,7 +404,7 @@ def test_nobody_else_may_write_weights(tmp_path: Path, umask: int, mode: int) ->
         os.umask(before)
 
 
-def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+def test_atomic_write_replaces_file_or_leaves_it(tmp_path: Path) -> None:
     path = tmp_path / "file"
     path.write_text("old")
 
@@ -429,7 +427,7 @@ def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["file"]
 
 
-def test_what_killed_saves_left_makes_room_first(
+def test_leftovers_of_killed_saves_are_removed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They may be as large as the model."""

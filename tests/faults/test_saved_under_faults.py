@@ -172,7 +172,9 @@ def soak(seeds: Iterable[int], root: Path, set_faults: Callable[[str], None]) ->
     return seen
 
 
-def test_saves_and_commits(tmp_path: Path, faulty_files: Callable[[str], None]) -> None:
+def test_faulty_saves_and_commits_load_exactly_or_are_refused(
+    tmp_path: Path, faulty_files: Callable[[str], None]
+) -> None:
     """Each kind of fault and each placement, ending well and badly, and begun anew."""
     seen = soak((2, 3, 9, 11, 13, 17, 22, 23, 28, 29, 31, 33, 34), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed"):
@@ -181,7 +183,9 @@ def test_saves_and_commits(tmp_path: Path, faulty_files: Callable[[str], None]) 
 
 @pytest.mark.big
 @pytest.mark.timeout(3600)
-def test_saves_and_commits_at_length(tmp_path: Path, faulty_files: Callable[[str], None]) -> None:
+def test_faulty_saves_and_commits_load_exactly_or_are_refused_many_seeds(
+    tmp_path: Path, faulty_files: Callable[[str], None]
+) -> None:
     seen = soak(range(1000, 1500), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed", "refused"):
         assert seen[what], seen

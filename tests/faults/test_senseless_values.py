@@ -119,7 +119,7 @@ def durable(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("names", [("run.json",), ("plan.json",), COMMIT_NAMES], ids="+".join)
-def test_files_of_a_durable_run_with_senseless_values_are_refused(
+def test_durable_files_with_invalid_values_raise_infinity_errors(
     durable: Path, names: tuple[str, ...]
 ) -> None:
     facts = read_run(durable).facts
@@ -166,9 +166,7 @@ def cut_chunks(document: Document) -> None:
 
 
 @pytest.mark.parametrize("shift", [swap_names, swap_offsets, swap_units, rename, cut_chunks])
-def test_a_plan_that_is_not_of_the_state_is_refused(
-    durable: Path, shift: Callable[[Document], None]
-) -> None:
+def test_plan_of_another_state_is_refused(durable: Path, shift: Callable[[Document], None]) -> None:
     """It is valid alone; the bytes that it finds would be another parameter's."""
     path = durable / "plan.json"
     before = path.read_bytes()
@@ -187,7 +185,7 @@ def test_a_plan_that_is_not_of_the_state_is_refused(
 
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.big)])
-def test_the_state_of_a_run_with_senseless_values_is_refused(tmp_path: Path, every: int) -> None:
+def test_manifest_with_invalid_values_is_refused_or_loads(tmp_path: Path, every: int) -> None:
     """What is not refused is loaded, and the next step can be made from there."""
     more = {"durable": False, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}
     with durable_engine(tmp_path, gated(), **more) as engine, warnings.catch_warnings():
@@ -215,7 +213,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_run_whose_record_holds_senseless_values_is_not_gone_on_with(trained: Path) -> None:
+def test_run_record_with_invalid_values_is_refused(trained: Path) -> None:
     raw = settings(trained, training__steps=2)
     path = trained / "run" / "run.json"
     before = path.read_bytes()
@@ -228,7 +226,7 @@ def test_a_run_whose_record_holds_senseless_values_is_not_gone_on_with(trained: 
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
-def test_a_report_of_senseless_values_is_refused(trained: Path, name: str) -> None:
+def test_report_of_invalid_values_raises_only_infinity_errors(trained: Path, name: str) -> None:
     path = trained / "run" / name
     before = path.read_bytes()
     lines = list(map(json.loads, before.splitlines() if name == "metrics.jsonl" else [before]))
@@ -248,7 +246,7 @@ def test_a_report_of_senseless_values_is_refused(trained: Path, name: str) -> No
 
 
 @pytest.mark.parametrize("path", ["/dev/zero", "/dev", "/proc/self", __file__])
-def test_a_report_of_what_is_no_run_is_refused(path: str) -> None:
+def test_report_of_path_without_run_is_refused(path: str) -> None:
     result = CliRunner().invoke(app, ["report", path])
     assert result.exit_code == 2
     assert "holds no run" in result.stderr
@@ -256,7 +254,7 @@ def test_a_report_of_what_is_no_run_is_refused(path: str) -> None:
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
 @pytest.mark.parametrize("kind", ["pipe", "device"])
-def test_a_report_does_not_wait_for_what_has_no_end(
+def test_report_does_not_hang_on_pipe_or_endless_device(
     tmp_path: Path, trained: Path, name: str, kind: str
 ) -> None:
     for other in ("plan.json", "metrics.jsonl"):
@@ -271,7 +269,7 @@ def test_a_report_does_not_wait_for_what_has_no_end(
     assert name == "plan.json" or not (tmp_path / "report.html").exists()
 
 
-def test_what_a_run_registers_is_checked_when_it_is_loaded(tmp_path: Path) -> None:
+def test_registered_state_is_validated_on_load(tmp_path: Path) -> None:
     """Each value of what `infinity train` keeps with its state, replaced or taken out."""
     train(settings(tmp_path, training__steps=2, training__evaluate_every=1), stop_after=1)
     (manifest,) = tmp_path.glob("run/checkpoints/*/manifest.json")

@@ -266,7 +266,9 @@ def seeded(seeds: range, root: Path, expected: Expected) -> Counter[str]:
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, BATCH))
-def test_bad_ends(in_memory: Path, expected: Expected, first: int) -> None:
+def test_crashed_or_failed_run_keeps_its_promises(
+    in_memory: Path, expected: Expected, first: int
+) -> None:
     torch.set_num_threads(1)
     seen = seeded(range(first, first + BATCH), in_memory, expected)
     assert sum(seen.values()) == BATCH
@@ -276,7 +278,7 @@ def test_bad_ends(in_memory: Path, expected: Expected, first: int) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize("first", range(QUICK, 10_000 + QUICK, 1000))
-def test_bad_ends_at_length(
+def test_crashed_or_failed_run_keeps_its_promises_many_seeds(
     in_memory: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = seeded(range(first, first + 1000), in_memory, expected)

@@ -176,7 +176,7 @@ def seeded(seeds: range, expected: Expected) -> Counter[str]:
 
 
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
-def test_bad_ends_of_ranks(expected: Expected) -> None:
+def test_crashed_ranks_resume_exactly_or_are_refused(expected: Expected) -> None:
     assert seeded(range(QUICK), expected).keys() == {"exact", "refused"}
 
 
@@ -184,7 +184,7 @@ def test_bad_ends_of_ranks(expected: Expected) -> None:
 @pytest.mark.timeout(7200)
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 @pytest.mark.parametrize("first", range(QUICK, 10_000 + QUICK, 1000))
-def test_bad_ends_of_ranks_at_length(
+def test_crashed_ranks_resume_exactly_or_are_refused_many_seeds(
     expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     seen = seeded(range(first, first + 1000), expected)

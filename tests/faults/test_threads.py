@@ -110,7 +110,7 @@ class Meddled:
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE])
 @pytest.mark.parametrize("during", ["forward", "module", "backward", "users_backward", "save"])
-def test_a_second_thread_is_refused_while_a_call_is_under_way(
+def test_call_from_second_thread_during_a_call_is_refused(
     tmp_path: Path, placement: dict[str, str], during: str
 ) -> None:
     nvme = tmp_path / "nvme"
@@ -147,7 +147,7 @@ def test_a_second_thread_is_refused_while_a_call_is_under_way(
         assert same(masters(engine), expected)
 
 
-def test_a_schedule_is_refused_in_a_step(tmp_path: Path) -> None:
+def test_engine_call_inside_scheduler_step_is_refused(tmp_path: Path) -> None:
     """It is stepped in the middle of it."""
     refused: list[ResidencyError] = []
 
@@ -167,7 +167,7 @@ def test_a_schedule_is_refused_in_a_step(tmp_path: Path) -> None:
         engines.clear()
 
 
-def test_between_calls_an_engine_may_change_threads(tmp_path: Path) -> None:
+def test_calls_may_move_between_threads(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         losses = train(engine, 3)
         expected = masters(engine)
@@ -185,7 +185,7 @@ def test_between_calls_an_engine_may_change_threads(tmp_path: Path) -> None:
         assert elsewhere(engine.close) is None
 
 
-def test_a_backward_that_raised_is_over(tmp_path: Path) -> None:
+def test_failed_backward_releases_the_engine(tmp_path: Path) -> None:
     def fail(_: Tensor) -> None:
         raise ValueError("the user's own")
 
@@ -202,7 +202,7 @@ def test_a_backward_that_raised_is_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
-def test_two_threads_without_a_lock_get_errors_and_right_numbers(
+def test_unlocked_threads_get_errors_and_exact_results(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
     """One trains, and tries again when it is refused; the other evaluates as it likes."""
@@ -257,7 +257,7 @@ def test_two_threads_without_a_lock_get_errors_and_right_numbers(
         [False, True],
     ),
 )
-def test_a_dropped_engine_gives_back_all_but_weights_which_end_with_its_module(
+def test_dropped_engine_releases_everything_but_weights(
     tmp_path: Path, place: str, when: str, asks: bool
 ) -> None:
     before, reserved = (threads(), native_threads(), descriptors()), PROCESS.ram()

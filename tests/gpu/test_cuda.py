@@ -47,7 +47,7 @@ def train(
 
 @pytest.mark.parametrize("gradients", TIERS)
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
-def test_every_placement_gives_the_same_bits(
+def test_results_are_identical_for_every_placement(
     tmp_path: Path, precision: str, gradients: str
 ) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)

@@ -41,7 +41,7 @@ def gpu() -> CudaKernels:
 
 
 @pytest.mark.parametrize("rule", HYPERS)
-def test_same_bits_as_the_cpu(gpu, cpu, rule: str) -> None:
+def test_update_equals_cpu_kernels(gpu, cpu, rule: str) -> None:
     wrong = []
     for combination in combinations(every=True):
         if combination[0] != rule:
@@ -64,7 +64,7 @@ def test_same_bits_as_the_cpu(gpu, cpu, rule: str) -> None:
 
 
 @pytest.mark.parametrize("step_count", [20])
-def test_same_bits_after_many_steps(gpu, cpu, step_count: int) -> None:
+def test_update_equals_cpu_kernels_after_many_steps(gpu, cpu, step_count: int) -> None:
     room = Rooms(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
     there = room.copy("cuda:0")
     for step in range(1, step_count + 1):
@@ -75,7 +75,7 @@ def test_same_bits_after_many_steps(gpu, cpu, step_count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [40, 300, 700])
-def test_many_parameters_and_groups(gpu, cpu, count: int) -> None:
+def test_update_of_many_parameters_and_groups(gpu, cpu, count: int) -> None:
     source = Rooms(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     rooms = [
@@ -89,7 +89,7 @@ def test_many_parameters_and_groups(gpu, cpu, count: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-def test_square_sums(gpu, cpu, dtype: torch.dtype) -> None:
+def test_square_sums_equal_cpu_kernels(gpu, cpu, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 4095, 4097, SQUARE_TILE, SQUARE_TILE + 1, 1026 * SQUARE_TILE + 9, 5]
     tensors = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
@@ -101,7 +101,7 @@ def test_square_sums(gpu, cpu, dtype: torch.dtype) -> None:
     assert gpu.square_sum(there[-1]) != gpu.square_sum(there[-1])
 
 
-def test_work_is_queued_behind_the_stream_of_the_caller(gpu, cpu) -> None:
+def test_update_is_enqueued_on_current_stream(gpu, cpu) -> None:
     room = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
     there = room.copy("cuda:0")
     gpu.update_all([room.copy("cuda:0").piece])  # compiled and loaded
@@ -124,7 +124,7 @@ def test_work_is_queued_behind_the_stream_of_the_caller(gpu, cpu) -> None:
     assert room.same_bytes(there)
 
 
-def test_another_thread_may_launch(gpu, cpu) -> None:
+def test_update_launched_from_another_thread(gpu, cpu) -> None:
     room = Rooms(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
     there = room.copy("cuda:0")
     errors: list[BaseException] = []
@@ -144,7 +144,7 @@ def test_another_thread_may_launch(gpu, cpu) -> None:
     assert room.same_bytes(there)
 
 
-def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
+def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path))
     CudaKernels(device)  # which launches one of each sort
@@ -154,7 +154,7 @@ def test_kernels_are_taken_from_the_cache(tmp_path: Path, monkeypatch) -> None:
     assert second.square_sum(torch.ones(10, device=device)) == 10.0
 
 
-def test_bad_input(gpu) -> None:
+def test_invalid_input_is_refused(gpu) -> None:
     piece = Rooms(seed=5).make(300, BF16, BF16, ADAM, MomentFormat.FP32).copy("cuda:0").piece
     with pytest.raises(ResidencyError, match="gradient is on cpu"):
         gpu.update_all([piece._replace(gradient=piece.gradient.cpu())])

@@ -95,7 +95,9 @@ def assert_same(one: Any, other: Any) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_streamed_updates(tmp_path: Path, place: str, micro_batches: int) -> None:
+def test_streamed_updates_match_on_device_updates(
+    tmp_path: Path, place: str, micro_batches: int
+) -> None:
     more = {"gradient_accumulation_steps": micro_batches}
     expected = train(tmp_path, ON_DEVICE, **more)
     for update in ("cpu", "device"):
@@ -106,7 +108,7 @@ def test_streamed_updates(tmp_path: Path, place: str, micro_batches: int) -> Non
 
 
 @pytest.mark.parametrize("offload", ["none", "host", "disk"])
-def test_recomputed_units_and_their_inputs(tmp_path: Path, offload: str) -> None:
+def test_offloaded_recomputation_inputs_do_not_change_results(tmp_path: Path, offload: str) -> None:
     expected = train(tmp_path, ON_DEVICE)
     activations = {"checkpoint": "units", "offload": offload, "tokens": 4 * 32}
     assert_same(train(tmp_path, IN_RAM, activations=activations), expected)
@@ -120,20 +122,20 @@ def test_recomputed_units_and_their_inputs(tmp_path: Path, offload: str) -> None
         pytest.param({"precision": "fp32", "autocast": True}, id="autocast"),
     ],
 )
-def test_where_state_rests_changes_nothing(tmp_path: Path, more: dict[str, Any]) -> None:
+def test_placement_does_not_change_results(tmp_path: Path, more: dict[str, Any]) -> None:
     assert_same(train(tmp_path, IN_RAM, **more), train(tmp_path, ON_DEVICE, **more))
 
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("update", ["cpu", "device"])
-def test_side_streams_change_nothing(tmp_path: Path, place: str, update: str) -> None:
+def test_side_streams_do_not_change_results(tmp_path: Path, place: str, update: str) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
     found = train(tmp_path, PLACES[place], streams=streams, update=update)
     assert_same(found, train(tmp_path, ON_DEVICE))
 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
-def test_forwards_on_streams_in_turn(tmp_path: Path, place: str) -> None:
+def test_forwards_on_alternating_streams(tmp_path: Path, place: str) -> None:
     """Weights come into slots that another stream may still read."""
     given, streams = batches(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
@@ -148,7 +150,7 @@ def test_forwards_on_streams_in_turn(tmp_path: Path, place: str) -> None:
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
+def test_backward_called_on_the_loss(tmp_path: Path, place: str) -> None:
     """Runs on a thread of autograd's; nothing that it leaves keeps weights where they were."""
     expected = train(tmp_path, PLACES[place])[0]
     gc.disable()
@@ -169,7 +171,7 @@ def test_a_backward_of_the_users_own(tmp_path: Path, place: str) -> None:
     assert losses == expected
 
 
-def test_no_stream_of_a_users_is_one_that_copies() -> None:
+def test_copy_streams_are_not_handed_out_to_users() -> None:
     """torch hands out 32 of a priority, over and over."""
     with closing(find_device("cuda")) as device:
         ours = [
@@ -184,7 +186,7 @@ def test_no_stream_of_a_users_is_one_that_copies() -> None:
         assert found.isdisjoint(stream.cuda_stream for stream in ours)
 
 
-def test_a_capture_is_refused_and_training_goes_on(tmp_path: Path) -> None:
+def test_graph_capture_is_refused_and_training_continues(tmp_path: Path) -> None:
     tokens = batches()[0]
     with make(tmp_path, IN_RAM) as engine:
         for _ in range(2):
@@ -197,7 +199,7 @@ def test_a_capture_is_refused_and_training_goes_on(tmp_path: Path) -> None:
                 engine(tokens)
 
 
-def test_the_host_waits_once_a_step_and_nothing_is_allocated(
+def test_step_waits_once_and_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, state and gradients in RAM; what the engine's own threads wait for is not counted.
@@ -240,7 +242,7 @@ def test_the_host_waits_once_a_step_and_nothing_is_allocated(
     assert allocated[-1] == allocated[-2]
 
 
-def test_a_trace_has_the_times_of_the_gpu(tmp_path: Path) -> None:
+def test_trace_has_gpu_times(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     with make(tmp_path / "nvme", IN_RAM, trace=str(tmp_path / "t.json"), update="device") as engine:
         for tokens in batches()[:STEPS]:

@@ -18,7 +18,7 @@ SHAPES = ((300, 17), (5,), (), (2, 3, 4), (1000, 129))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_same_bits_as_cpu_adam(dtype: torch.dtype) -> None:
+def test_fused_adam_equals_cpu_adam(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     host = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     device = [nn.Parameter(p.detach().cuda()) for p in host]
@@ -40,7 +40,7 @@ def test_same_bits_as_cpu_adam(dtype: torch.dtype) -> None:
     assert all(value.is_cpu for value in back.state[host[0]].values())
 
 
-def test_parameters_on_both_devices() -> None:
+def test_fused_adam_with_parameters_on_both_devices() -> None:
     parameters = [nn.Parameter(torch.ones(5)), nn.Parameter(torch.ones(5, device="cuda"))]
     optimizer = infinity.FusedAdam(parameters)
     for p in parameters:

@@ -89,7 +89,7 @@ def test_update_equals_reference(
 
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("rule_params", HYPERS, ids=repr)
-def test_every_rule_layout_and_gradient_equals_reference(pools, rule_params, kind) -> None:
+def test_update_equals_reference_for_every_rule_and_layout(pools, rule_params, kind) -> None:
     source = Source(17)
     for layout in LAYOUTS:
         for gradient_dtype in FLOATS:
@@ -124,7 +124,9 @@ def test_every_rule_layout_and_gradient_equals_reference(pools, rule_params, kin
     rule_params=st.sampled_from(HYPERS),
     cuts=st.lists(st.integers(0, 3000), max_size=5),
 )
-def test_the_cut_does_not_show(pools, seed, n, kind, rule_params, cuts) -> None:
+def test_update_does_not_depend_on_piece_boundaries(
+    pools, seed, n, kind, rule_params, cuts
+) -> None:
     """Pieces, in one job or in several, give the bits of the whole."""
     source = Source(seed)
     whole = source.whole_state(n, "split", rule_params, kind)
@@ -158,7 +160,7 @@ def test_the_cut_does_not_show(pools, seed, n, kind, rule_params, cuts) -> None:
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
-def test_many_pieces_in_one_job_on_many_threads(pools, kind) -> None:
+def test_job_of_many_pieces_equals_reference(pools, kind) -> None:
     source = Source(31)
     sizes = [0, 1, 127, 40_000, 128, 33_000, 5, 16_384, 16_385, 0]
     states = [source.whole_state(n, "split", ADAMW, kind, wild=False) for n in sizes]
@@ -213,7 +215,7 @@ def test_accumulate_and_convert_equal_torch(pools, seed, n, target_dtype, source
     dtype=st.sampled_from(FLOATS),
     wild=st.booleans(),
 )
-def test_square_sum_is_one_tree(pools, seed, n, dtype, wild) -> None:
+def test_square_sum_equals_reference_on_every_pool(pools, seed, n, dtype, wild) -> None:
     values = Source(seed).floats(n, dtype, wild=wild)
     want = reference_square_sum(values)
     for pool in pools:
@@ -222,7 +224,7 @@ def test_square_sum_is_one_tree(pools, seed, n, dtype, wild) -> None:
         assert want == pytest.approx(float((values.double() ** 2).sum()), rel=1e-12)
 
 
-def test_square_sum_of_values_that_are_not_finite(pools) -> None:
+def test_square_sum_of_non_finite_values(pools) -> None:
     values = torch.zeros(10_000)
     values[7000] = -torch.inf
     assert all(pool.square_sum(values) == np.inf for pool in pools)
@@ -268,7 +270,7 @@ def check_split(pool: CpuKernels, patterns: np.ndarray) -> None:
     assert not bits(residual)[nan].any()
 
 
-def test_split_is_lossless_on_a_sample_of_all_patterns(pools) -> None:
+def test_split_is_lossless_on_sampled_bit_patterns(pools) -> None:
     sample = np.arange(0, 2**32, 9973, dtype=np.uint64).astype(np.uint32)
     for pool in pools[:: len(pools) // len(_adam.isas())]:
         check_split(pool, np.concatenate([sample, SPECIAL]))
@@ -277,7 +279,7 @@ def test_split_is_lossless_on_a_sample_of_all_patterns(pools) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("isa", _adam.isas())
-def test_split_is_lossless_on_all_patterns(isa) -> None:
+def test_split_is_lossless_on_all_bit_patterns(isa) -> None:
     with CpuKernels(isa=isa) as pool:
         for start in range(0, 2**32, 2**24):
             check_split(pool, np.arange(start, start + 2**24, dtype=np.uint64).astype(np.uint32))

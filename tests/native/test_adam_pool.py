@@ -58,7 +58,7 @@ def test_two_threads_share_one_pool() -> None:
     np.testing.assert_array_equal(bits(total), bits(want_total))
 
 
-def test_many_threads_and_close_in_between() -> None:
+def test_close_during_calls_finishes_them_and_rejects_later_ones() -> None:
     """Calls in flight when the pool closes finish with the right numbers; later ones raise."""
     values = Source(6).floats(300_000, torch.float32, wild=False)
     want = reference_square_sum(values)
@@ -84,7 +84,7 @@ def test_many_threads_and_close_in_between() -> None:
             future.result(timeout=600)
 
 
-def test_flush_denormal_does_not_change_the_bits() -> None:
+def test_flush_denormal_does_not_change_results() -> None:
     source = Source(8)
     state = source.state(50_000, split=True)
     gradient = source.floats(50_000, torch.float32)
@@ -114,7 +114,7 @@ def in_child(body: Callable[[], None]) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def test_fork_raises_and_does_not_hang() -> None:
+def test_pool_in_forked_child_raises_and_does_not_hang() -> None:
     values = torch.ones(200_000)
     address = values.data_ptr()
     pool = _adam.Pool(3)
@@ -148,7 +148,7 @@ def test_close_is_idempotent_and_final() -> None:
         raw.copy(nbytes=0, target=0, source=0)
 
 
-def test_pool_arguments() -> None:
+def test_pool_arguments_are_validated() -> None:
     assert _adam.Pool().num_threads == len(os.sched_getaffinity(0))
     assert _adam.Pool().isa == _adam.isas()[-1]
     assert [_adam.Pool(isa=isa).isa for isa in _adam.isas()] == _adam.isas()
@@ -168,7 +168,7 @@ def test_pool_arguments() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 1000, 600_001, 20_000_003])
-def test_copy(nbytes) -> None:
+def test_copy_writes_only_the_target(nbytes) -> None:
     source = torch.randint(0, 255, (nbytes + 3,), dtype=torch.uint8)[3:]
     with CpuKernels(3) as pool:
         for offset in (0, 1, 63):

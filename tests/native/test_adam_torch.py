@@ -46,7 +46,7 @@ def errors_in_ulps(
 
 @pytest.mark.parametrize("rule_params", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
-def test_twenty_steps_agree_with_torch(rule_params, split) -> None:
+def test_adam_agrees_with_torch_within_ulps(rule_params, split) -> None:
     """Every step starts from torch's state; seen: 2.2 ulp of the largest term of a sum (AVX2)."""
     n = 40_000
     source = Source(11)
@@ -117,7 +117,7 @@ sys.exit(f"(step, of, elements that differ): {different}" if different else 0)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs torch's SSE2 kernels")
-def test_bits_of_torch_when_torch_does_not_fuse() -> None:
+def test_reference_equals_torch_without_fused_operations() -> None:
     """The order of operations is torch's: same bits, but where its square root is not rounded."""
     tests = str(Path(__file__).parent.parent)
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": tests}

@@ -49,7 +49,7 @@ def test_direct_round_trip(engine: Engine, tmp_path: Path, offset: int, length: 
     assert (tmp_path / "f").read_bytes()[offset : offset + length] == data
 
 
-def test_scatter_lists_are_one_ticket(engine: Engine, tmp_path: Path) -> None:
+def test_scatter_list_is_one_ticket(engine: Engine, tmp_path: Path) -> None:
     files = [make_file(tmp_path / name, noise(8 * BLOCK, seed)) for seed, name in enumerate("abc")]
     contents = [(tmp_path / name).read_bytes() for name in "abc"]
     rng = random.Random(3)
@@ -68,7 +68,7 @@ def test_scatter_lists_are_one_ticket(engine: Engine, tmp_path: Path) -> None:
     assert engine.counters()["tickets"] == 1
 
 
-def test_an_empty_request_is_done_at_once(engine: Engine, tmp_path: Path) -> None:
+def test_empty_request_completes_immediately(engine: Engine, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", b"x")
     for segments in ([], [(file, 0, 0, 0), (file, 5, 0, 0)]):
         ticket = engine.submit(READ, segments)
@@ -77,7 +77,7 @@ def test_an_empty_request_is_done_at_once(engine: Engine, tmp_path: Path) -> Non
         assert ticket.nbytes == 0
 
 
-def test_many_python_threads_share_an_engine(engine: Engine, tmp_path: Path) -> None:
+def test_engine_is_shared_by_many_threads(engine: Engine, tmp_path: Path) -> None:
     size = 3 * BLOCK + 100
     file = make_file(tmp_path / "f", bytes(8 * size))
     problems: list[object] = []
@@ -106,7 +106,7 @@ def test_many_python_threads_share_an_engine(engine: Engine, tmp_path: Path) -> 
     assert counters["in_flight_blocks"] == counters["queued_blocks"] == 0
 
 
-def test_short_transfers_are_continued(engine: Engine) -> None:
+def test_short_reads_are_continued(engine: Engine) -> None:
     """A /proc file gives a page or so per read, however much is asked for."""
     path, length = "/proc/kallsyms", 48 * KIB
     try:

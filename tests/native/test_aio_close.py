@@ -16,7 +16,7 @@ from support.patience import wait_until
 from infinity._aio import READ, AioError, Engine
 
 
-def test_waits_release_the_interpreter(backend: str, tmp_path: Path) -> None:
+def test_wait_releases_the_gil(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
@@ -32,7 +32,7 @@ def test_waits_release_the_interpreter(backend: str, tmp_path: Path) -> None:
     assert ticket.times_ns is not None
 
 
-def test_interrupting_a_wait(backend: str, tmp_path: Path) -> None:
+def test_interrupted_wait_leaves_the_request_running(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend)
     data = noise(4 * BLOCK)
     file = make_file(tmp_path / "f", data)
@@ -44,7 +44,7 @@ def test_interrupting_a_wait(backend: str, tmp_path: Path) -> None:
     assert target.bytes() == data
 
 
-def test_closing_with_requests_in_flight(backend: str, tmp_path: Path) -> None:
+def test_close_cancels_queued_requests(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend)
     data = noise(20 * BLOCK)
     file = make_file(tmp_path / "f", data)
@@ -74,7 +74,7 @@ def test_closing_with_requests_in_flight(backend: str, tmp_path: Path) -> None:
     assert caught.value.errno == errno.ECANCELED
 
 
-def test_a_dropped_engine_finishes_what_the_kernel_holds(backend: str, tmp_path: Path) -> None:
+def test_dropped_engine_waits_for_blocks_in_flight(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
     engine = held_engine(backend, queue_depth=2)
@@ -86,7 +86,7 @@ def test_a_dropped_engine_finishes_what_the_kernel_holds(backend: str, tmp_path:
         ticket.wait()
 
 
-def test_after_a_fork(backend: str, tmp_path: Path) -> None:
+def test_engine_in_forked_child_raises(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
@@ -126,7 +126,7 @@ def test_after_a_fork(backend: str, tmp_path: Path) -> None:
     assert ticket.wait(LONG_S)
 
 
-def test_a_dropped_ticket_waits_for_its_bytes(backend: str, tmp_path: Path) -> None:
+def test_dropped_ticket_waits_for_its_transfer(backend: str, tmp_path: Path) -> None:
     """Memory is idle once nobody holds the ticket, even if nobody waited."""
     file = make_file(tmp_path / "file", noise(4 * BLOCK))
     buffer = Buffer(4 * BLOCK)

@@ -16,7 +16,7 @@ from support.patience import wait_until
 from infinity._aio import READ, WRITE, Engine, File
 
 
-def test_the_depth_is_bounded_and_submitting_never_waits(backend: str, tmp_path: Path) -> None:
+def test_queue_depth_bounds_blocks_in_flight(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend, queue_depth=3)
     file = make_file(tmp_path / "f", bytes(20 * BLOCK))
     target = Buffer(20 * BLOCK)
@@ -27,7 +27,7 @@ def test_the_depth_is_bounded_and_submitting_never_waits(backend: str, tmp_path:
     engine.close()
 
 
-def test_blocks_and_tickets_are_counted(backend: str, tmp_path: Path) -> None:
+def test_counters_of_blocks_and_tickets(backend: str, tmp_path: Path) -> None:
     engine = Engine(backend=backend, block_size=BLOCK, queue_depth=3)
     file = make_file(tmp_path / "f", bytes(20 * BLOCK))
     target = Buffer(20 * BLOCK)
@@ -48,7 +48,7 @@ def test_blocks_and_tickets_are_counted(backend: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.clock
-def test_a_slow_engine_keeps_its_rate_over_both_directions(backend: str, tmp_path: Path) -> None:
+def test_rate_limit_is_shared_by_reads_and_writes(backend: str, tmp_path: Path) -> None:
     engine = slow_engine(backend, 32 * BLOCK)
     file = make_file(tmp_path / "f", bytes(16 * BLOCK))
     target = Buffer(16 * BLOCK)
@@ -65,7 +65,7 @@ def test_a_slow_engine_keeps_its_rate_over_both_directions(backend: str, tmp_pat
     engine.close()
 
 
-def test_a_slow_engine_is_slow_in_both_directions(backend: str, tmp_path: Path) -> None:
+def test_rate_limit_bounds_reads_and_writes(backend: str, tmp_path: Path) -> None:
     """One after the other: none of a class ends before the one that was asked for earlier."""
     engine = slow_engine(backend, 500 * BLOCK, queue_depth=8)
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
@@ -82,7 +82,7 @@ def test_a_slow_engine_is_slow_in_both_directions(backend: str, tmp_path: Path) 
     engine.close()
 
 
-def test_no_descriptor_or_thread_is_leaked(backend: str, tmp_path: Path) -> None:
+def test_engine_leaks_no_descriptors_or_threads(backend: str, tmp_path: Path) -> None:
     target = Buffer(BLOCK)
     (tmp_path / "f").write_bytes(bytes(BLOCK))
     files, threads = descriptors(), native_threads()
@@ -133,13 +133,13 @@ def count_of_devices(engine: Engine, files: list[File], backend: str) -> None:
         assert totals[key] == sum(int(now[key]) for now in devices.values())
 
 
-def test_counters_of_devices(backend: str, on_two_devices: list[File]) -> None:
+def test_device_counters(backend: str, on_two_devices: list[File]) -> None:
     engine = Engine(backend=backend, block_size=BLOCK, queue_depth=1)
     count_of_devices(engine, on_two_devices, backend)
     engine.close()
 
 
-def test_devices_work_at_the_same_time(backend: str, on_two_devices: list[File]) -> None:
+def test_devices_transfer_concurrently(backend: str, on_two_devices: list[File]) -> None:
     engine = held_engine(backend, queue_depth=1)
     target = Buffer(2 * BLOCK)
     both = [(f, 0, BLOCK, target.address + i * BLOCK) for i, f in enumerate(on_two_devices)]
@@ -152,7 +152,7 @@ def test_devices_work_at_the_same_time(backend: str, on_two_devices: list[File])
 
 
 @pytest.mark.clock
-def test_times_of_devices(backend: str, on_two_devices: list[File]) -> None:
+def test_device_times_of_slow_engine(backend: str, on_two_devices: list[File]) -> None:
     engine = slow_engine(backend, 64 * BLOCK, queue_depth=1)
     count_of_devices(engine, on_two_devices, backend)
     devices = engine.device_counters().values()

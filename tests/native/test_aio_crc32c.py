@@ -48,7 +48,7 @@ def crc(data: bytes, initial: int = 0, shift: int = 0) -> int:
         (bytes(range(31, -1, -1)), 0x113FDB5C),
     ],
 )
-def test_known_values(data: bytes, value: int) -> None:
+def test_crc32c_known_values(data: bytes, value: int) -> None:
     assert crc(data) == value
     assert crc_by_table(data) == value
 
@@ -60,7 +60,7 @@ WIDE = [196_607, 196_608, 196_609, 210_000]
 
 @pytest.mark.parametrize("length", LENGTHS + WIDE)
 @pytest.mark.parametrize("shift", [0, 1, 5])
-def test_equals_the_table(length: int, shift: int) -> None:
+def test_crc32c_equals_table(length: int, shift: int) -> None:
     data = noise(length, seed=length)
     assert crc(data, shift=shift) == crc_by_table(data)
     assert crc(data[length // 3 :], initial=crc(data[: length // 3])) == crc_by_table(data)
@@ -68,7 +68,7 @@ def test_equals_the_table(length: int, shift: int) -> None:
 
 @pytest.mark.parametrize("length", [0, *LENGTHS, *WIDE])
 @pytest.mark.parametrize("shift", [0, 3])
-def test_a_copy_has_the_bytes_and_their_checksum(length: int, shift: int) -> None:
+def test_crc32c_copy_copies_and_returns_checksum(length: int, shift: int) -> None:
     data = noise(length, seed=length)
     source = Buffer(length + shift, bytes(shift) + data)
     target = Buffer(length + 16, b"\xaa" * (length + 16))
@@ -77,7 +77,7 @@ def test_a_copy_has_the_bytes_and_their_checksum(length: int, shift: int) -> Non
     assert target.bytes(0, length + 16) == b"\xaa" * 8 + data + b"\xaa" * 8
 
 
-def test_a_copy_to_or_from_nowhere_is_refused() -> None:
+def test_crc32c_copy_rejects_null_pointers() -> None:
     buffer = Buffer(8, bytes(8))
     for target, source in ((0, buffer.address), (buffer.address, 0)):
         with pytest.raises(ValueError, match="is null"):
@@ -87,7 +87,7 @@ def test_a_copy_to_or_from_nowhere_is_refused() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, 4096, 4097, 5 * 4096, 5 * 4096 - 1])
 @pytest.mark.parametrize("block", [1024, 4096, 100_000])
-def test_blocks(nbytes: int, block: int) -> None:
+def test_crc32c_blocks(nbytes: int, block: int) -> None:
     data = noise(nbytes)
     source = Buffer(nbytes, data)
     starts = range(0, nbytes, block)
@@ -98,12 +98,12 @@ def test_blocks(nbytes: int, block: int) -> None:
     assert out.bytes(4 * len(starts), 4) == b"\xaa" * 4
 
 
-def test_no_bytes_write_nothing() -> None:
+def test_crc32c_of_no_bytes() -> None:
     _aio.crc32c_blocks(0, 0, 4096, 0)
     assert _aio.crc32c(0, 0, 5) == 5
 
 
-def test_nonsense_is_refused() -> None:
+def test_crc32c_rejects_invalid_arguments() -> None:
     with pytest.raises(ValueError, match="null"):
         _aio.crc32c(0, 1)
     buffer = Buffer(8)
@@ -113,7 +113,7 @@ def test_nonsense_is_refused() -> None:
         _aio.crc32c_blocks(buffer.address, 8, 8, 0)
 
 
-def test_the_instruction_is_used_where_there_is_one() -> None:
+def test_crc32c_uses_cpu_instruction_if_available() -> None:
     with open("/proc/cpuinfo") as lines:
         words = lines.read().split()
     if "sse4_2" in words:
@@ -124,7 +124,7 @@ def test_the_instruction_is_used_where_there_is_one() -> None:
         assert _aio.crc32c_kind == "table"
 
 
-def test_the_interpreter_is_free_meanwhile() -> None:
+def test_crc32c_releases_the_gil() -> None:
     """Another thread runs while this one does nothing but checksums."""
     buffer = Buffer(16 << 20)
     ran: list[bool] = []

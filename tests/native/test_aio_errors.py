@@ -30,7 +30,7 @@ def test_unaligned_direct_requests_are_refused(
     assert engine.counters()["tickets"] == 0
 
 
-def test_nonsense_is_refused(engine: Engine, tmp_path: Path) -> None:
+def test_invalid_arguments_are_refused(engine: Engine, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(100))
     target = Buffer(100)
     with pytest.raises(ValueError, match="segment 0: the offset is negative"):
@@ -55,7 +55,7 @@ def test_nonsense_is_refused(engine: Engine, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("direct", ["off", "auto"])
-def test_reading_past_the_end(engine: Engine, tmp_path: Path, direct: str) -> None:
+def test_read_past_end_of_file_raises(engine: Engine, tmp_path: Path, direct: str) -> None:
     path = tmp_path / "f"
     file = make_file(path, noise(BLOCK + BLOCK // 2 + 100), direct=direct)
     target = Buffer(4 * BLOCK)
@@ -74,7 +74,7 @@ def test_reading_past_the_end(engine: Engine, tmp_path: Path, direct: str) -> No
     assert ticket.error == str(caught.value)
 
 
-def test_errors_of_the_kernel_are_raised(engine: Engine, tmp_path: Path) -> None:
+def test_kernel_errors_are_raised(engine: Engine, tmp_path: Path) -> None:
     source = Buffer(4096, noise(4096))
     path = tmp_path / "f"
     cases = [
@@ -92,7 +92,7 @@ def test_errors_of_the_kernel_are_raised(engine: Engine, tmp_path: Path) -> None
     assert engine.counters()["write_bytes"] == 0
 
 
-def test_a_failed_block_stops_the_rest_of_its_ticket(backend: str, tmp_path: Path) -> None:
+def test_failed_block_cancels_remaining_blocks_of_ticket(backend: str, tmp_path: Path) -> None:
     engine = Engine(backend=backend, block_size=4096, queue_depth=1)
     file = make_file(tmp_path / "f", noise(100 * 4096))
     target = Buffer(100 * 4096)
@@ -108,7 +108,7 @@ def test_a_failed_block_stops_the_rest_of_its_ticket(backend: str, tmp_path: Pat
     engine.close()
 
 
-def test_a_file_size_limit_is_an_error(backend: str, tmp_path: Path) -> None:
+def test_write_beyond_file_size_limit_raises(backend: str, tmp_path: Path) -> None:
     """The write that crosses the limit is short; going on must fail, not be taken for success."""
     out = in_subprocess(
         """
@@ -129,7 +129,7 @@ def test_a_file_size_limit_is_an_error(backend: str, tmp_path: Path) -> None:
     assert out.split() == [str(errno.EFBIG), "write", "65536", "10000"]
 
 
-def test_opening(tmp_path: Path) -> None:
+def test_file_open_allocate_and_close(tmp_path: Path) -> None:
     path = str(tmp_path / "f")
     with pytest.raises(AioError) as caught:
         File(path)

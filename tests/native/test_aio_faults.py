@@ -52,7 +52,9 @@ def wrong_blocks(got: bytes, want: bytes = DATA) -> list[int]:
 
 
 @pytest.mark.parametrize(("kind", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
-def test_errors(backend: str, tmp_path: Path, kind: str, number: int) -> None:
+def test_injected_errors_affect_only_failed_blocks(
+    backend: str, tmp_path: Path, kind: str, number: int
+) -> None:
     file = make_file(tmp_path / "f", bytes(len(DATA)))
     engine = faulty(backend, f"seed=1,kinds={kind},rate=0.3")
     written = outcomes(engine, WRITE, file, Buffer(len(DATA), DATA))
@@ -82,7 +84,9 @@ def test_errors(backend: str, tmp_path: Path, kind: str, number: int) -> None:
         ("off", "short+delay+reorder", 1.0),
     ],
 )
-def test_harmless_kinds(backend: str, tmp_path: Path, kind: str, direct: str, rate: float) -> None:
+def test_harmless_faults_do_not_change_data(
+    backend: str, tmp_path: Path, kind: str, direct: str, rate: float
+) -> None:
     file = make_file(tmp_path / "f", bytes(len(DATA)), direct=direct)
     engine = faulty(backend, f"seed=2,kinds={kind},rate={rate}")
     assert set(outcomes(engine, WRITE, file, Buffer(len(DATA), DATA))) == {0}
@@ -94,7 +98,7 @@ def test_harmless_kinds(backend: str, tmp_path: Path, kind: str, direct: str, ra
     engine.close()
 
 
-def test_reordering_reorders(backend: str, tmp_path: Path) -> None:
+def test_reorder_fault_changes_completion_order(backend: str, tmp_path: Path) -> None:
     """Of two requests the later one finishes first, which a sound engine of depth 1 never does."""
     file = make_file(tmp_path / "f", DATA)
     target = Buffer(len(DATA))
@@ -112,7 +116,7 @@ def test_reordering_reorders(backend: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_flips(backend: str, tmp_path: Path) -> None:
+def test_flip_fault_flips_one_bit_per_block(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", DATA)
     target = Buffer(len(DATA))
     engine = faulty(backend, "seed=4,kinds=flip,rate=0.25")
@@ -125,7 +129,7 @@ def test_flips(backend: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_the_seed_decides(backend: str, tmp_path: Path) -> None:
+def test_faults_are_determined_by_seed(backend: str, tmp_path: Path) -> None:
     def pattern(seed: int) -> list[int]:
         file = make_file(tmp_path / "f", DATA)
         engine = faulty(backend, f"seed={seed},kinds=eio,rate=0.3")
@@ -143,7 +147,7 @@ SEEDS = [
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_seeds_of_all_kinds_end_well(backend: str, tmp_path: Path, seed: int) -> None:
+def test_faults_of_all_kinds_give_data_or_error(backend: str, tmp_path: Path, seed: int) -> None:
     """Right bytes or an error of the right kind, and the engine closes; flips excepted."""
     rng = random.Random(seed)
     file = make_file(tmp_path / "f", DATA)
@@ -180,12 +184,12 @@ def test_seeds_of_all_kinds_end_well(backend: str, tmp_path: Path, seed: int) ->
         ("seed=1,often=yes", "no setting 'often'"),
     ],
 )
-def test_nonsense_is_refused(text: str, problem: str) -> None:
+def test_invalid_fault_settings_are_refused(text: str, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         Engine(faults=text, stuck_after_s=1.0)
 
 
-def test_the_description_tells(backend: str) -> None:
+def test_backend_reason_names_fault_seed(backend: str) -> None:
     engine = faulty(backend, "seed=99,kinds=delay")
     assert "faults of seed 99" in engine.backend_reason
     engine.close()

@@ -30,7 +30,7 @@ def mount_type(path: Path) -> str:
     return found
 
 
-def test_it_knows_its_file_system_and_device(tmp_path: Path) -> None:
+def test_file_reports_file_system_and_device(tmp_path: Path) -> None:
     places = [tmp_path, Path("/dev/shm"), Path("/proc/self")]
     for place in (place for place in places if mount_type(place)):
         path = place / "status" if place.name == "self" else place / f"aio-test-{os.getpid()}"
@@ -51,7 +51,7 @@ def test_it_knows_its_file_system_and_device(tmp_path: Path) -> None:
         _ = file.device
 
 
-def test_it_says_why_it_is_buffered(tmp_path: Path) -> None:
+def test_direct_reason_explains_buffered_io(tmp_path: Path) -> None:
     assert make_file(tmp_path / "f", b"x", direct="off").direct_reason == "direct=off was asked for"
     reason = File("/proc/self/status", read_only=True).direct_reason
     assert reason == "proc offers no direct I/O for this file: it is made up by the kernel"
@@ -59,7 +59,7 @@ def test_it_says_why_it_is_buffered(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("direct", ["off", "auto"])
-def test_every_size_in_scattered_extents(
+def test_round_trip_in_scattered_extents(
     backend: str, tmp_path: Path, nbytes: int, direct: str
 ) -> None:
     """A logical range lies in extents all over the file; plain reads of Python are the judge."""
@@ -101,7 +101,7 @@ def resident_pages(file: File, nbytes: int) -> int:
     return sum(page & 1 for page in pages)
 
 
-def test_buffered_bytes_leave_the_page_cache(backend: str, tmp_path: Path) -> None:
+def test_buffered_io_is_dropped_from_page_cache(backend: str, tmp_path: Path) -> None:
     nbytes = 12 * EXTENT
     file = File(str(tmp_path / "f"), create=True, direct="off")
     if file.file_system == "tmpfs":
@@ -121,7 +121,7 @@ def test_buffered_bytes_leave_the_page_cache(backend: str, tmp_path: Path) -> No
     engine.close()
 
 
-def test_files_are_closed_when_their_last_request_is(engine: Engine, tmp_path: Path) -> None:
+def test_file_is_closed_after_its_last_request(engine: Engine, tmp_path: Path) -> None:
     before = descriptors()
     file = make_file(tmp_path / "f", noise(EXTENT))
     target = Buffer(EXTENT)

@@ -73,13 +73,13 @@ def ended(ticket: Ticket) -> int:
     return ticket.times_ns[2]
 
 
-def test_classes_finish_in_order(disk: SlowDisk) -> None:
+def test_priority_classes_complete_in_order(disk: SlowDisk) -> None:
     classes = (BACKGROUND, NORMAL, URGENT, NORMAL)
     tickets = queued(disk, lambda: [disk.submit(6, priority) for priority in classes])
     assert order(tickets) == [2, 1, 3, 0]
 
 
-def test_the_default_is_the_middle_class(disk: SlowDisk) -> None:
+def test_default_priority_is_normal(disk: SlowDisk) -> None:
     segment = (disk.file, 0, 6 * BLOCK, disk.target.address)
 
     def submit() -> list[Ticket]:
@@ -92,14 +92,14 @@ def test_the_default_is_the_middle_class(disk: SlowDisk) -> None:
             disk.submit(1, priority)
 
 
-def test_no_class_starves(disk: SlowDisk) -> None:
+def test_no_priority_class_starves(disk: SlowDisk) -> None:
     flood = [disk.submit(NUM_BLOCKS, URGENT) for _ in range(3)]
     others = [disk.submit(2, NORMAL), disk.submit(2, BACKGROUND)]
     assert wait_until(flood[-1].done)
     assert order([*others, flood[-1]])[-1] == 2
 
 
-def test_waiting_promotes(disk: SlowDisk) -> None:
+def test_wait_promotes_ticket(disk: SlowDisk) -> None:
     def submit() -> list[Ticket]:
         return [*(disk.submit(40, NORMAL) for _ in range(2)), disk.submit(4, BACKGROUND)]
 
@@ -110,7 +110,7 @@ def test_waiting_promotes(disk: SlowDisk) -> None:
     assert ended(low) < ended(others[1])
 
 
-def test_reads_and_writes_take_turns(disk: SlowDisk) -> None:
+def test_reads_and_writes_alternate(disk: SlowDisk) -> None:
     """Of two long queues of different direction, not one after the other."""
 
     def submit() -> list[Ticket]:
@@ -121,7 +121,7 @@ def test_reads_and_writes_take_turns(disk: SlowDisk) -> None:
     assert max(map(abs, lead)) <= 2, directions
 
 
-def test_cancelling(backend: str, tmp_path: Path) -> None:
+def test_cancel_queued_and_running_tickets(backend: str, tmp_path: Path) -> None:
     disk = SlowDisk(backend, tmp_path / "f", blocks_per_s=10)
     running = disk.submit(30, NORMAL)
     queued = disk.submit(30, NORMAL)
@@ -142,7 +142,7 @@ def test_cancelling(backend: str, tmp_path: Path) -> None:
     disk.close()
 
 
-def test_cancelling_what_is_done_changes_nothing(engine: Engine, tmp_path: Path) -> None:
+def test_cancel_of_completed_ticket_has_no_effect(engine: Engine, tmp_path: Path) -> None:
     data = noise(BLOCK)
     target = Buffer(BLOCK)
     ticket = engine.submit(READ, [(make_file(tmp_path / "f", data), 0, BLOCK, target.address)])

@@ -38,7 +38,7 @@ DENY = """
 
 
 @pytest.mark.parametrize(("number", "name"), [(425, "io_uring_setup"), (426, "io_uring_enter")])
-def test_falling_back_says_why(tmp_path: Path, number: int, name: str) -> None:
+def test_fallback_to_threads_states_reason(tmp_path: Path, number: int, name: str) -> None:
     if not _aio.probe(str(tmp_path))["io_uring"]["ok"]:
         pytest.skip("no io_uring to take away")
     first, second, third = in_subprocess(DENY, str(number), str(tmp_path)).splitlines()
@@ -49,7 +49,7 @@ def test_falling_back_says_why(tmp_path: Path, number: int, name: str) -> None:
     assert third == "False True"
 
 
-def test_probing(tmp_path: Path) -> None:
+def test_probe_reports_backends(tmp_path: Path) -> None:
     found = _aio.probe(str(tmp_path))
     assert set(found) == {"io_uring", "threads"}
     assert found["threads"]["ok"], found

@@ -12,7 +12,7 @@ from support.patience import wait_until
 from infinity._aio import READ, Engine
 
 
-def test_times_are_those_of_the_clock_of_python(engine: Engine, tmp_path: Path) -> None:
+def test_ticket_times_use_perf_counter_clock(engine: Engine, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     before = time.perf_counter_ns()
@@ -25,7 +25,7 @@ def test_times_are_those_of_the_clock_of_python(engine: Engine, tmp_path: Path) 
     assert submitted <= begun <= over <= time.perf_counter_ns()
 
 
-def test_what_waits_in_a_queue_has_not_begun(backend: str, tmp_path: Path) -> None:
+def test_queued_ticket_begins_after_previous_ends(backend: str, tmp_path: Path) -> None:
     engine = slow_engine(backend, 50 * BLOCK, queue_depth=1)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
@@ -39,7 +39,7 @@ def test_what_waits_in_a_queue_has_not_begun(backend: str, tmp_path: Path) -> No
     engine.close()
 
 
-def test_what_is_under_way_has_no_times(backend: str, tmp_path: Path) -> None:
+def test_running_ticket_has_no_times(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend, queue_depth=1)
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
@@ -48,7 +48,7 @@ def test_what_is_under_way_has_no_times(backend: str, tmp_path: Path) -> None:
     engine.close()
 
 
-def test_what_was_never_begun_has_no_length(backend: str, tmp_path: Path) -> None:
+def test_cancelled_ticket_has_zero_duration(backend: str, tmp_path: Path) -> None:
     engine = held_engine(backend, queue_depth=1)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)

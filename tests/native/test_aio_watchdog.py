@@ -42,7 +42,7 @@ def in_flight(engine: Engine) -> int:
     return engine.counters()["in_flight_blocks"]
 
 
-def test_the_text_says_what_is_outstanding(backend: str, tmp_path: Path) -> None:
+def test_timeout_error_names_outstanding_requests(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
     engine = stuck_engine(backend)
@@ -60,7 +60,7 @@ def test_the_text_says_what_is_outstanding(backend: str, tmp_path: Path) -> None
     times_out(engine.close)
 
 
-def test_closing_names_them_and_gives_back_threads_and_files(backend: str, tmp_path: Path) -> None:
+def test_close_of_stuck_engine_raises_and_leaks_nothing(backend: str, tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
     files, threads = descriptors(), native_threads()
@@ -81,7 +81,7 @@ def test_closing_names_them_and_gives_back_threads_and_files(backend: str, tmp_p
     assert wait_until(lambda: descriptors() <= files), descriptors() - files
 
 
-def test_a_full_device_holds_up_those_in_the_queue(backend: str, tmp_path: Path) -> None:
+def test_queued_ticket_behind_stuck_device_times_out(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
     engine = stuck_engine(backend)
@@ -95,7 +95,7 @@ def test_a_full_device_holds_up_those_in_the_queue(backend: str, tmp_path: Path)
 
 
 @pytest.mark.clock
-def test_a_slow_disk_is_not_a_stuck_one(backend: str, tmp_path: Path) -> None:
+def test_slow_disk_does_not_trigger_watchdog(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     engine = Engine(backend=backend, block_size=BLOCK, slow_bytes_per_s=1, stuck_after_s=0.3)
@@ -109,7 +109,7 @@ class Kept:
     """Something that can be asked whether it is still alive."""
 
 
-def test_a_dropped_stuck_ticket_leaks_its_memory_and_says_so(backend: str, tmp_path: Path) -> None:
+def test_dropped_stuck_ticket_leaks_memory_and_counts_it(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
     engine = stuck_engine(backend)
@@ -126,7 +126,7 @@ def test_a_dropped_stuck_ticket_leaks_its_memory_and_says_so(backend: str, tmp_p
     times_out(engine.close)
 
 
-def test_a_finished_ticket_lets_go_of_what_it_kept(engine: Engine, tmp_path: Path) -> None:
+def test_completed_ticket_releases_kept_objects(engine: Engine, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
     kept = Kept()
@@ -140,7 +140,7 @@ def test_a_finished_ticket_lets_go_of_what_it_kept(engine: Engine, tmp_path: Pat
     assert engine.counters()["leaked_tickets"] == 0
 
 
-def test_nonsense_is_refused() -> None:
+def test_invalid_watchdog_settings_are_refused() -> None:
     for value in (-1.0, float("nan"), 1e10):
         with pytest.raises(ValueError, match="stuck_after_s"):
             Engine(stuck_after_s=value)

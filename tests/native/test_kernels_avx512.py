@@ -35,7 +35,7 @@ def compile_kernels(target: Path, name: str, *flags: str) -> None:
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="compares with SSE2")
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-def test_512_bits_give_the_bits_of_the_baseline(tmp_path) -> None:
+def test_emulated_avx512_kernels_equal_baseline(tmp_path) -> None:
     baseline, emulated, program = (tmp_path / name for name in ("a.o", "b.o", "compare"))
     compile_kernels(baseline, "baseline")
     compile_kernels(emulated, "emulated", f"-I{EMULATED}", "-D__AVX512F__=1")

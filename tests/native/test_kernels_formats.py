@@ -42,14 +42,14 @@ def decoded(kernels: CpuKernels, moment: Moment, signed: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("signed", [True, False])
-def test_zeroed_bytes_mean_zero(kernels, kind, signed) -> None:
+def test_zeroed_moments_decode_to_zero(kernels, kind, signed) -> None:
     assert torch.equal(decoded(kernels, Moment.zeros(300, kind), signed), torch.zeros(300))
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("wild", [True, False])
-def test_encode_and_decode_equal_the_reference(kernels, kind, signed, wild) -> None:
+def test_encode_and_decode_equal_reference(kernels, kind, signed, wild) -> None:
     for seed, n in enumerate((0, 1, 128, 129, 5000)):
         values = Source(seed).floats(n, torch.float32, wild=wild)
         if not signed:
@@ -65,7 +65,7 @@ def test_encode_and_decode_equal_the_reference(kernels, kind, signed, wild) -> N
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_8_bits_are_within_a_step(kernels, signed) -> None:
+def test_int8_relative_error_is_bounded(kernels, signed) -> None:
     """Eight steps per octave: at most 1/16 off, down to 2^-16 (2^-32) of the largest."""
     octaves = 15 if signed else 31
     exponents = torch.linspace(0, octaves, 40 * MOMENT_BLOCK)[torch.randperm(40 * MOMENT_BLOCK)]
@@ -79,7 +79,7 @@ def test_8_bits_are_within_a_step(kernels, signed) -> None:
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_every_code_survives_a_round_trip(kernels, signed) -> None:
+def test_int8_codes_survive_a_round_trip(kernels, signed) -> None:
     """Decoding and encoding again moves nothing, whatever the scale."""
     for scale in (1.0, 3e-5, 1.1754944e-38, 2.0**100, torch.finfo(torch.float32).max):
         codes = torch.arange(256, dtype=torch.uint8).repeat(2)
@@ -97,7 +97,7 @@ def test_every_code_survives_a_round_trip(kernels, signed) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-def test_a_value_that_is_not_finite_shows_in_its_whole_block(kernels, signed, bad) -> None:
+def test_non_finite_value_turns_its_int8_block_nan(kernels, signed, bad) -> None:
     values = torch.ones(3 * MOMENT_BLOCK)
     values[MOMENT_BLOCK + 5] = bad
     moment = coded(kernels, values, INT8, signed)
@@ -106,7 +106,7 @@ def test_a_value_that_is_not_finite_shows_in_its_whole_block(kernels, signed, ba
     assert int(moment.values[MOMENT_BLOCK : 2 * MOMENT_BLOCK].sum()) == 0
 
 
-def test_a_nan_in_a_gradient_shows_in_moments_and_weight(kernels) -> None:
+def test_nan_gradient_propagates_to_moments_and_weight(kernels) -> None:
     for kind in MomentFormat:
         weight = torch.ones(256)
         moments = [Moment.zeros(256, kind), Moment.zeros(256, kind)]
@@ -118,7 +118,7 @@ def test_a_nan_in_a_gradient_shows_in_moments_and_weight(kernels) -> None:
             assert decoded(kernels, moment, signed)[3].isnan()
 
 
-def test_a_second_moment_never_becomes_zero(kernels) -> None:
+def test_int8_second_moment_stays_positive(kernels) -> None:
     """A root of zero in the denominator would make the update explode."""
     gradient = torch.exp2(-torch.linspace(0, 60, 256))
     weight = torch.zeros(256)
@@ -129,7 +129,7 @@ def test_a_second_moment_never_becomes_zero(kernels) -> None:
     assert float(weight.abs().max()) < 29 * ADAMW.lr * 1.5
 
 
-def test_denormal_moments(kernels) -> None:
+def test_int8_denormal_moments_round_trip(kernels) -> None:
     values = torch.full((MOMENT_BLOCK,), 2.0**-140)
     for signed in (True, False):
         back = decoded(kernels, coded(kernels, values, INT8, signed), signed)
@@ -137,7 +137,7 @@ def test_denormal_moments(kernels) -> None:
 
 
 @pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
-def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
+def test_stochastic_rounding_is_unbiased(kernels, kind) -> None:
     """Adagrad's sum stays (the gradient is 0), so only rounding moves it; many keys average out."""
     rule_params = Adagrad(lr=0.0)
     n = 64 * MOMENT_BLOCK
@@ -159,7 +159,7 @@ def test_stochastic_rounding_is_right_on_average(kernels, kind) -> None:
     assert abs(float(((total / rounds - want) / step).mean())) < 4 * 0.5 / (rounds * n) ** 0.5
 
 
-def test_a_sum_smaller_than_a_step_still_grows(kernels) -> None:
+def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
     """What rounding to nearest would lose: 1000 additions of a thousandth."""
     for kind, grows in (
         (INT8, True),
@@ -184,7 +184,7 @@ def test_a_sum_smaller_than_a_step_still_grows(kernels) -> None:
         assert (1.8 < mean < 2.1) if grows else mean == 1.0
 
 
-def test_random_bits_are_fair_and_independent() -> None:
+def test_random_bits_are_uniform_and_independent() -> None:
     bits = random_bits(1234, 0, 1 << 18)
     other = random_bits(1235, 0, 1 << 18)
     shifted = random_bits(1234, 1 << 18, 1 << 18)
@@ -203,7 +203,7 @@ def test_random_bits_are_fair_and_independent() -> None:
 
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(key=st.integers(0, 2**64 - 1), first=st.integers(0, 2**40), n=st.integers(1, 500))
-def test_random_bits_do_not_depend_on_the_cut(key, first, n) -> None:
+def test_random_bits_do_not_depend_on_split(key, first, n) -> None:
     whole = random_bits(key, first, n)
     cut = n // 3
     parts = [random_bits(key, first, cut), random_bits(key, first + cut, n - cut)]
@@ -211,7 +211,7 @@ def test_random_bits_do_not_depend_on_the_cut(key, first, n) -> None:
 
 
 @pytest.mark.parametrize("kind", LOSSY)
-def test_lossy_moments_follow_exact_ones(kernels, kind) -> None:
+def test_lossy_moments_stay_close_to_fp32(kernels, kind) -> None:
     """200 steps of AdamW: the path of the weights stays close to that of fp32 moments."""
     n = 4096
     generator = torch.Generator().manual_seed(7)

@@ -28,12 +28,12 @@ def machine(root: Path, *cpu_lists: str) -> str:
     return str(root)
 
 
-def test_a_machine_that_does_not_tell_is_one_node(tmp_path) -> None:
+def test_machine_without_topology_is_one_node(tmp_path) -> None:
     for root in (str(tmp_path / "nothing"), machine(tmp_path, "4094-4095")):
         assert _adam.Pool(root=root).nodes == [ALLOWED]
 
 
-def test_one_node_pins_nobody(tmp_path) -> None:
+def test_single_node_pins_no_threads(tmp_path) -> None:
     root = machine(tmp_path, f"0-{ALLOWED[-1]}")
     pool = _adam.Pool(3, root=root)
     assert pool.nodes == [ALLOWED]
@@ -42,7 +42,7 @@ def test_one_node_pins_nobody(tmp_path) -> None:
 
 
 @several_cpus
-def test_nodes_are_read_and_threads_spread(tmp_path) -> None:
+def test_threads_are_spread_over_nodes(tmp_path) -> None:
     first, rest = str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))
     root = machine(tmp_path, first, "4090-4095", rest)  # the second node is not ours
     pool = _adam.Pool(root=root)
@@ -53,7 +53,7 @@ def test_nodes_are_read_and_threads_spread(tmp_path) -> None:
 
 
 @several_cpus
-def test_threads_in_proportion_to_cpus(tmp_path) -> None:
+def test_threads_are_proportional_to_cpus_of_node(tmp_path) -> None:
     root = machine(tmp_path, str(ALLOWED[0]), str(ALLOWED[1]))
     if len(ALLOWED) > 2:
         pytest.skip("a list that misses CPUs is not used")
@@ -79,7 +79,7 @@ def pinned_threads(pool: _adam.Pool) -> list[str]:
 
 
 @several_cpus
-def test_workers_stay_on_their_node_and_the_caller_does_not_move(tmp_path) -> None:
+def test_workers_are_pinned_to_node_and_caller_is_not(tmp_path) -> None:
     root = machine(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:])))
     pool = _adam.Pool(len(ALLOWED) + 1, root=root)
     pinned = pinned_threads(pool)
@@ -92,7 +92,7 @@ def test_workers_stay_on_their_node_and_the_caller_does_not_move(tmp_path) -> No
 
 @several_cpus
 @pytest.mark.parametrize("kind", MomentFormat)
-def test_nodes_do_not_change_the_bits(tmp_path, kind) -> None:
+def test_results_do_not_depend_on_nodes(tmp_path, kind) -> None:
     root = Path(machine(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))))
     source = Source(51)
     for n in (5, 40_000, 200_001):

@@ -87,7 +87,7 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
 
 
 @pytest.mark.parametrize(("change", "error", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
+def test_invalid_input_raises_and_changes_nothing(kernels, change, error, words) -> None:
     arguments = good() | change
     tensors = [arguments["weight"], arguments["master_state"], arguments["gradient"]]
     tensors += [tensor for m in arguments["moments"] for tensor in (m.values, m.scales)]
@@ -103,7 +103,7 @@ def test_bad_input_touches_nothing(kernels, change, error, words) -> None:
         assert torch.equal(tensor.nan_to_num(7), copy.nan_to_num(7))
 
 
-def test_a_bad_piece_leaves_the_good_ones_alone(kernels) -> None:
+def test_invalid_piece_leaves_valid_pieces_unchanged(kernels) -> None:
     first = good()
     state = [first["weight"], first["master_state"], *(m.values for m in first["moments"])]
     before = [tensor.clone() for tensor in state]
@@ -112,7 +112,7 @@ def test_a_bad_piece_leaves_the_good_ones_alone(kernels) -> None:
     assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
 
 
-def test_pieces_that_share_memory_are_refused(kernels) -> None:
+def test_overlapping_pieces_are_refused(kernels) -> None:
     piece = Piece(**good())
     with pytest.raises(ConfigError, match="overlap"):
         kernels.update_all([piece, piece])
@@ -120,7 +120,7 @@ def test_pieces_that_share_memory_are_refused(kernels) -> None:
     kernels.update_all([piece, same_gradient])  # reading twice is no harm
 
 
-def test_misuse_of_the_helpers_is_refused(kernels) -> None:
+def test_invalid_arguments_of_helpers_are_refused(kernels) -> None:
     fp32, bf16 = torch.zeros(8), torch.zeros(8, dtype=torch.bfloat16)
     with pytest.raises(ResidencyError, match="strides"):
         kernels.square_sum(torch.full((1,), torch.nan).expand(8))
@@ -142,7 +142,7 @@ def test_misuse_of_the_helpers_is_refused(kernels) -> None:
         Moment.zeros(N, MomentFormat.INT8).part(64, N)
 
 
-def test_a_closed_pool_refuses() -> None:
+def test_closed_pool_raises() -> None:
     pool = CpuKernels(1)
     pool.close()
     with pytest.raises(EngineClosedError):
@@ -153,7 +153,7 @@ def test_a_closed_pool_refuses() -> None:
         pool.prepare([Piece(**good())])
 
 
-def test_the_native_side_refuses_too() -> None:
+def test_native_piece_validates_arguments() -> None:
     address = torch.zeros(64).data_ptr()
 
     def piece(**changes: Any) -> _adam.Piece:

@@ -54,7 +54,7 @@ CASES: list[tuple[RuleParams, Make, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(("rule_params", "make", "arguments"), CASES, ids=lambda case: str(case))
-def test_ten_steps_follow_torch(rule_params, make, arguments) -> None:
+def test_rules_follow_torch_for_ten_steps(rule_params, make, arguments) -> None:
     """Step by step from the start; only torch's fused operations may differ, by roundings."""
     source = Source(41)
     n = 3000
@@ -74,7 +74,7 @@ def test_ten_steps_follow_torch(rule_params, make, arguments) -> None:
     assert not torch.equal(ours, torch.zeros(n))
 
 
-def test_lion_is_its_definition() -> None:
+def test_lion_equals_its_definition() -> None:
     source = Source(42)
     rule_params = Lion(lr=0.01, weight_decay=0.1)
     p, m = np.zeros(2000), np.zeros(2000)
@@ -90,7 +90,7 @@ def test_lion_is_its_definition() -> None:
     np.testing.assert_allclose(moment.values.numpy(), m, rtol=1e-5, atol=1e-7)
 
 
-def test_lion_keeps_a_nan_visible() -> None:
+def test_lion_propagates_nan() -> None:
     weight, moment = torch.ones(4), Moment(torch.zeros(4))
     with CpuKernels(1) as kernels:
         gradient = torch.tensor([1.0, torch.nan, -1.0, 0.0])
@@ -99,7 +99,7 @@ def test_lion_keeps_a_nan_visible() -> None:
     assert weight[[0, 2, 3]].tolist() == [0.5, 1.5, 1.0]
 
 
-def test_the_first_momentum_is_the_gradient() -> None:
+def test_sgd_first_momentum_is_the_gradient() -> None:
     moment = Moment.zeros(8, MomentFormat.FP32)
     gradient = torch.arange(8.0)
     rule_params = SGD(lr=1.0, momentum=0.9, dampening=0.5)
@@ -110,7 +110,7 @@ def test_the_first_momentum_is_the_gradient() -> None:
     torch.testing.assert_close(moment.values, 0.9 * gradient + 0.5 * gradient)
 
 
-def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
+def test_sgd_momentum_enabled_later_starts_with_gradient() -> None:
     """Torch makes the buffer in the first step with momentum, and keeps it when there is none."""
     momenta = (0.0, 0.9, 0.5, 0.0, 0.9)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 300))
@@ -139,7 +139,7 @@ def test_momentum_that_begins_later_begins_with_the_gradient() -> None:
     torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=1e-6, atol=1e-7)
 
 
-def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> None:
+def test_momentum_start_step_is_recorded_and_restored() -> None:
     params_by_index = {0: SGD(0.1), 1: SGD(0.1, momentum=0.9), 2: SGD(0.1, momentum=0.9)}
     with CpuKernels(1) as kernels:
         updater, other = (KernelUpdater(kernels, ["a", "b", "c"], 0) for _ in range(2))
@@ -151,7 +151,7 @@ def test_where_momentum_began_is_known_from_the_commit_on_and_can_be_saved() -> 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
 @pytest.mark.parametrize("rule", BY_KERNEL)
-def test_hyper_parameters_without_meaning_are_refused(rule, value) -> None:
+def test_invalid_hyperparameters_are_refused(rule, value) -> None:
     defaults = RULES[rule].defaults()
     for name, default in defaults.items():
         if isinstance(default, tuple):
@@ -164,7 +164,7 @@ def test_hyper_parameters_without_meaning_are_refused(rule, value) -> None:
                 RULES[rule].of({**defaults, name: value})
 
 
-def test_more_refusals_of_hyper_parameters() -> None:
+def test_invalid_nesterov_and_step_are_refused() -> None:
     for momentum, dampening in ((0.0, 0.0), (0.9, 0.1)):
         with pytest.raises(ConfigError, match="nesterov"):
             SGD(lr=0.1, momentum=momentum, dampening=dampening, nesterov=True)

@@ -55,7 +55,7 @@ def stored(some: list[Piece]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("kind", list(MomentFormat))
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("n", [0, 1, 300])
-def test_both_ways_give_the_same(
+def test_fast_and_slow_conversion_agree(
     kernels: CpuKernels, layout: str, kind: MomentFormat, n: int, monkeypatch: Any
 ) -> None:
     quick, slow = pieces(layout, kind, n), pieces(layout, kind, n)
@@ -90,7 +90,7 @@ def test_both_ways_give_the_same(
     ],
     ids=str,
 )
-def test_what_is_not_plain_is_left_to_the_slow_way(changes: dict[str, Any]) -> None:
+def test_unusual_arguments_use_slow_conversion(changes: dict[str, Any]) -> None:
     some = pieces("split", MomentFormat.INT8, 300)
     assert read(some) is not None
     some[0] = some[0]._replace(**changes)
@@ -98,7 +98,7 @@ def test_what_is_not_plain_is_left_to_the_slow_way(changes: dict[str, Any]) -> N
     assert read(some[1:]) is not None  # no error is left behind
 
 
-def test_a_parameter_is_taken_the_slow_way(kernels: CpuKernels) -> None:
+def test_nn_parameter_uses_slow_conversion(kernels: CpuKernels) -> None:
     (piece, *_), (other, *_) = (pieces("fp32", MomentFormat.FP32, 300) for _ in range(2))
     kernels.update_all([piece])
     odd = other._replace(weight=nn.Parameter(other.weight, requires_grad=False))
@@ -107,7 +107,9 @@ def test_a_parameter_is_taken_the_slow_way(kernels: CpuKernels) -> None:
     assert torch.equal(piece.weight, other.weight)
 
 
-def test_an_empty_call_and_a_foreign_table(kernels: CpuKernels, monkeypatch: Any) -> None:
+def test_fast_conversion_of_no_pieces_and_foreign_api(
+    kernels: CpuKernels, monkeypatch: Any
+) -> None:
     assert read([]) == []
     kernels.update_all([])
     monkeypatch.setattr(cpu, "_DLPACK_API", object())  # no capsule

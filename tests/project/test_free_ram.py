@@ -12,7 +12,7 @@ from infinity.plan import machine
 GIB = 1 << 30
 
 
-def test_other_programs_take_no_ram_from_tests(
+def test_free_ram_seen_by_tests_has_a_minimum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     crowded = {"MemTotal": 24 * GIB, "MemAvailable": GIB // 8}
@@ -23,7 +23,7 @@ def test_other_programs_take_no_ram_from_tests(
     assert machine.read_meminfo(tmp_path) == crowded  # a machine that a test describes
 
 
-def test_processes_of_tests_see_the_same() -> None:
+def test_free_ram_patch_applies_in_child_processes() -> None:
     """The child imports nothing of this file, which would bring it."""
     reader = "__import__('infinity.plan.machine').plan.machine.read_meminfo.__module__"
     assert forked.call(eval, reader) == "support.free_ram"

@@ -168,7 +168,7 @@ def name_of(rule: Rule) -> str:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_the_house_keeps_the_rule(rule: Rule) -> None:
+def test_package_follows_rule(rule: Rule) -> None:
     if rule is one_file_assigns_data and not (ROOT / DATA_ASSIGNER).exists():
         pytest.skip(f"{DATA_ASSIGNER}, the one file that assigns .data, does not exist yet")
     broken = rule(sources_below("infinity"))
@@ -176,37 +176,37 @@ def test_the_house_keeps_the_rule(rule: Rule) -> None:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
-def test_the_rule_bites(rule: Rule) -> None:
+def test_rule_detects_violations(rule: Rule) -> None:
     bad_trees, good_tree = RULES[rule]
     for tree in bad_trees:
         assert len(rule(tree)) == 1, f"not noticed, or more than once: {tree} -> {rule(tree)}"
     assert rule(good_tree) == []
 
 
-def test_the_one_file_does_assign_data() -> None:
+def test_data_assigner_file_assigns_data() -> None:
     path = ROOT / DATA_ASSIGNER
     if not path.exists():
         pytest.skip(f"{DATA_ASSIGNER}, the one file that assigns .data, does not exist yet")
     assert one_file_assigns_data({"infinity/elsewhere.py": path.read_text(encoding="utf-8")})
 
 
-def test_type_checkers_are_told_of_every_public_name() -> None:
+def test_stub_lists_every_public_name() -> None:
     tree = ast.parse((ROOT / "infinity/__init__.pyi").read_text(encoding="utf-8"))
     told = {a.asname for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
     assert told - {"deepspeed"} == {*infinity._WHERE, "__version__"}
     assert set(infinity.__all__) <= told
 
 
-def test_there_is_a_house() -> None:
+def test_package_sources_are_found() -> None:
     sources = sources_below("infinity")
     assert {"infinity/__init__.py", "infinity/errors.py"} <= set(sources)
 
 
-def test_tests_and_tools_are_finished_too() -> None:
+def test_tests_and_tools_have_no_leftovers() -> None:
     assert no_leftovers(sources_below("tests", "tools", "examples")) == []
 
 
-def test_what_torch_brings_is_its_own_to_pin() -> None:
+def test_constraints_do_not_pin_torch_dependencies() -> None:
     """Its builds want other releases of CUDA's libraries: a pin here installs nowhere else."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}

@@ -37,7 +37,7 @@ def members() -> dict[str, set[str]]:
     return found
 
 
-def test_the_overview_names_every_module_of_the_core() -> None:
+def test_architecture_page_names_every_core_module() -> None:
     text = (ROOT / "docs/ARCHITECTURE.md").read_text(encoding="utf-8")
     named = {word.rpartition("/")[2] for word in re.findall(r"`([\w/]+)(?:\.py)?`", text)}
     missing = [
@@ -49,7 +49,7 @@ def test_the_overview_names_every_module_of_the_core() -> None:
     assert not missing, "docs/ARCHITECTURE.md, Packages"
 
 
-def test_methods_that_pages_name_exist() -> None:
+def test_methods_named_in_docs_exist() -> None:
     known = members()
     missing = [
         f"{page.name}: {kind}.{name}"

@@ -30,7 +30,7 @@ def made(kept: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False) -> 
     return Progress(config), lines  # type: ignore[arg-type]
 
 
-def test_lines_count_seconds_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress_counts_seconds_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (kept := tmp_path / "seconds.json").write_text(json.dumps({"slow.py": 90.0, "quick.py": 10.0}))
     plugin, lines = made(kept, monkeypatch)
     clock = SimpleNamespace(now=100.0)
@@ -54,7 +54,7 @@ def test_lines_count_seconds_of_files(tmp_path: Path, monkeypatch: pytest.Monkey
     assert plugin.pytest_report_teststatus(failed) is None
 
 
-def test_seconds_are_written_when_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_seconds_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = tmp_path / "seconds.json"
     for keep in (False, True):
         plugin, _ = made(kept, monkeypatch, keep=keep)

@@ -46,7 +46,7 @@ def first_paragraphs(source: str) -> list[str]:
     return found
 
 
-def test_no_docstring_has_a_marker() -> None:
+def test_docstrings_have_no_markers() -> None:
     files = sorted((ROOT / "infinity").rglob("*.py"))
     marked = [
         f"{file.relative_to(ROOT)}: {text.splitlines()[0]}"
@@ -69,7 +69,7 @@ def defined_names(source: str) -> Iterator[str]:
             yield node.attr
 
 
-def test_no_name_has_a_marker() -> None:
+def test_names_have_no_markers() -> None:
     found = {
         f"{file.relative_to(ROOT)}: {name}"
         for file in (ROOT / "infinity").rglob("*.py")
@@ -112,7 +112,7 @@ def test_generated_pages_have_no_markers() -> None:
     assert [text for texts in fields for text in texts if MARKERS.search(text)] == []
 
 
-def test_texts_of_the_program_have_no_markers() -> None:
+def test_string_constants_have_no_markers() -> None:
     """Whatever it is for: a message, a table, a page."""
     found = [
         f"{file.relative_to(ROOT)}:{part.lineno}: {part.value}"
@@ -126,7 +126,7 @@ def test_texts_of_the_program_have_no_markers() -> None:
     assert found == []
 
 
-def test_the_readme_has_short_sentences() -> None:
+def test_readme_sentences_are_short() -> None:
     prose = prose_of(ROOT / "README.md")
     lines = [line for line in prose.splitlines() if not line.startswith(("|", "#"))]
     paragraphs = re.split(r"\n\s*\n|\n- ", "\n".join(lines))
@@ -134,7 +134,7 @@ def test_the_readme_has_short_sentences() -> None:
         assert len(sentence.split()) <= 25, sentence
 
 
-def test_links_between_pages_lead_somewhere_and_reach_every_page() -> None:
+def test_page_links_resolve_and_reach_every_page() -> None:
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")]
     linked = {ROOT / "README.md"}
     for page in pages:
@@ -149,7 +149,7 @@ def test_links_between_pages_lead_somewhere_and_reach_every_page() -> None:
     assert [str(page.relative_to(ROOT)) for page in left] == []
 
 
-def test_public_docstrings_have_their_sections_and_no_markers() -> None:
+def test_public_docstrings_have_sections_and_no_markers() -> None:
     groups = public_callables()
     assert all(groups.values())
     lacking = [
@@ -161,7 +161,7 @@ def test_public_docstrings_have_their_sections_and_no_markers() -> None:
     assert lacking == [], "python tools/docstring_coverage.py --missing"
 
 
-def test_every_key_is_described_and_the_page_has_the_tables_of_the_schema() -> None:
+def test_config_page_describes_every_key() -> None:
     page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
     assert page == page_with_tables(page), "python tools/config_tables.py --write docs/config.md"
     described = re.findall(r"^\| `([^`]+)` \|.*\| \S.* \|$", page, re.MULTILINE)

@@ -6,7 +6,7 @@
 using namespace infinity::aio;
 using namespace infinity::aio::testing;
 
-TEST(cancel_takes_back_what_is_queued) {
+TEST(cancel_removes_queued_blocks) {
   with_each_backend([](BackendKind backend) {
     EngineConfig config = small(backend);
     config.queue_depth = 1;
@@ -32,7 +32,7 @@ TEST(cancel_takes_back_what_is_queued) {
   });
 }
 
-TEST(cancel_races_with_everything) {
+TEST(cancel_races_with_promote_and_wait) {
   with_each_backend([](BackendKind backend) {
     const auto engine = Engine::start(small(backend));
     Scratch scratch(8 * kBlock);

@@ -60,7 +60,7 @@ TEST(close_is_prompt_on_a_slow_disk_and_leaks_nothing) {
   CHECK(falls_back_to(before));
 }
 
-TEST(close_happens_when_the_engine_is_dropped) {
+TEST(close_runs_when_the_engine_is_dropped) {
   with_each_backend([](BackendKind backend) {
     Scratch scratch(8 * kBlock);
     Buffer buffer(8 * kBlock);
@@ -89,7 +89,7 @@ TEST(close_can_be_interrupted) {
   CHECK(ticket->done());
 }
 
-TEST(close_of_a_forked_copy_does_nothing) {
+TEST(close_in_a_forked_child_does_nothing) {
   with_each_backend([](BackendKind backend) {
     auto engine = Engine::start(small(backend));
     Scratch scratch(kBlock);

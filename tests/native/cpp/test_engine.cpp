@@ -30,7 +30,7 @@ TEST(engine_round_trips_of_many_sizes) {
   });
 }
 
-TEST(engine_takes_concurrent_submitters) {
+TEST(engine_accepts_concurrent_submitters) {
   with_each_backend([](BackendKind backend) {
     const auto engine = Engine::start(small(backend));
     constexpr uint64_t kPiece = 3 * kBlock;
@@ -101,7 +101,7 @@ TEST(engine_spreads_a_ticket_over_devices) {
   });
 }
 
-TEST(engine_raises_what_the_kernel_says) {
+TEST(engine_raises_kernel_errors) {
   with_each_backend([](BackendKind backend) {
     const auto engine = Engine::start(small(backend));
     Scratch scratch(4 * kBlock, Direct::off);

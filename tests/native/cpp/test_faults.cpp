@@ -49,7 +49,7 @@ struct Run {
 
 }  // namespace
 
-TEST(faults_are_spelt_right) {
+TEST(faults_parse_validates_text) {
   CHECK(!Faults::parse("").enabled);
   const Faults all = Faults::parse("seed=7");
   CHECK(all.enabled && all.seed == 7 && all.kinds == 127 && all.rate == 0.01);
@@ -64,7 +64,7 @@ TEST(faults_are_spelt_right) {
   CHECK_THROWS(std::invalid_argument, Engine::start(config));  // stuck, and no watchdog
 }
 
-TEST(faults_are_the_same_every_time) {
+TEST(faults_are_determined_by_seed) {
   const Faults faults = Faults::parse("seed=5,rate=0.3");
   const Faults others = Faults::parse("seed=6,rate=0.3");
   size_t num_bad = 0;
@@ -82,7 +82,7 @@ TEST(faults_are_the_same_every_time) {
   CHECK(num_equal < 900);
 }
 
-TEST(faults_of_each_kind_show) {
+TEST(faults_of_each_kind_have_their_effect) {
   with_each_backend([](BackendKind backend) {
     {
       const Run run(backend, "seed=1,kinds=eio,rate=0.3");
@@ -123,7 +123,7 @@ TEST(faults_of_each_kind_show) {
   });
 }
 
-TEST(faults_of_many_seeds_end_well) {
+TEST(faults_of_many_seeds_give_data_or_error) {
   Scratch scratch(kNumBlocks * kBlock);
   Buffer out(kNumBlocks * kBlock);
   Buffer in(kNumBlocks * kBlock);

@@ -53,7 +53,7 @@ TEST(page_cache_is_empty_after_buffered_transfers) {
   });
 }
 
-TEST(page_cache_errors_stick_to_the_file) {
+TEST(page_cache_write_back_errors_persist) {
   Scratch scratch(kBlock, Direct::off);
   const auto engine = Engine::start(small(BackendKind::threads));
   Buffer buffer(kBlock);

@@ -25,7 +25,7 @@ struct Slow {
 
 }  // namespace
 
-TEST(priority_decides_who_finishes_first) {
+TEST(priority_decides_completion_order) {
   with_each_backend([](BackendKind backend) {
     Slow slow(backend);
     const auto background = slow.submit(Priority::background, 10);

@@ -42,7 +42,7 @@ struct Line {
 
 }  // namespace
 
-TEST(queue_serves_classes_in_order_and_each_first_come_first_served) {
+TEST(queue_serves_by_class_then_first_come_first_served) {
   Line line;
   line.add('x', Priority::background, 2);
   line.add('a', Priority::normal, 2);
@@ -53,7 +53,7 @@ TEST(queue_serves_classes_in_order_and_each_first_come_first_served) {
   CHECK(line.queue.num_blocks() == 0);
 }
 
-TEST(queue_mixes_directions_within_a_class) {
+TEST(queue_alternates_directions_within_a_class) {
   Line line;
   line.add('r', Priority::normal, 3);
   line.add('w', Priority::normal, 2, Op::write);
@@ -74,7 +74,7 @@ TEST(queue_starves_no_class) {
   CHECK(order.size() == 1020);
 }
 
-TEST(queue_moves_and_drops_what_is_not_cut) {
+TEST(queue_promotes_and_erases_queued_parts) {
   Line line;
   Part* a = line.add('a', Priority::normal, 3);
   Part* b = line.add('b', Priority::background, 3);

@@ -32,7 +32,7 @@ std::optional<IoFailure> becomes_stuck(const Ticket& ticket) {
 
 }  // namespace
 
-TEST(watchdog_names_what_is_outstanding_and_close_returns) {
+TEST(watchdog_names_outstanding_blocks_and_close_returns) {
   with_each_backend([](BackendKind backend) {
     Scratch scratch(8 * kBlock);
     Buffer buffer(8 * kBlock);
@@ -84,7 +84,7 @@ TEST(watchdog_is_quiet_on_a_slow_disk) {
 }
 
 // A pipe that nobody writes to holds a read of io_uring for good, as a dead device would.
-TEST(watchdog_gives_up_on_the_kernel) {
+TEST(watchdog_abandons_a_stuck_kernel_request) {
   const std::string path = "native-test-fifo-" + std::to_string(::getpid());
   CHECK(::mkfifo(path.c_str(), 0600) == 0);
   const auto pipe = File::open(path, false, false, Direct::off);
@@ -115,7 +115,7 @@ TEST(watchdog_gives_up_on_the_kernel) {
 }
 
 // Memory whose pages come only when we give them holds a read of a thread for good. Root may do it.
-TEST(watchdog_gives_up_on_a_thread_in_the_kernel) {
+TEST(watchdog_abandons_a_thread_stuck_in_the_kernel) {
   const int faults = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC));
   if (faults < 0) return;
   void* memory =

@@ -65,7 +65,7 @@ TEST(workers_stop_while_a_job_runs) {
   }
 }
 
-TEST(workers_have_kernels_to_run) {
+TEST(find_kernels_selects_available_kernels) {
   CHECK(!available_kernels().empty());
   CHECK(find_kernels("auto") == available_kernels().back());
   CHECK_THROWS(std::invalid_argument, find_kernels("abacus"));

@@ -1,6 +1,6 @@
-"""One torch thread for every test, since xdist fills the cores; a Ctrl-C that works; own caches.
+"""Configuration of all tests: one torch thread (xdist uses all cores), Ctrl-C, caches, leaks.
 
-Every test begins clean: engines that one left open are closed, and what stays behind is its error.
+Engines that a test leaves open are closed after it, and leaked resources are reported as its error.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from support.leaks import Watch
 from support.progress import Progress
 
 torch.set_num_threads(1)
-# The same examples every time, so that red means changed; `make test-big` looks for new ones.
+# Deterministic examples, so that a failure means a change; `make test-big` searches for new ones.
 settings.register_profile("same", derandomize=True, database=None, deadline=None)
 settings.register_profile("search", deadline=None)
 settings.load_profile("same")
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started by a shell in the background
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # started in the background by a shell
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
@@ -43,9 +43,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Imports:
-    """Freezes what was imported: to look through it for garbage took 0.2 s a time.
+    """Plugin that freezes imported objects for the garbage collector, which saves 0.2 s a run.
 
-    What tests make is collected as before.
+    Objects created by tests are collected as before.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class Imports:
 
 @pytest.fixture(autouse=True, scope="session")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is kept of this machine stays out of the user's home, and is not read there."""
+    """Use a temporary XDG cache, so that the user's cache is neither read nor written."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
     yield
@@ -78,7 +78,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A directory in RAM if there is one with enough space: a container's has 64 MiB."""
+    """Directory in RAM if /dev/shm has more than 1 GiB free (64 MiB in many containers)."""
     shared = Path("/dev/shm")
     usable = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > 1 << 30
     with tempfile.TemporaryDirectory(
@@ -89,17 +89,17 @@ def in_memory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.fixture(scope="session")
 def watch() -> Watch:
-    """Knows the engines of this process."""
+    """Registry of the engines of this process."""
     return Watch()
 
 
 @pytest.fixture(autouse=True)
 def one_seed() -> None:
-    """Torch begins each process with another; a test that draws draws the same each time."""
+    """Seed torch, so that a test draws the same numbers in every process."""
     torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)
 def nothing_left(watch: Watch) -> Iterator[None]:
-    """Each test's leaks are its own."""
+    """Report the leaks of each test as its own error."""
     yield from watch.one_test()

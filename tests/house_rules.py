@@ -1,7 +1,7 @@
-"""The rules of the house as functions of a source tree; `test_house.py` holds the house to them.
+"""Structural rules of the package as functions of a source tree; `test_house.py` applies them.
 
-A rule takes a tree, `{"infinity/plan/plan.py": text}`, and returns a list of broken places. It
-parses and never imports, so it also holds for files whose dependencies are missing.
+A rule takes a tree, `{"infinity/plan/plan.py": text}`, and returns a list of violations. It parses
+and never imports, so it also works for files whose dependencies are missing.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator, Mapping
 Sources = Mapping[str, str]
 Rule = Callable[[Sources], list[str]]
 
-# Rooms, the lowest first: one imports only from layers below its own, and from itself. What stands
-# under `if TYPE_CHECKING:` counts too, and nobody imports the package root but the top.
+# Packages and modules, the lowest layer first: each imports only from lower layers and from itself.
+# Imports under `if TYPE_CHECKING:` count too; only the top layer imports the package root.
 LAYERS: tuple[set[str], ...] = (
     {"errors", "types", "_version", "_aio", "_adam"},
     {"common.crc32c", "losses", "optim.rules"},
@@ -37,7 +37,7 @@ LAYERS: tuple[set[str], ...] = (
     {"training"},
     {"engine"},
     {"_initialize", "training.load_weights"},
-    # The line: rows above are the core, those below integrations and applications.
+    # Layers above this line are the core, those below are integrations and applications.
     {"integrations"},
     {"integrations.deepspeed"},
     {"integrations.huggingface", "integrations.lightning"},
@@ -62,7 +62,7 @@ BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
 def room_of(module: str) -> str:
     """Return the longest prefix of a dotted module that LAYERS names, else its package.
 
-    Names are those below `infinity`; the package itself is `__init__`.
+    Names are relative to `infinity`; the root package is `__init__`.
     """
     below = room = module.partition(".")[2] or "__init__"
     while room not in LAYER and "." in room:
@@ -85,7 +85,7 @@ def imported_modules(path: str, tree: ast.Module, modules: set[str]) -> Iterator
             parts = package.split(".")
             base = ".".join(parts[: len(parts) - node.level + 1]) if node.level else ""
             origin = ".".join(part for part in (base, node.module) if part)
-            for alias in node.names:  # of a package a module may be imported, of a module a name
+            for alias in node.names:  # a module of a package, or a name of a module
                 full = f"{origin}.{alias.name}"
                 yield node.lineno, full if full in modules and origin != "infinity" else origin
 
@@ -109,7 +109,7 @@ def layering(sources: Sources) -> list[str]:
 
 
 def no_circles(sources: Sources) -> list[str]:
-    """Files that import each other in a circle, inside functions and for types included."""
+    """Import cycles, including imports inside functions and under TYPE_CHECKING."""
     paths = {module_of(path): path for path in sources}
     arrows = {
         name: {
@@ -171,7 +171,7 @@ def no_print(sources: Sources) -> list[str]:
 
 
 def no_record_stream(sources: Sources) -> list[str]:
-    """Memory under a copy is held until an event; torch would guess when it may be used again."""
+    """Memory of a copy is held until an event; record_stream would leave its reuse to torch."""
     return [
         f"{path}:{number}: record_stream"
         for path, text in sources.items()
@@ -181,7 +181,7 @@ def no_record_stream(sources: Sources) -> list[str]:
 
 
 def documented(sources: Sources) -> list[str]:
-    """Every module says what it holds; public callables are held to more by another tool."""
+    """Every module has a docstring; public callables are checked by tools/docstring_coverage.py."""
     return [
         f"{path}: the module has no docstring"
         for path, text in sources.items()
@@ -200,7 +200,7 @@ def exports_exist(sources: Sources) -> list[str]:
             bound.add(node.name)
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             bound.add(node.id)
-        elif isinstance(node, ast.Dict):  # where public names live: imported when first used
+        elif isinstance(node, ast.Dict):  # modules of public names that are imported on first use
             bound |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Assign) and "__all__" in map(ast.unparse, node.targets):
             exported = ast.literal_eval(node.value)
@@ -226,7 +226,7 @@ def small(sources: Sources) -> list[str]:
 
 
 def docstring_lines(node: ast.AST) -> int:
-    """Return how many lines the docstring of a module, class or function has; 0 for others."""
+    """Return the number of docstring lines of a module, class or function; 0 for other nodes."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     if not isinstance(node, kinds) or ast.get_docstring(node) is None:
         return 0
@@ -243,7 +243,7 @@ def private_torch_in_one_file(sources: Sources) -> list[str]:
         aliases = {short: full for _, short, full in imported}
         used = [(line, full) for line, _, full in imported]
         for node in ast.walk(tree):
-            # `torch._C.x` holds `torch._C`; only the innermost private name is told.
+            # `torch._C.x` contains `torch._C`; report only the innermost private name.
             if isinstance(node, ast.Attribute) and is_private(node.attr):
                 head, _, rest = ast.unparse(node).partition(".")
                 if not any(map(is_private, rest.split(".")[:-1])):
@@ -260,7 +260,7 @@ def is_private(name: str) -> bool:
 
 
 def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
-    """Yield (line, name it gets here, full dotted name) of every absolute import."""
+    """Yield (line, local name, full dotted name) of every absolute import."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -274,7 +274,7 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 
 def named_files_exist(sources: Sources) -> list[str]:
-    """Files of ours that a docstring or comment names; those of other folders say which."""
+    """Python files of the package named in docstrings and comments exist."""
     there = {path.removeprefix("infinity/") for path in sources}
     there |= {path.split("/")[-1] for path in sources}
     return [

@@ -1,6 +1,6 @@
-"""Checkpoints made to hurt: each is refused by name, and none gets memory for what it claims.
+"""Tests of damaged and hostile checkpoints: refused by name, without allocating claimed sizes.
 
-Damage is found by checksums; lies that were given the right checksums, by what a checkpoint can be.
+Random damage is detected by checksums; forged contents with valid checksums, by validation.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from infinity.checkpoint.directory import find_tag
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 
-SHARD = 2000  # bytes: several files of a stream
+SHARD = 2000  # bytes; splits a stream into several files
 Members = dict[str, Any]
 
 
@@ -47,7 +47,7 @@ def root(original: tuple[Path, Sample], tmp_path: Path) -> Path:
 
 
 def refusal(root: Path, tag: str = "one") -> str:
-    """The text of the error with which the checkpoint is refused before anything is read."""
+    """Return the message of the error raised by opening the checkpoint."""
     with pytest.raises(CheckpointError) as caught:
         CheckpointReader(root, tag)
     assert caught.value.exit_code == 5
@@ -55,7 +55,7 @@ def refusal(root: Path, tag: str = "one") -> str:
 
 
 def problems(root: Path, tag: str = "one") -> list[str]:
-    """What opening, or else verify, says."""
+    """Return the error raised by opening the checkpoint, or the problems that verify finds."""
     try:
         with CheckpointReader(root, tag) as reader:
             return list(reader.verify())
@@ -119,7 +119,7 @@ def test_random_flips_are_detected(original: tuple[Path, Sample], data: st.DataO
 
 
 def right_or_refused(root: Path, made: Sample) -> None:
-    """What can still be read is what was written."""
+    """Assert that every readable tensor has the bytes that were written."""
     try:
         reader = CheckpointReader(root, "one")
     except CheckpointError:
@@ -147,7 +147,7 @@ def test_flip_error_names_tensor_block_and_byte_range(tmp_path: Path) -> None:
             reader.read_into("model", "large", 2_400_000, part)
         reader.read_into("model", "large", 100, part)
         assert torch.equal(part, made.content["model", "large"][100:1100])
-        flip(path, 12)  # while it is open: the header
+        flip(path, 12)  # in the header, while the file is open
         assert "block 0 (bytes 0 to 1048575), which holds the header, 'small', 'large'" in (
             next(reader.verify())
         )
@@ -209,7 +209,7 @@ def test_manifest_of_another_checkpoint_is_detected(root: Path) -> None:
     assert len(problems(root)) > 5
 
 
-# --- files that are none -----------------------------------------------------------------------
+# --- not regular files -------------------------------------------------------------------------
 
 
 def test_symlinks_pipes_and_directories_are_refused(root: Path, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_symlinks_pipes_and_directories_are_refused(root: Path, tmp_path: Path) 
         assert "symbolic link" in text
         path.unlink()
         os.mkfifo(path)
-        text = refusal(root)  # and does not wait for a writer
+        text = refusal(root)  # does not block waiting for a writer
         assert path.name in text
         assert "not a regular file" in text
         path.unlink()
@@ -263,7 +263,7 @@ def test_invalid_latest_file_is_refused(root: Path, tmp_path: Path) -> None:
         find_tag(root, None)
 
 
-# --- lies with the right checksum --------------------------------------------------------------
+# --- forged manifests with a valid checksum ----------------------------------------------------
 
 
 def file_of(members: Members, stream: str) -> Members:
@@ -401,7 +401,7 @@ def test_oversized_manifest_is_refused(root: Path) -> None:
 
 
 def with_header(path: Path, manifest: Path, header: bytes, tail: bytes) -> None:
-    """A file with another header, and the manifest changed so that size and CRC are right."""
+    """Replace the header of a file and update its size and CRC in the manifest."""
     data = struct.pack("<Q", len(header)) + header + tail
     path.write_bytes(data)
 
@@ -468,7 +468,7 @@ def test_oversized_header_allocates_no_memory(root: Path) -> None:
 
 
 def test_claimed_terabytes_allocate_no_memory(root: Path) -> None:
-    """A manifest and headers that agree on terabytes, in files that are holes."""
+    """Manifest and header agree on a tensor of 4 TiB that the file does not hold."""
     manifest = root / "one/manifest.json"
     elements = 2**40
     header = json.dumps(
@@ -486,7 +486,7 @@ def test_claimed_terabytes_allocate_no_memory(root: Path) -> None:
 
 
 class measured:  # noqa: N801
-    """Fails if Python, numpy or torch took more than a limit, or addresses grew past 1 GiB."""
+    """Assert that traced allocations stay below a limit; bound the address space to 1 GiB more."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -522,7 +522,7 @@ def test_repaired_checkpoint_is_readable(root: Path) -> None:
 
 
 def test_swapped_header_names_are_detected_by_distant_read(tmp_path: Path) -> None:
-    """It agrees with the manifest, and the block that is read is sound; only the header is not."""
+    """The header agrees with the manifest and the block that is read is intact."""
     made = sample(3, shapes={"a1": (1000, 1000), "a2": (1000, 1000)})
     path = save(tmp_path, "t", made) / "residual.safetensors"
     data = path.read_bytes()

@@ -1,4 +1,4 @@
-"""kill -9 at any moment: the next start goes on, and ends where an undisturbed run ends."""
+"""Tests of runs killed with SIGKILL: the next start resumes and reaches the same final state."""
 
 from __future__ import annotations
 
@@ -22,38 +22,38 @@ Job = tuple[Callable[[str, dict[str, str], int], None], dict[str, str], int]
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The digest at the end of a run that nobody kills: of any job, placement changes no bit."""
+    """Digest of the final state of an uninterrupted run; the same for every job and placement."""
     folder = tmp_path_factory.mktemp("undisturbed")
     crash_child.train_and_save(str(folder), ON_DEVICE, crash_child.TOTAL_STEPS + 1)
     return (folder / "done").read_text()
 
 
 def start(folder: Path, job: Job, die_at_line: int | None = None) -> Any:
-    """A child that does the job in a folder, which may be there."""
+    """Start a child that runs the job in a folder, which may exist."""
     target, placement, every = job
     folder.mkdir(parents=True, exist_ok=True)
     return forked.start(target, str(folder), placement, every, die_at_line=die_at_line)
 
 
 def phase_of(folder: Path) -> str:
-    """What a killed child was at."""
+    """Return the phase in which a child was killed."""
     file = folder / "phase"
     words = file.read_text().split() if file.exists() else []
     return words[0] if words else "nothing"
 
 
 def check_end(folder: Path, job: Job, expected: str) -> None:
-    """The last start has ended where it should, and cleaned up."""
+    """Assert that the last start reached the expected state and removed leftovers."""
     assert (folder / "done").read_text() == expected
     assert not list((folder / "saved").glob("*.tmp"))
     durable = job[0] is crash_child.train_durably
-    # A directory that was being made is left alone for ten minutes.
+    # A directory under construction is not removed for ten minutes.
     left = [p for p in (folder / "nvme").iterdir() if not p.name.startswith(".infinity-new-")]
     assert len(left) == durable, "the last start has cleaned up"
 
 
 def killed_until_done(folder: Path, job: Job, longest_s: float, seed: int) -> Counter[str]:
-    """Starts and kills children till one reaches the end; returns what the kills struck."""
+    """Start and kill children until one finishes; return the number of kills by phase."""
     draw = random.Random(seed)
     struck: Counter[str] = Counter()
     while True:
@@ -62,7 +62,7 @@ def killed_until_done(folder: Path, job: Job, longest_s: float, seed: int) -> Co
         if not child.is_alive():
             assert child.exitcode == 0, child.exitcode
             return struck
-        with suppress(ProcessLookupError):  # it has ended by itself just now
+        with suppress(ProcessLookupError):  # it may have just exited
             os.kill(child.pid, signal.SIGKILL)
         child.join()
         struck[phase_of(folder)] += 1
@@ -78,7 +78,7 @@ JOBS: dict[str, Job] = {
 }
 
 
-# Lines run in all threads: up to 22 000 by a start, 20 000 by a step, 12 000 by a save.
+# Lines executed in all threads: up to 22 000 by a start, 20 000 by a step, 12 000 by a save.
 LINES = (9_000, 34_000, 56_000, 62_000, 100_000)
 
 
@@ -105,9 +105,9 @@ def test_kill_at_any_line_resumes_to_same_state(tmp_path: Path, expected: str, n
 def test_repeated_kills_resume_to_same_state(
     tmp_path: Path, expected: str, name: str, record_property: Any
 ) -> None:
-    """Journeys full of kills until there were so many; each must end where it should."""
+    """Kill runs at random times, 200 kills in all; each run must reach the expected state."""
     job = JOBS[name]
-    forked.call(os.getpid)  # the server has started
+    forked.call(os.getpid)  # start the fork server before measuring
     before = time.monotonic()
     start(tmp_path / "measured", job).join()
     longest_s = 1.1 * (time.monotonic() - before)

@@ -1,4 +1,4 @@
-"""Durable steps, where processes are killed -9 at any moment, and where drives fail."""
+"""Tests of durable steps with processes killed at arbitrary times and with failing drives."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from support.durable import (
 from infinity.errors import EngineFailedError, TransferError
 
 STEPS = 4
-# More and slower: wider windows in optimizer passes and commits.
+# Slow drives lengthen optimizer passes and commits, so more kills hit them.
 CASES: dict[str, dict[str, Any]] = {
     "all on disk": {"placement": PLACEMENTS["all on disk"]},
     "all on disk, slow": {
@@ -48,14 +48,14 @@ CASES: dict[str, dict[str, Any]] = {
         "build": stacked,
     },
 }
-LONGER = {"experts in ranges": 2}  # of more units
+LONGER = {"experts in ranges": 2}  # more units take more time
 
 
 def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> int:
-    """Returns how many steps there were; the last child's state must be as if none was killed.
+    """Kill children and compare the last one's state with an uninterrupted run; return its steps.
 
-    Each moment is of one child: a line of the library at which it is killed, or seconds after
-    which it is, or None: it closes after two steps.
+    Each moment is for one child: the number of executed library lines at which it is killed, or the
+    seconds after which it is killed, or None if it closes after two steps.
     """
     path, more = root / "nvme", {**CASES[case]}
     build, experts = more.pop("build", gated), more.get("experts_per_unit", "auto")
@@ -72,19 +72,19 @@ def kill_often(root: Path, case: str, moments: Iterable[int | float | None]) -> 
         child.join()
         assert child.exitcode == (0 if moment is None else -signal.SIGKILL)
         if told := [int(number) for number in (root / "told").read_text().split()]:
-            # A step is told when it has returned; its commit follows, while the next step trains.
+            # A step is reported when it returns; its commit follows while the next step trains.
             assert last - every <= told[0] <= last + every, (last, told)
             last = told[-1]
     expected = undisturbed(last, build=build, experts=experts)
     assert equal(torch.load(root / "state.pt", weights_only=True), expected)
-    # One run all the time; what never began is cleaned up, but for what was being made just now.
+    # One run throughout; dead directories are removed unless they were created just now.
     left = [entry for entry in path.iterdir() if not entry.name.startswith(".infinity-new-")]
     assert len(left) == 1
     return last
 
 
 def fail_often(root: Path, seeds: range) -> Counter[str]:
-    """Train over a faulty disk until it fails, and then from the last commit over a sound one."""
+    """Train on a faulty disk until it fails, then resume from the last commit without faults."""
     seen: Counter[str] = Counter()
     states = [undisturbed(number) for number in range(STEPS + 1)]
     for seed in seeds:
@@ -115,7 +115,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
             try:
                 assert equal(state_of(engine), states[found]), seed
                 seen["resumed"] += 1
-            except TransferError as error:  # a bit that was flipped on its way to the disk
+            except TransferError as error:  # a bit flipped while it was written
                 if error.errno != errno.EBADMSG:
                     raise
                 seen["flipped"] += 1
@@ -123,7 +123,7 @@ def fail_often(root: Path, seeds: range) -> Counter[str]:
 
 
 def test_failing_drive_gives_exact_state_or_error(tmp_path: Path) -> None:
-    """The right bits, or an error; and from the last commit on the right bits again."""
+    """Training ends with exact results or an error; resuming from the last commit is exact."""
     seen = fail_often(tmp_path, range(10))
     assert seen["failed"] > 1, seen
     assert seen["resumed"] > 1, seen
@@ -139,10 +139,10 @@ def test_failing_drive_gives_exact_state_or_error_many_seeds(tmp_path: Path) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_kill_at_any_line_loses_no_committed_step(tmp_path: Path, case: str) -> None:
     draw, every = random.Random(case), CASES[case].get("commit_every", 1)
-    # A start runs 20 000 lines, and so does a step; on a busy machine more, as threads look around.
+    # A start runs 20 000 lines, as does a step; more on a busy machine, because threads poll.
     firsts = (5_000, 40_000, 90_000 + 25_000 * every)
     lines = [LONGER.get(case, 1) * draw.randrange(first, first + 20_000) for first in firsts]
-    # Those that close take four steps.
+    # The two children that close take four steps.
     assert kill_often(tmp_path, case, [lines[0], None, *lines[1:]]) > 4
 
 

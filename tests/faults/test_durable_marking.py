@@ -1,4 +1,4 @@
-"""A run on several paths that dies while its directories are marked durable leaves none behind."""
+"""Tests of runs on several paths that die while their directories are marked durable."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ def paths_of(root: Path) -> list[Path]:
 
 
 def die_at_each_call(root: Path) -> tuple[int, int]:
-    """In `root/0`, `root/1`, ... a start that is killed at the next system call of the marking.
+    """Start runs in `root/0`, `root/1`, ..., each killed one system call of the marking later.
 
-    How many were, and how the one after them ended.
+    Returns:
+        The number of runs killed, and the exit status of the first one that was not.
     """
     torch.set_num_threads(1)
     for number in range(100):
@@ -75,11 +76,11 @@ def start_and_die(paths: list[Path], after: int) -> None:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
-    """Where the starts were killed, and how many."""
+    """Root of the directories of the killed starts, and their number."""
     root = tmp_path_factory.mktemp("marking")
     count, status = forked.call(die_at_each_call, root)
     assert status == 0  # the last one was not killed, and started
-    # Four records: written, synced, renamed, two directories synced; three marks; what is watched.
+    # 4 records: written, synced, renamed, 2 directories synced; 3 marks; the watched files.
     assert count == 4 * 7 + 3 * 3 + 7
     return root, count
 
@@ -92,13 +93,13 @@ def is_kept(directory: Path) -> bool:
 def test_killed_marking_is_cleaned_up_or_complete(
     tmp_path: Path, killed: tuple[Path, int], seen: list[int]
 ) -> None:
-    """Whichever of the paths the next run uses; others are cleaned by who uses them."""
+    """The next run may use any of the paths; the others are cleaned up by their next user."""
     root, count = killed
     outcomes = set()
     for number in range(count + 1):
         place = root / f"{number}"
         copy = tmp_path / "copy"
-        place.rename(copy)  # records hold absolute paths: they must be in their places
+        place.rename(copy)  # records hold absolute paths, so the copy must be at the original path
         shutil.copytree(copy, place)
         try:
             outcomes.add(survive(paths_of(place), seen))
@@ -123,7 +124,7 @@ def survive(paths: list[Path], seen: list[int]) -> str:
     for index in seen:
         remove_dead_runs(paths[index])
     left = [index for index, path in enumerate(paths) if list(path.iterdir())]
-    # One that was marked takes all with it; one that was not is a dead run like any.
+    # An announced run removes all its members; others are separate dead runs.
     assert not set(left) & set(seen)
     if announced and 0 in seen:
         assert left == []
@@ -168,7 +169,7 @@ def test_run_being_marked_is_not_removed(tmp_path: Path) -> None:
 
 
 def test_cleanup_removes_only_members_of_the_run(tmp_path: Path) -> None:
-    """A record is a file that anybody may have written."""
+    """Records are untrusted: they may list directories of other runs or of no run."""
     for path in paths_of(tmp_path):
         path.mkdir()
     first, second, third = (Scratch.create(path) for path in paths_of(tmp_path))

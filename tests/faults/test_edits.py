@@ -1,8 +1,8 @@
-"""Edits behind the engine's back: kept nowhere, told everywhere, wherever weights rest.
+"""Tests of in-place edits of parameters outside `engine.materialized`: never stored, always raised.
 
-What an edit leads to must not depend on the placement, nor on whether a parameter happened to be
-resident: an error, and then the weights as they were, or, where the only copy was hit, an engine
-that says that it has failed.
+The result of an edit must not depend on the placement, nor on whether the parameter happened to be
+resident: an error is raised and the weights are unchanged, or, where the only copy was modified,
+the engine has failed.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ WAYS = ("forward", "module", "step", "state_dict", "save")
 
 @contextmanager
 def made(path: Path, place: str, model: nn.Module) -> Iterator[Engine]:
-    """An engine over `model`; what it still has to say of edits when it is closed is not heard."""
+    """Yield an engine of `model`; ignore errors about edits that are raised when it is closed."""
     placement, accelerator = PLACES[place]
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
     nvme = path / "nvme"
@@ -113,14 +113,14 @@ class Model(nn.Module):
 
 @contextmanager
 def told() -> Iterator[None]:
-    """An error that names the remedy."""
+    """Expect a ResidencyError that names the remedy."""
     with pytest.raises(ResidencyError) as caught:
         yield
     assert "engine.materialized" in str(caught.value)
 
 
 def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
-    """The weights are as they were; or the engine refuses everything, and says why."""
+    """Assert that the weights are unchanged, or that every call raises the engine's failure."""
     if components(engine).failure.error is None:
         engine.zero_grad()
         assert same(masters(engine), before)
@@ -147,7 +147,7 @@ def use(engine: Engine, way: str, path: Path) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_edit_through_kept_reference_is_refused(tmp_path: Path, place: str) -> None:
-    """`model.parameters()` never fetches; after a forward and a backward much is in slots."""
+    """`model.parameters()` does not fetch; after a forward and backward many units are resident."""
     with made(tmp_path, place, Model()) as engine:
         parameters = dict(engine.module.named_parameters())
         before = masters(engine)
@@ -201,7 +201,7 @@ def test_sum_of_int64_depends_on_every_byte_and_position(monkeypatch: pytest.Mon
             flat[place] += 1
             assert sum_of_int64(flat) != before
             flat[place] -= 1
-        for other in (1, 7, 100, 350):  # a word that is multiplied in the same turn, and beyond
+        for other in (1, 7, 100, 350):  # words in the same chunk of 100, and in later ones
             if size > 8 * other + 8:
                 swapped = flat.clone()
                 swapped[:8], swapped[8 * other :][:8] = flat[8 * other :][:8], flat[:8]
@@ -221,7 +221,7 @@ def test_edit_before_close_is_raised_by_close(tmp_path: Path, restore: bool) -> 
 
 @pytest.mark.parametrize("place", PLACES)
 def test_parameters_are_offloaded_between_calls_on_every_tier(tmp_path: Path, place: str) -> None:
-    """Between calls a parameter that nobody reached for is offloaded, on every tier."""
+    """Between calls, parameters that were not accessed by attribute are offloaded."""
     with made(tmp_path, place, Model()) as engine:
         parameters = list(engine.module.parameters())
         for what in ("forward", "backward", "step", "module", "users backward", "block"):
@@ -242,7 +242,7 @@ def test_parameters_are_offloaded_between_calls_on_every_tier(tmp_path: Path, pl
 
 @pytest.mark.parametrize("place", PLACES)
 def test_penalty_on_fetched_parameter_has_gradient_or_raises(tmp_path: Path, place: str) -> None:
-    """A penalty outside the forward has its gradient, or, where the weight had to leave, raises."""
+    """A penalty outside the forward has its gradient, or raises if the weight was evicted."""
 
     class Returns(Model):
         def forward(self, tokens: Tensor) -> tuple[Tensor, nn.Parameter]:

@@ -1,13 +1,13 @@
-"""Training over a disk that fails on purpose: right bits, or the right error; never anything else.
+"""Tests of training on a disk with injected faults: exact results, or the expected error.
 
-Each seed draws a set of faults, a rate and a way of training, and trains a tiny model whose state
-rests on disk. Then:
+Each seed draws a set of faults, a rate and a configuration, and trains a tiny model whose state is
+on disk. Then:
 
-- faults that a caller need not see (short transfers, delays, reordering) change nothing;
-- others end in equal bits, or in an `InfinityError` that holds the right errno, path and unit;
-- with `verify`, a flipped bit is never believed;
-- a failed fetch or gradient write loses nothing: the micro-batch, or the window, is repeated;
-- afterwards the engine closes, and no file, thread, descriptor or memory is left.
+- harmless faults (short transfers, delays, reordering) do not change results;
+- others give exact results, or an `InfinityError` with the expected errno, path and unit;
+- with `verify`, flipped bits are always detected;
+- after a failed fetch or gradient write the micro-batch, or the window, can be repeated;
+- the engine closes, and no file, thread, descriptor or memory is leaked.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ from infinity.storage.disk import Disk, Extent
 from infinity.storage.reservations import PROCESS
 from infinity.storage.store import Priority
 
-# Two directories on one device are what is wanted here.
+# Warns about two directories on one device, which is intended here.
 pytestmark = pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 STEPS = 3
-STUCK_AFTER_S = 0.25  # where requests get stuck; elsewhere a busy machine must not look stuck
+STUCK_AFTER_S = 0.25  # only with "stuck" faults, so that a busy machine is not taken for stuck
 HARMLESS = ("short", "delay", "reorder")
 ERRNOS = {
     "eio": {errno.EIO},
@@ -62,7 +62,7 @@ PLACEMENTS = (
 
 @dataclass(frozen=True)
 class Case:
-    """One seed's way of training."""
+    """Configuration of the run of one seed."""
 
     seed: int
     kinds: tuple[str, ...]
@@ -139,10 +139,10 @@ def case_for(seed: int) -> Case:
 
 @dataclass
 class Outcome:
-    """How a run over a faulty disk went."""
+    """Result of a run on a faulty disk."""
 
     losses: dict[int, float] = field(default_factory=dict)
-    state: dict[str, Tensor] | None = None  # None: it ended in an error
+    state: dict[str, Tensor] | None = None  # None if the run ended in an error
     errors: list[TransferError] = field(default_factory=list)
 
 
@@ -150,7 +150,7 @@ _clean: dict[tuple[int, str], tuple[dict[int, float], dict[str, Tensor]]] = {}
 
 
 def clean(micro_batches: int, precision: str) -> tuple[dict[int, float], dict[str, Tensor]]:
-    """Losses and masters without a disk: placement changes no bit."""
+    """Return losses and master weights of a run without a disk; placement does not change them."""
     key = micro_batches, precision
     if key not in _clean:
         given = settings(
@@ -169,7 +169,7 @@ def clean(micro_batches: int, precision: str) -> tuple[dict[int, float], dict[st
 
 
 def train(engine: Engine, outcome: Outcome) -> None:
-    """All steps; what fails and may be repeated is repeated."""
+    """Train all steps; retry micro-batches and windows after transfer errors."""
     while engine.global_steps < STEPS:
         index = engine.global_steps * engine.plan.micro_batches + engine.micro_step
         try:
@@ -181,11 +181,11 @@ def train(engine: Engine, outcome: Outcome) -> None:
             outcome.errors.append(error)
             assert len(outcome.errors) < 200
             if error.errno == errno.ETIMEDOUT:
-                raise  # a drive that hangs would hang again
+                raise  # a stuck drive would be stuck again
 
 
 def run(case: Case, root: Path) -> Outcome:
-    """One run over a faulty disk, closed at the end; raises what is no `InfinityError`."""
+    """Train on a faulty disk and close the engine; collect transfer errors, raise all others."""
     outcome = Outcome()
     fake = FakeAccelerator(case.seed, max_delay_s=0.0005) if case.fake else None
     engine = None
@@ -217,14 +217,14 @@ def run(case: Case, root: Path) -> Outcome:
 
 
 def judge(case: Case, outcome: Outcome, root: Path) -> str:
-    """Checks everything that must hold of an outcome; returns what happened, in a word."""
+    """Assert what must hold of an outcome; return "error", "repeated" or "clean"."""
     allowed = set().union(*(ERRNOS.get(kind, set()) for kind in case.kinds))
     if not case.verify:
         allowed.discard(errno.EBADMSG)
     for error in outcome.errors:
         assert error.errno in allowed, error
         assert str(root) in error.path, error
-        if error.errno != errno.ETIMEDOUT:  # that one names the oldest request, not one's own
+        if error.errno != errno.ETIMEDOUT:  # a timeout names the oldest request of the engine
             assert "unit '" in str(error), error
             assert error.length > 0
     for drive in root.iterdir():
@@ -246,7 +246,7 @@ def resident_bytes() -> int:
 
 
 def soak(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
-    """Runs of many seeds; how often each outcome and each errno was seen, after each."""
+    """Run many seeds; yield the counts of outcomes and errnos after each."""
     clean(1, "fp32")
     seen: Counter[str] = Counter()
     for seed in seeds:
@@ -270,7 +270,7 @@ def soak(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
         yield seen
 
 
-# Every kind of fault, harmless ones and errors, alone and among others, on both back ends.
+# Seeds that cover every kind of fault, alone and combined, on both back ends.
 CHOSEN = (4, 6, 10, 18, 22, 25, 36, 38, 43, 44, 49, 50, 56, 57, 98, 101)
 OUTCOMES = ("error", "clean", "EIO", "ENOSPC", "EBADMSG", "ETIMEDOUT")
 
@@ -282,7 +282,7 @@ def test_faulty_disk_gives_exact_state_or_expected_error(tmp_path: Path) -> None
 
 
 def test_delayed_blocks_do_not_change_results(tmp_path: Path) -> None:
-    """Half of all blocks are late, so what is read before it has been written is something else."""
+    """Half of all blocks are delayed, so a read that overtakes its write gets other bytes."""
     for seed in range(6):
         placement = {
             "weights": ("device", "disk")[seed % 2],
@@ -313,7 +313,7 @@ def test_faulty_disk_gives_exact_state_or_expected_error_many_seeds(
 
 
 class Lost:
-    """A ticket whose request failed."""
+    """Ticket of a failed request."""
 
     def done(self) -> bool:
         return True
@@ -325,7 +325,7 @@ class Lost:
 def lose_once(
     monkeypatch: pytest.MonkeyPatch, name: str, wanted: Callable[[Extent, Priority], bool]
 ) -> list[str]:
-    """The first wanted request of a disk from now on fails; returns whose it was, then."""
+    """Fail the first request that `wanted` selects; return a list that will hold its owner."""
     original, lost = getattr(Disk, name), []
 
     def request(self: Disk, pieces: Any, priority: Priority) -> Any:
@@ -338,7 +338,7 @@ def lose_once(
     return lost
 
 
-LAST_GRADIENTS = "unit 'embedding', gradients"  # of a backward
+LAST_GRADIENTS = "unit 'embedding', gradients"  # the last that a backward writes
 LOSSES = {
     "a fetch": ("read", lambda extent, priority: priority is Priority.URGENT),
     "gradients written back": ("write", lambda extent, _: "gradients" in extent.owner),
@@ -353,7 +353,7 @@ LOSSES = {
 def test_retry_after_transfer_error_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, micro_batches: int
 ) -> None:
-    """Weights rest as before, and an accumulation window starts over: no bit is lost."""
+    """Weights are unchanged and the accumulation window starts over."""
     more = {"gradient_accumulation_steps": micro_batches, "prefetch_units": 0}
     given = settings(tmp_path, **more)
     device = make_device(kind)
@@ -364,8 +364,7 @@ def test_retry_after_transfer_error_is_exact(
         try:
             train(engine, outcome)
         except EngineFailedError:
-            # With one micro-batch only the optimizer pass reads gradients, and that cannot be
-            # repeated.
+            # With one micro-batch only the optimizer pass reads gradients; it cannot be retried.
             assert (what, micro_batches) == ("gradients coming back", 1)
             return
         assert lost
@@ -379,7 +378,7 @@ def test_retry_after_transfer_error_is_exact(
 def test_failed_backward_does_not_keep_engine_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Autograd keeps what was left of the graph; the engine's memory must not hang on it."""
+    """Autograd keeps the rest of the graph; it must not keep the engine's memory alive."""
     given = settings(tmp_path, gradient_accumulation_steps=2)
     engine = infinity.initialize(small_model(num_blocks=2), given, device=make_device(kind))[0]
     with engine:
@@ -390,7 +389,7 @@ def test_failed_backward_does_not_keep_engine_alive(
         lose_once(monkeypatch, "read", lambda extent, _: extent.owner == inside)
         with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
-            engine.step()  # a device's gradients are summed behind the backward
+            engine.step()  # gradients of a device are summed after the backward
     prefetcher = weakref.ref(components(engine).prefetcher)
     del engine, loss
     gc.collect()

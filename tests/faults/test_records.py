@@ -1,8 +1,8 @@
-"""Damage to files of a durable run, at any moment of a step: the right bits, or an error.
+"""Tests of damage to files of a durable run at any point of a step: exact resume, or an error.
 
-A run over two drives is recorded, write by write. Each test brings a copy to a moment at which the
-process was killed, damages one file, or replaces several by those of another time or history of the
-same run, and goes on with `resume: auto`.
+The writes of a run on two drives are recorded. Each test reproduces the drives after a kill at some
+write, damages one file or replaces several by those of another time or history of the same run, and
+resumes with `resume: auto`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from infinity.checkpoint.commits import COMMIT_NAMES, CommitRecord
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.errors import InfinityError
 
-STEPS = 2  # that are recorded
+STEPS = 2  # recorded steps
 MORE: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
     "commit_every": 1,
@@ -49,21 +49,21 @@ FIRST = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state
 FILES = [*((0, name) for name in FIRST), (1, "run.json"), (1, "lock"), (1, "state.bin")]
 
 
-# --- what happens to a file ----------------------------------------------------------------------
+# --- kinds of damage -----------------------------------------------------------------------------
 
 
 @dataclass
 class Scene:
-    """A copy of the drives; a file that is to be damaged; what it was, and what others are."""
+    """File to damage, with other versions of it."""
 
     path: Path
-    base: Path  # the same file when recording began
+    base: Path  # the same file at the start of the recording
     other_run: Path
     choose: random.Random
 
 
 def flip(scene: Scene) -> None:
-    """One bit, of those bytes that are not padding where it can be told."""
+    """Flip one bit, in a nonzero byte if there is one (zeros may be padding)."""
     data = bytearray(scene.path.read_bytes())
     used = [i for i, byte in enumerate(data) if byte] or range(len(data))
     if used:
@@ -88,12 +88,12 @@ def set_back(scene: Scene) -> None:
 
 
 def exchange(scene: Scene) -> None:
-    """With that of another run of the same model, which is as far."""
+    """Replace by the file of another run of the same model at the same step."""
     shutil.copyfile(scene.other_run, scene.path)
 
 
 def swap(scene: Scene) -> None:
-    """With another file of its directory."""
+    """Exchange with another file of the same directory."""
     other = scene.choose.choice([p for p in sorted(scene.path.parent.iterdir()) if p != scene.path])
     aside = scene.path.with_name("aside")
     for one, two in ((scene.path, aside), (other, scene.path), (aside, other)):
@@ -101,7 +101,7 @@ def swap(scene: Scene) -> None:
 
 
 def fail(scene: Scene) -> None:
-    """Reading is an I/O error: see `failing`."""
+    """Nothing here: `failing` makes reads of the file raise EIO."""
 
 
 @contextmanager
@@ -121,21 +121,21 @@ def failing(path: Path) -> Iterator[None]:
 DAMAGES: list[Callable[[Scene], None]] = [flip, cut, empty, lose, set_back, exchange, swap, fail]
 
 
-# --- runs, recorded ------------------------------------------------------------------------------
+# --- recorded runs -------------------------------------------------------------------------------
 
 
 @dataclass
 class Recorded:
-    """The drives as they were, and what was written from then on; another run's drives."""
+    """Drives at the start of the recording, the log of writes, and the drives of another run."""
 
     drives: list[Path]
     files: list[Path]
     log: list[Entry]
-    step: int  # that was committed when recording began
+    step: int  # committed at the start of the recording
     other: Path
 
     def moment(self, root: Path, at: int) -> list[Path]:
-        """A copy of the drives as a kill after so many writes leaves them."""
+        """Return a copy of the drives as after a kill when `at` log entries were done."""
         made, files = copies(self.drives, root)
         there = {str(run): files[str(base)] for run, base in self._names()}
         for entry in self.log[:at]:
@@ -149,7 +149,7 @@ class Recorded:
                 yield drive.parent.parent / "run" / base.relative_to(drive.parent), base
 
     def committed(self, at: int) -> int:
-        """The last step whose commit was over at that moment: both files have held it."""
+        """Return the last step whose commit was complete in both record files at entry `at`."""
         held = [CommitRecord.from_bytes((self.files[0] / n).read_bytes()) for n in COMMIT_NAMES]
         over = written = min(record.step for record in held if record is not None)
         for entry in (e for e in self.log[:at] if e.path.endswith(COMMIT_NAMES[1])):
@@ -160,7 +160,7 @@ class Recorded:
         return over
 
     def moments(self) -> list[int]:
-        """Before and after each write and sync of a small file, and some between."""
+        """Return positions around each write and sync of a small file, and some others."""
         small = {
             i + after
             for i, entry in enumerate(self.log)
@@ -171,7 +171,7 @@ class Recorded:
 
 
 def train(paths: list[Path], steps: int, shift: int = 0, **more: Any) -> list[State]:
-    """Train with the batches of `shift` steps later; the state after each step."""
+    """Train with the batches of `shift` steps later; return the state after each step."""
     states = []
     with durable_engine(paths, gated(), **MORE, **more) as engine:
         for _ in range(steps):
@@ -181,7 +181,7 @@ def train(paths: list[Path], steps: int, shift: int = 0, **more: Any) -> list[St
 
 
 def record(root: Path, base: list[Path] | None) -> Recorded:
-    """Train over `base`, or from the beginning with a step before recording."""
+    """Record a run resumed from `base`, or from a new run after one step."""
     paths, other = (
         [root / "run" / f"d{n}" for n in range(2)],
         [root / f"other{n}" for n in range(2)],
@@ -214,7 +214,7 @@ def record(root: Path, base: list[Path] | None) -> Recorded:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
-    """One that was closed well, and one that was killed between the two copies of a record."""
+    """Record a run resumed after a close, and one after a kill between the two commit records."""
     one = record(tmp_path_factory.mktemp("closed"), None)
     synced = [i for i, e in enumerate(one.log) if e.what == "sync" and "commit-a" in e.path]
     between = one.moment(tmp_path_factory.mktemp("between"), synced[0] + 1)
@@ -222,15 +222,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Recorded]:
     return {"closed": one, "killed": other}
 
 
-# --- files of several times and histories ---------------------------------------------------------
+# --- files of several times and histories --------------------------------------------------------
 
 
 @dataclass
 class Histories:
-    """One run that went on twice from the same commit, with other batches the second time.
+    """A run continued twice from the same commit, with other batches the second time.
 
-    `of` yields the files of a history, by drive and name, as a kill after so many writes, or the
-    end, left them; `states` are the right ones by step, those of the fork behind the others.
+    `states` are the expected states by step: first that of the run, then that of the fork.
     """
 
     run: Recorded
@@ -256,7 +255,7 @@ def histories(runs: dict[str, Recorded], tmp_path_factory: pytest.TempPathFactor
 
 
 def replace_files(paths: list[Path], others: list[Path], files: list[tuple[int, str]]) -> None:
-    """Put files, by drive and name, of other drives in the place of those of a run."""
+    """Replace files of a run, given by drive and name, by those of other drives."""
     for drive, name in files:
         (here,), (there,) = paths[drive].iterdir(), others[drive].iterdir()
         shutil.copyfile(there / name, here / name)
@@ -265,7 +264,7 @@ def replace_files(paths: list[Path], others: list[Path], files: list[tuple[int, 
 def mix(
     histories: Histories, root: Path, choose: random.Random, files: list[tuple[int, str]]
 ) -> str:
-    """Replace files by those of another time or history; the error, or "exact"."""
+    """Replace files by those of another time or history; return the error, or "exact"."""
     paths = histories.run.moment(root / "here", choose.choice(histories.run.moments()))
     replace_files(paths, histories.source(root / "there", choose), files)
     problems, said = problems_of(paths), "exact"
@@ -281,7 +280,7 @@ def mix(
 
 
 def problems_of(paths: list[Path]) -> list[str]:
-    """What `infinity checkpoint verify` finds."""
+    """Return the problems that `infinity checkpoint verify` finds."""
     (directory,) = paths[0].iterdir()
     try:
         with DurableReader(directory, paths) as reader:
@@ -290,7 +289,7 @@ def problems_of(paths: list[Path]) -> list[str]:
         return [str(error)]
 
 
-# Records older than the state by two commits, and newer; then two drives of different times.
+# Records two commits older or newer than the state; then two drives of different times.
 PAIRS = [
     [(0, name) for name in COMMIT_NAMES],
     [(0, "checksums.bin"), (0, "state.bin"), (1, "state.bin")],
@@ -342,7 +341,7 @@ def test_mixed_files_resume_exactly_or_are_refused_many_seeds(
 
 
 def go_on(paths: list[Path], at_least: int, to: int) -> str:
-    """ "exact", or the words."""
+    """Resume and train to step `to`; return "exact" or the error message."""
     try:
         with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
             found = engine.global_steps
@@ -370,7 +369,7 @@ def test_kill_without_damage_loses_no_commit(
 def damage_one(
     run: Recorded, file: tuple[int, str], root: Path, choose: random.Random, moments: int | None
 ) -> Counter[str]:
-    """All kinds of damage to a file, each at some of the moments (None: at all)."""
+    """Apply every kind of damage to a file, each at `moments` random moments (None: at all)."""
     (drive, name), seen, all_moments = file, Counter(), run.moments()
     for damage in DAMAGES:
         for at in all_moments if moments is None else choose.sample(all_moments, moments):
@@ -381,7 +380,7 @@ def damage_one(
             with failing(path) if damage is fail else nullcontext():
                 said = go_on(paths, run.committed(at), run.step + STEPS)
             if name in COMMIT_NAMES and damage is not swap:
-                assert said == "exact", (damage.__name__, at, said)  # the other copy is whole
+                assert said == "exact", (damage.__name__, at, said)  # the other copy is intact
             assert len(list(paths[drive].iterdir())) == 1, "begun anew, or removed"
             seen["exact" if said == "exact" else "refused"] += 1
             shutil.rmtree(root)
@@ -395,7 +394,7 @@ def damage_one(
 def test_damaged_file_resumes_exactly_or_is_refused(
     runs: dict[str, Recorded], tmp_path: Path, begun: str, file: tuple[int, str]
 ) -> None:
-    """After a kill between the two records: damage to those. `at_length` does all to both runs."""
+    """After a kill between the two records only these are damaged here."""
     moments = 3 if begun == "killed" else 1
     choose = random.Random(f"{begun} {file}")
     seen = damage_one(runs[begun], file, tmp_path / "copy", choose, moments)

@@ -1,7 +1,7 @@
-"""`resume: auto` never starts over behind your back: where steps were done, it goes on or says.
+"""Tests of `resume: auto`: after completed steps it resumes or raises, but never restarts silently.
 
-What is damaged or missing is named; nothing is written then, and once it is back the run goes on as
-if nothing had happened.
+The error names the damaged or missing file, nothing is written, and once the file is restored the
+run resumes normally.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def durable_settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 def state_in(folder: Path, drive: str) -> Path:
-    """Where a run of `infinity train` keeps its state on a drive: run's directory / its own."""
+    """Return the directory of the state of an `infinity train` run on a drive."""
     (own,) = (folder / drive).iterdir()
     (directory,) = own.iterdir()
     return directory
@@ -50,13 +50,13 @@ def away(path: Path) -> Iterator[None]:
     aside = path.with_name(f"{path.name}.away")
     path.rename(aside)
     yield
-    if path.is_dir():  # an empty mount point, made again
+    if path.is_dir():  # an empty mount point that was recreated
         path.rmdir()
     aside.rename(path)
 
 
 def not_saved(*before: Any, **more: Any) -> None:
-    """Fail a save at its end; a kill leaves no more."""
+    """Fail a save at its end, which leaves the same files as a kill."""
     raise MachineError("the drive is gone")
 
 
@@ -70,7 +70,7 @@ def flipped(path: Path) -> Iterator[None]:
 
 @contextmanager
 def given_away(directory: Path) -> Iterator[None]:
-    """As root runs once, and its user from then on; or the other way round."""
+    """Change the owner, as when a run is started once as root and later as a user."""
     try:
         os.chown(directory, 65534, 65534)
     except PermissionError as error:
@@ -81,7 +81,7 @@ def given_away(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def behind_a_link(directory: Path) -> Iterator[None]:
-    """It was moved to another drive, where there was more room."""
+    """Move the directory to another drive and leave a symlink to it."""
     elsewhere = directory.parent.parent / "elsewhere"
     directory.rename(elsewhere)
     directory.symlink_to(elsewhere)
@@ -105,7 +105,7 @@ def busy(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def not_mounted(folder: Path) -> Iterator[None]:
-    """Both drives: their mount points are there, and empty."""
+    """Replace both drives by empty mount points."""
     with away(folder / "d0"), away(folder / "d1"):
         for name in DRIVES:
             (folder / name).mkdir()
@@ -179,7 +179,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
 
 
 NOT_DURABLE = {"engine__durable": None, "engine__commit_every": None}
-# How a run was begun, and with which other settings it is started again.
+# Settings of the first start, changes for the second start, expected error.
 CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = {
     "not durable any more": (
         durable_settings,
@@ -237,11 +237,11 @@ def test_auto_resume_with_missing_state_refuses_to_restart(tmp_path: Path, case:
     assert result.steps == 6
     assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
     for drive in DRIVES if make is durable_settings else ():
-        assert state_in(tmp_path, drive)  # one directory, the old one
+        assert state_in(tmp_path, drive)  # exactly one directory
 
 
 def test_named_checkpoint_resumes_after_lost_state(tmp_path: Path) -> None:
-    """It is named, so that nobody goes on from it by accident; then the run is durable again."""
+    """The checkpoint must be named explicitly; afterwards the run is durable again."""
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     for drive in DRIVES:
@@ -258,9 +258,9 @@ def test_named_checkpoint_resumes_after_lost_state(tmp_path: Path) -> None:
 def test_auto_resume_before_first_checkpoint_restarts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """Nothing is lost that could have been kept; what was told stays, and that it was is said.
+    """The run restarts with a note, and the metrics of the lost steps are kept in another file.
 
-    It was not due yet, or none could be saved.
+    The first checkpoint was not due yet, or could not be saved.
     """
     raw = settings(tmp_path, training__checkpoint_every=every)
     with monkeypatch.context() as patch:
@@ -314,7 +314,7 @@ def test_committed_step_missing_from_metrics_is_recovered(tmp_path: Path) -> Non
 def test_outdated_run_json_is_refused_and_loses_no_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: str, last: str
 ) -> None:
-    """`run.json` as it was before the directories were marked durable, as a backup brings it."""
+    """A backup may restore `run.json` from before the directories were marked durable."""
     call, older = getattr(Scratch, last), {}
 
     def note(*given: Any) -> Any:
@@ -331,7 +331,7 @@ def test_outdated_run_json_is_refused_and_loses_no_steps(
     own = [state_in(tmp_path, name).parent for name in DRIVES]
     assert [remove_dead_runs(path) for path in own] == [[], []]
     if drive == "d1":
-        with away(own[0]):  # a drive that is not mounted
+        with away(own[0]):  # the first drive is not mounted
             assert remove_dead_runs(own[1]) == []
     with pytest.raises(ConfigError, match=f"{record.parent}: its run.json is an older copy"):
         train(raw, resume="auto")
@@ -345,7 +345,7 @@ def test_outdated_run_json_is_refused_and_loses_no_steps(
 
 @pytest.fixture
 def step_log(tmp_path: Path) -> dict[str, Any]:
-    """The settings of a durable run of two steps that told a step log."""
+    """Settings of a durable run of two steps with a step log."""
     (tmp_path / "nvme").mkdir()
     told = {"step_log": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
     with durable_engine(tmp_path / "nvme", gated(), **told) as engine:
@@ -364,7 +364,7 @@ def test_step_log_of_missing_run_refuses_auto_resume(
         pass
     assert not list((tmp_path / "nvme").iterdir())
     with durable_engine(tmp_path / "nvme", gated(), **step_log, resume="never"):
-        pass  # asked for by name
+        pass  # a restart was requested explicitly
 
 
 def test_run_in_use_cannot_be_resumed_again(tmp_path: Path, step_log: dict[str, Any]) -> None:
@@ -383,7 +383,7 @@ def going_on(raw: dict[str, Any], **how: Any) -> list[int]:
 
 
 def test_start_from_checkpoint_replaces_durable_state(tmp_path: Path) -> None:
-    """`auto` goes on with what it began; one that could not be loaded changes nothing."""
+    """`auto` resumes the new state; a checkpoint that fails to load changes nothing."""
     raw = durable_settings(tmp_path)
     assert going_on(raw, stop_after=4) == [1, 2, 3, 4]
     before = [sorted((tmp_path / drive).iterdir()) for drive in DRIVES]
@@ -414,7 +414,7 @@ def test_copied_run_from_checkpoint_keeps_original_state(tmp_path: Path) -> None
 
 
 def test_moved_state_is_not_removed_by_original_run(tmp_path: Path) -> None:
-    """As a copy does that goes on with another number of ranks; the original finds none there."""
+    """A copy that continues with another number of ranks renames the state directories."""
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     moved = []

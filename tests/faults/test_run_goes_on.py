@@ -1,4 +1,4 @@
-"""Runs of `infinity train` over what fails: saves, metrics, logs, and the drive of the state."""
+"""Tests of `infinity train` with failing saves, metrics, logs and state drives."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Failing = Callable[..., None]
 
 @pytest.fixture(scope="module")
 def losses(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
-    """Of a run where nothing fails."""
+    """Steps and losses of a run without failures."""
     folder = tmp_path_factory.mktemp("plain")
     train(settings(folder))
     return steps_of(folder)
@@ -51,7 +51,7 @@ def steps_of(folder: Path) -> list[Any]:
 
 @pytest.fixture
 def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
-    """Say how saves fail, and those of which steps; all others work."""
+    """Return a function that sets how saves fail, and at which steps."""
     make, new, free = checkpoints.CheckpointWriter, writer.write_new, writer.free_bytes
     found: dict[str, Any] = {"how": "", "steps": ()}
 
@@ -95,7 +95,7 @@ def test_failed_save_does_not_affect_training(
     failing(how, (4, 5))
     result, watcher = train(settings(tmp_path))
     assert steps_of(tmp_path) == losses
-    assert result.failed_saves in (1, 2)  # one behind its back may be known too late to try again
+    assert result.failed_saves in (1, 2)  # a background failure may be known too late for a retry
     root = tmp_path / "run" / "checkpoints"
     assert result.checkpoint == root / "step6"
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["step2", "step6"]
@@ -160,7 +160,7 @@ def test_transfer_error_in_save_ends_the_run(tmp_path: Path, failing: Failing) -
 
 
 def test_checkpoint_not_named_in_latest_is_replaced(tmp_path: Path) -> None:
-    """It was in its place, and `latest` did not name it yet."""
+    """A kill after the rename of the checkpoint and before the update of `latest`."""
     train(settings(tmp_path), stop_after=4)
     root = tmp_path / "run" / "checkpoints"
     (root / "latest").write_text("step2\n")
@@ -214,7 +214,7 @@ def test_full_disk_for_metrics_and_logs_does_not_end_the_run(
             raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
 
     page = TrainPage()
-    page._console.file = Closed()  # as `2>&1 | tee log` leaves it after Ctrl-C
+    page._console.file = Closed()  # as with `2>&1 | tee log` after Ctrl-C
     page.note("a line")
     page.ask_to_stop(signal.SIGINT)
     assert page.stopping
@@ -242,7 +242,7 @@ def test_truncated_metrics_line_is_terminated(
 
 
 class Lost:
-    """A ticket whose request failed."""
+    """Ticket of a failed request."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -264,7 +264,7 @@ def run(*arguments: str) -> tuple[int, str]:
 
 
 def follow(error: str, other: Path) -> str:
-    """Do what an error says, with a directory of ours; what the last command said."""
+    """Run the commands of an error's remedy with directory `other`; return the last stderr."""
     other.mkdir()
     (line,) = (line for line in error.splitlines() if line.startswith("  try: "))
     typed, _, rest = line.removeprefix("  try: ").partition("  (")
@@ -290,7 +290,7 @@ def test_run_continues_elsewhere_after_state_drive_failure(
     kind: str,
     name: str,
 ) -> None:
-    """By doing what the message says: the losses are those of a run where nothing fails."""
+    """Following the remedy of the message gives the losses of a run without failures."""
     known = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
     monkeypatch.setattr("infinity.profiling.calibration.cached_rates", lambda *a, **more: known)
     monkeypatch.setattr(runs_run, "_same_drive", lambda *paths: kind == "one drive")
@@ -317,7 +317,7 @@ def test_run_continues_elsewhere_after_state_drive_failure(
     def told(self: TrainPage, record: Any) -> None:
         shown(self, record)
         if record["event"] == "step" and record["step"] == 3:
-            if not durable and kind != "bare":  # saved beside training: whole before the failure
+            if not durable and kind != "bare":  # saved in the background: wait until complete
                 assert wait_until((tmp_path / "run" / "checkpoints" / "latest").exists)
             failing.append(True)
 
@@ -349,9 +349,9 @@ def test_run_continues_elsewhere_after_state_drive_failure(
 def test_removed_file_ends_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """The open file takes writes as before: without a look at it 6 steps would seem done.
+    """Writes to a removed open file succeed: without a check 6 steps would seem done.
 
-    What is small and written once is put back, and the run goes on from its last commit.
+    Small files that are written once are restored, and the run resumes from its last commit.
     """
     (tmp_path / "nvme").mkdir()
     durable = {"engine__nvme_path": str(tmp_path / "nvme"), "engine__durable": True}

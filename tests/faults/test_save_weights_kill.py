@@ -1,4 +1,4 @@
-"""Weights in a directory that a killed saver, a second saver or a stranger has been in too."""
+"""Tests of saving weights with killed saves, concurrent saves, symlinks and foreign files."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ CASES = [
     ("two shards", "three shards"),
     ("three shards", "two shards"),
 ]
-QUICK = [case for case in CASES if len({*case}) > 1][:3]  # of those that take long
+QUICK = [case for case in CASES if len({*case}) > 1][:3]  # the others are marked big
 MODELS = {"nothing": 0, "old": 1, "new": 2, "next": 3}
 
 
 def save(
     directory: Path, model: str, form: str, meanwhile: Callable[[str], object] = str
 ) -> list[Path]:
-    """A model of three tensors, all of whose values say which model it is."""
+    """Save a model of three tensors, whose values identify the model."""
 
     def read(name: str) -> torch.Tensor:
         meanwhile(name)
@@ -62,7 +62,7 @@ def save(
 
 
 def seen(directory: Path) -> str:
-    """Which model is there, for us and for who reads as transformers does: the same, and whole."""
+    """Return which model is complete, read by WeightFiles and as transformers does."""
     theirs: dict[str, torch.Tensor] = {}
     if (directory / SINGLE_NAME).is_file():
         theirs = load_file(directory / SINGLE_NAME)
@@ -82,7 +82,7 @@ def seen(directory: Path) -> str:
 
 
 def fork(body: Callable[[], object]) -> int:
-    """The status of a child that runs `body`."""
+    """Run `body` in a child; return its wait status."""
     child = os.fork()
     if child == 0:
         status = 1
@@ -95,7 +95,7 @@ def fork(body: Callable[[], object]) -> int:
 
 
 def on_every_call(strike: Callable[[str, tuple[Any, ...]], None]) -> None:
-    """From now on `strike` is told of each system call that changes what is there, before it."""
+    """Call `strike` before each system call that changes files, from now on."""
 
     def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         def instead(*args: Any, **options: Any) -> Any:
@@ -120,7 +120,7 @@ def die_before(number: int) -> None:
 
 
 def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str]:
-    """What is seen after a death before the 1st, 2nd, ... call of a save; the last one lived."""
+    """Return the models found after kills before the 1st, 2nd, ... call of a save, and none."""
     torch.set_num_threads(1)
     start, found = root / "start", []
     start.mkdir()
@@ -165,11 +165,11 @@ def test_killed_save_leaves_old_or_new_weights(
     assert min(found.count(old), found.count("new")) > 3, found
 
 
-# --- a loss of power: what was not synced may be there or not, whatever came after it -------------
+# --- power loss: each change since the last sync may be on the disk or not ------------------------
 
 
 def recorded(root: Path, before: str, after: str) -> list[tuple[str, str, str]]:
-    """The calls of a save by names within `root/place`; `root/filled` is it at the first rename."""
+    """Return the calls of a save in `root/place`; copy it to `root/filled` at the first rename."""
     torch.set_num_threads(1)
     place, calls = root / "place", []
     save(place, "old", before)
@@ -195,7 +195,7 @@ def recorded(root: Path, before: str, after: str) -> list[tuple[str, str, str]]:
 
 
 def possible(calls: list[tuple[str, str, str]], end: int) -> Iterator[list[tuple[str, str, str]]]:
-    """What may be on the disk if power is lost before call `end`: any of those since a sync."""
+    """Yield the calls that may be on the disk if power is lost before `end`: any since a sync."""
     syncs = [i for i, call in enumerate(calls[:end]) if call[:2] == ("fsync", ".")]
     safe = syncs[-1] + 1 if syncs else 0
     late = [call for call in calls[safe:end] if call[0] != "fsync"]
@@ -228,7 +228,7 @@ def test_power_loss_leaves_old_or_new_weights(tmp_path: Path, before: str, after
     assert found == {"old", "new"}
 
 
-# --- two at a time -------------------------------------------------------------------------------
+# --- concurrent saves ----------------------------------------------------------------------------
 
 
 def refused(directory: Path) -> str:
@@ -240,7 +240,7 @@ def refused(directory: Path) -> str:
 
 
 def test_concurrent_save_is_refused(tmp_path: Path) -> None:
-    """At every tensor, by another process and by another thread's engine alike."""
+    """A save is refused at every tensor of the first, in the same and in another process."""
     said: list[str] = []
 
     def rivals(name: str) -> None:
@@ -270,7 +270,7 @@ def test_save_without_flock_fchmod_and_owner_succeeds(
 
 
 def refuse(patch: pytest.MonkeyPatch, call: str, target: Path) -> None:
-    """A system call says no, if `target` is what it would make or remove."""
+    """Make a system call raise EPERM if it would create or remove `target`."""
     before = getattr(os, call)
 
     def instead(*paths: Any, **options: Any) -> None:
@@ -310,7 +310,7 @@ def test_old_shard_that_cannot_be_removed_is_reported(
 
 
 def test_shards_without_index_are_refused(tmp_path: Path) -> None:
-    """Nor are they taken for a part of the file that lies beside them."""
+    """A single file of another name in the directory is loaded without the shards."""
     save(tmp_path, "old", "two shards")
     (tmp_path / INDEX_NAME).unlink()
     with pytest.raises(ConfigError, match=r"2 shard\(s\), model-.*, and no model.*index"):
@@ -321,12 +321,12 @@ def test_shards_without_index_are_refused(tmp_path: Path) -> None:
         assert {facts.file.name for facts in files.facts.values()} == {"other.safetensors"}
 
 
-# --- strangers -----------------------------------------------------------------------------------
+# --- symlinks and modes --------------------------------------------------------------------------
 
 
 @pytest.fixture
 def victim(tmp_path: Path) -> Iterator[Path]:
-    """A file that links point to, and that nobody may touch."""
+    """Target of symlinks, which must not be changed."""
     path = tmp_path / "victim"
     path.write_text("mine")
     yield path
@@ -374,7 +374,7 @@ def test_other_writers_do_not_follow_symlinks(tmp_path: Path, victim: Path, what
     place.mkdir()
     path = place / "config.yaml"
     names = (f".{path.name}.new", f"{path.name}.partial", f"{path.stem}.partial")
-    if what != "run directory":  # which may hold nothing else
+    if what != "run directory":  # it must be empty
         for name in names:
             (place / name).symlink_to(victim)
     before = os.umask(0)
@@ -430,7 +430,7 @@ def test_atomic_write_replaces_file_or_leaves_it(tmp_path: Path) -> None:
 def test_leftovers_of_killed_saves_are_removed_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They may be as large as the model."""
+    """Leftovers may be as large as the model, so they are removed before free space is checked."""
     (tmp_path / f".infinity-saving-{16 * '0'}").mkdir()
     (tmp_path / "model-00000000-00001-of-00002.safetensors").touch()
 

@@ -1,9 +1,8 @@
-"""Saves, loads and commits over a disk that fails on purpose: the right bits, or an error.
+"""Tests of saves, loads and commits with injected disk faults: exact results, or an error.
 
-Each seed trains durably over a faulty scratch disk and saves after every step through a faulty
-writer. Whatever failed on the way: every checkpoint that was published loads with the bits of its
-step or is refused, and so does the last committed step; training on from it ends as if nothing
-had happened.
+Each seed trains durably on a faulty scratch disk and saves after every step with a faulty writer.
+Every published checkpoint loads exactly or is refused, as does the last committed step; training
+resumed from it ends as without faults.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _clean: list[dict[str, Tensor]] = []
 
 
 def clean(root: Path) -> list[dict[str, Tensor]]:
-    """The state after each number of steps, from 0."""
+    """Return the states after 0, 1, ... steps without faults."""
     if not _clean:
         with make(root / "clean", ON_DEVICE) as engine:
             _clean.append(state_of(engine))
@@ -60,7 +59,7 @@ def clean(root: Path) -> list[dict[str, Tensor]]:
 
 
 def faulty_run(engine: Engine, saved: Path) -> None:
-    """Train and save until the end, or until the engine can no more."""
+    """Train and save until the last step, or until the engine fails."""
     while engine.global_steps < STEPS:
         try:
             train(engine, 1, first=engine.global_steps)
@@ -74,7 +73,7 @@ def faulty_run(engine: Engine, saved: Path) -> None:
 
 @pytest.fixture
 def faulty_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Sets the faults of the files of checkpoints; "" for none."""
+    """Return a function that sets the faults of checkpoint files; "" for none."""
     faults = ""
 
     def engine(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -93,7 +92,7 @@ def faulty_files(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 class _Proxy:
-    """A module with some of its names replaced."""
+    """Module with a replaced `Engine`."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -175,7 +174,7 @@ def soak(seeds: Iterable[int], root: Path, set_faults: Callable[[str], None]) ->
 def test_faulty_saves_and_commits_load_exactly_or_are_refused(
     tmp_path: Path, faulty_files: Callable[[str], None]
 ) -> None:
-    """Each kind of fault and each placement, ending well and badly, and begun anew."""
+    """Seeds that cover each kind of fault, each placement and each outcome."""
     seen = soak((2, 3, 9, 11, 13, 17, 22, 23, 28, 29, 31, 33, 34), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed"):
         assert seen[what], seen

@@ -1,7 +1,7 @@
-"""Documents whose checksums are right, and whose values are senseless: an error in words.
+"""Tests of JSON files with valid checksums and invalid values: only InfinityErrors are raised.
 
-Each value of a document of ours is replaced by others, of every type and range, and the document is
-sealed again, as somebody who edits it may do. Reading it raises an error of ours, or goes on.
+Each value of a document is replaced by values of other types and ranges and the checksum is
+updated, as by somebody who edits the file. Reading it raises an InfinityError, or succeeds.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ Document = dict[str, Any]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Where values stand; of a list the first and the last."""
+    """Yield the paths of all values; of a list, the first and the last item."""
     if path:
         yield path
     if isinstance(value, dict):
@@ -57,7 +57,7 @@ def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
 
 
 def changed(document: Document) -> Iterator[tuple[str, Document]]:
-    """The document with one value replaced by another, or taken out."""
+    """Yield the document with one value replaced or removed, for each value."""
     choose = random.Random(0)
     for path in places(document):
         for value in (choose.choice(SENSELESS), KeyError):
@@ -73,13 +73,13 @@ def changed(document: Document) -> Iterator[tuple[str, Document]]:
 
 
 def try_each(files: list[Path], door: Callable[[], Any], *parts: str, every: int = 1) -> None:
-    """Read the sealed `files`, which are alike, with `every` n-th change; and as they were."""
+    """Call `door` with every `every`-th change in the identical `files`, then with the original."""
     before = files[0].read_bytes()
     document = unseal(first_sealed(before))
     part = {name: document[name] for name in parts or document}
     refused = 0
     for what, values in list(changed(part))[::every]:
-        with suppress(ConfigError):  # is no JSON
+        with suppress(ConfigError):  # not representable in JSON
             data = seal(document | values)
             for file in files:
                 file.write_bytes(data)
@@ -96,7 +96,7 @@ def try_each(files: list[Path], door: Callable[[], Any], *parts: str, every: int
 
 
 def command(*arguments: str) -> int:
-    """The exit code of a command, which ends in words."""
+    """Run a command; return its exit code, or raise InfinityError if it printed an error."""
     result = CliRunner().invoke(app, list(arguments))
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
@@ -108,7 +108,7 @@ def command(*arguments: str) -> int:
 
 @pytest.fixture(scope="module")
 def durable(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a durable run."""
+    """Directory of a durable run."""
     root = tmp_path_factory.mktemp("durable")
     more: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "commit_every": 1}
     with durable_engine(root, gated(), **more) as engine:
@@ -133,7 +133,7 @@ def test_durable_files_with_invalid_values_raise_infinity_errors(
 
 
 def of_one_shape(document: Document) -> tuple[Document, Document]:
-    """Two trained parameters of one shape."""
+    """Return two trained parameters of the same shape."""
     found = [s for unit in document["units"] for s in unit["segments"] if s["trained"]]
     return next(two for two in combinations(found, 2) if two[0]["shape"] == two[1]["shape"])
 
@@ -167,7 +167,7 @@ def cut_chunks(document: Document) -> None:
 
 @pytest.mark.parametrize("shift", [swap_names, swap_offsets, swap_units, rename, cut_chunks])
 def test_plan_of_another_state_is_refused(durable: Path, shift: Callable[[Document], None]) -> None:
-    """It is valid alone; the bytes that it finds would be another parameter's."""
+    """The plan is valid on its own, but would assign bytes to the wrong parameters."""
     path = durable / "plan.json"
     before = path.read_bytes()
     document = unseal(before)
@@ -186,7 +186,7 @@ def test_plan_of_another_state_is_refused(durable: Path, shift: Callable[[Docume
 
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.big)])
 def test_manifest_with_invalid_values_is_refused_or_loads(tmp_path: Path, every: int) -> None:
-    """What is not refused is loaded, and the next step can be made from there."""
+    """A manifest that is not refused loads the same state, and the next step can be trained."""
     more = {"durable": False, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}
     with durable_engine(tmp_path, gated(), **more) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -206,7 +206,7 @@ def test_manifest_with_invalid_values_is_refused_or_loads(tmp_path: Path, every:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The directory of a run of `infinity train`, with a plan."""
+    """Directory of a run of `infinity train`."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "run.yaml").write_text(json.dumps(settings(folder, training__steps=2)))
     command("train", str(folder / "run.yaml"))
@@ -217,7 +217,7 @@ def test_run_record_with_invalid_values_is_refused(trained: Path) -> None:
     raw = settings(trained, training__steps=2)
     path = trained / "run" / "run.json"
     before = path.read_bytes()
-    for paths in ([1], "x", {}):  # where a durable run keeps its state
+    for paths in ([1], "x", {}):  # invalid nvme_path of a durable run
         path.write_bytes(seal(unseal(before) | {"durable": True, "nvme_path": paths}))
         with pytest.raises(CheckpointError, match=r"run\.json is damaged.*: nvme_path"):
             train(raw, "auto")
@@ -270,7 +270,7 @@ def test_report_does_not_hang_on_pipe_or_endless_device(
 
 
 def test_registered_state_is_validated_on_load(tmp_path: Path) -> None:
-    """Each value of what `infinity train` keeps with its state, replaced or taken out."""
+    """Each value that `infinity train` registers with the run state is replaced or removed."""
     train(settings(tmp_path, training__steps=2, training__evaluate_every=1), stop_after=1)
     (manifest,) = tmp_path.glob("run/checkpoints/*/manifest.json")
     saved = decode(unseal(first_sealed(manifest.read_bytes()))["run"])["registered"]

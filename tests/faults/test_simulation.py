@@ -1,12 +1,12 @@
-"""A run with everything that it writes, and thousands of bad ends: the right bits, or words.
+"""Simulation of crashes, power loss, bit flips and failing system calls in a complete run.
 
-One run is recorded: durable steps over two drives, checkpoints, weights for others, the run's
-directory with its metrics. Each seed is one bad end: a kill, or a loss of power that reorders and
-tears what was not synced, at any moment; perhaps a flipped bit on top; or a system call that fails
-(EIO, ENOSPC) while it trains. What was promised must be there: a committed step, a saved
-checkpoint, saved weights; each with the very bits. Where a bit was flipped the error may say so.
+One run is recorded: durable steps on two drives, checkpoints, exported weights, the run directory
+with its metrics. Each seed is one failure: a kill, or a power loss that reorders and tears what was
+not synced, at any point, possibly with a flipped bit; or a system call that fails (EIO, ENOSPC)
+during training. Everything acknowledged before must be there exactly: committed steps, saved
+checkpoints, saved weights. Only if a bit was flipped may an error be raised instead.
 
-INFINITY_SEED=17 python -m pytest tests/faults/test_simulation.py -k replay     one seed again
+Rerun one seed: INFINITY_SEED=17 python -m pytest tests/faults/test_simulation.py -k replay
 """
 
 from __future__ import annotations
@@ -47,7 +47,10 @@ MORE: dict[str, Any] = {
 
 
 def live(world: Path, promise: Callable[[str], None]) -> None:
-    """Three steps with all that is written, from wherever the world stands."""
+    """Train three steps and write all outputs, resuming from the contents of `world`.
+
+    `promise` is called with each guarantee as soon as the call that gives it has returned.
+    """
     paths = [world / "d0", world / "d1"]
     with ExitStack() as stack:
         directory = RunDirectory(world / "run", resume=True)
@@ -79,7 +82,7 @@ def empty_world(root: Path) -> Path:
 
 @dataclass
 class Expected:
-    """By step: the state, the streams of the checkpoint, the weights; and how it was written."""
+    """States, checkpoint streams and weights by step, and the recorded writes."""
 
     states: list[State]
     checkpoints: dict[str, dict[tuple[str, str], Tensor]]
@@ -114,13 +117,13 @@ def expected(in_memory: Path) -> Expected:
 
     with tree.recording(count):
         live(tree.root, tree.mark)
-    shutil.rmtree(tree.root)  # what is left is made there: runs know their directories by path
+    shutil.rmtree(tree.root)  # crash states are created there, because runs store absolute paths
     return Expected(states, checkpoints, weights, tree, calls)
 
 
-# --- one bad end ---------------------------------------------------------------------------------
+# --- one failure ---------------------------------------------------------------------------------
 
-# Nothing in them says that they are whole: exported weights are safetensors, and the rest is text.
+# Files without a checksum: exported weights are safetensors, and the others are text.
 UNCHECKED = ("weights", "metrics", "config.yaml", "lock")
 
 
@@ -142,7 +145,7 @@ def last(promises: list[str], what: str) -> int:
 
 
 def check(world: Path, promises: list[str], expected: Expected, flipped: str) -> str:
-    """Hold what is left to what was promised; "exact", or "refused" where a bit was flipped."""
+    """Check all files against the promises; return "exact", or "refused" after a flipped bit."""
     said = [
         check_state(world, promises, expected),
         check_checkpoint(world, promises, expected, any_tag=flipped == "saved/latest"),
@@ -160,7 +163,7 @@ def check_state(world: Path, promises: list[str], expected: Expected) -> str:
         paths = [world / "d0", world / "d1"]
         with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
             found = engine.global_steps
-            # The last step may be on its way; closing waits for it.
+            # The commit of the last step may be in progress until close() returns.
             assert found >= done - ("closed" not in promises), (found, done)
             assert equal(state_of(engine), expected.states[found]), f"another state of {found}"
             if found < STEPS:
@@ -172,7 +175,7 @@ def check_state(world: Path, promises: list[str], expected: Expected) -> str:
 
 
 def check_checkpoint(world: Path, promises: list[str], expected: Expected, *, any_tag: bool) -> str:
-    """With `any_tag` another whole checkpoint than the last may be named."""
+    """With `any_tag`, `latest` may name another complete checkpoint than the last."""
     saved = world / "saved"
     try:
         tag = find_tag(saved, None) if saved.is_dir() else None
@@ -217,7 +220,7 @@ def check_run(world: Path, promises: list[str]) -> str:
 
 
 def bad_end(seed: int, root: Path, expected: Expected) -> str:
-    """What kind it was, and how it was seen."""
+    """Simulate the failure of a seed; return its kind and the result of the checks."""
     choose = random.Random(seed)
     kind = choose.choice(("kill", "kill", "power", "power", "power", "call"))
     world, flipped = root if kind == "call" else expected.tree.root, ""
@@ -241,7 +244,7 @@ def bad_end(seed: int, root: Path, expected: Expected) -> str:
 
 
 def failing_call(world: Path, choose: random.Random, expected: Expected) -> list[str]:
-    """Train while one system call fails, or all from there on; what had been promised by then."""
+    """Train while one system call, or all after it, fails; return the promises made before."""
     left, stays = choose.randrange(expected.calls), choose.random() < 0.5
     number = choose.choice((errno.EIO, errno.ENOSPC))
     promises: list[str] = []

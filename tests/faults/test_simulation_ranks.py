@@ -1,10 +1,11 @@
-"""Two ranks killed at any moment, and files of other times, ranks and histories: right, or refused.
+"""Simulation of crashes of two ranks, and of files of other times, histories and ranks.
 
-A run of two ranks commits a step and goes on twice from there, with other batches the second time.
-Each seed cuts the first history off, by a kill or a loss of power, and may replace some files of a
-rank by those of another moment, of the other history, or of the other rank.
+A run of two ranks commits a step and is continued twice from there, with other batches the second
+time. Each seed ends the first history by a kill or a power loss, and may replace some files of a
+rank by those of another time, of the other history, or of the other rank. The resumed state is
+exact, or resuming is refused.
 
-INFINITY_SEED=17 python -m pytest tests/faults/test_simulation_ranks.py -k replay    one seed again
+Rerun one seed: INFINITY_SEED=17 python -m pytest tests/faults/test_simulation_ranks.py -k replay
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def go_on(
     shift: int = 0,
     promise: Callable[[str], None] | None = None,
 ) -> dict[int, Weights]:
-    """Resume, and train up to a step (default: the next); the master weights at each, by step."""
+    """Resume and train to step `steps` (default: the next); return the master weights by step."""
     config = settings(
         world, MIXED | {"reshard_after_forward": True}, seed=1, durable=True, resume="auto"
     )
@@ -71,7 +72,7 @@ def go_on(
 class Expected:
     tree: RecordedTree  # of the first history
     fork: Path  # the end of the second one
-    states: list[dict[int, Weights]]  # of each
+    states: list[dict[int, Weights]]  # of each history
 
 
 @pytest.fixture(scope="module")
@@ -84,11 +85,11 @@ def expected(in_memory: Path) -> Expected:
     with tree.recording():
         first = go_on(world, STEPS, promise=tree.mark)
     shutil.rmtree(world)
-    fork.rename(world)  # runs know their directories by path
+    fork.rename(world)  # runs store absolute paths
     second = go_on(world, STEPS, shift=50)
     world.rename(fork)
     tree.left(len(tree.log), world, None)
-    first |= go_on(world)  # a step later the moments show
+    first |= go_on(world)  # the moments affect the weights one step later
     shutil.rmtree(world)
     return Expected(tree, fork, [begun | first, begun | second])
 
@@ -99,7 +100,7 @@ def directory_of(world: Path, rank: int) -> Path:
 
 
 def replace_some(world: Path, choose: random.Random, expected: Expected) -> list[str]:
-    """Put files of another time, history or rank in the place of some; which they were."""
+    """Replace some files by those of another time, history or rank; return which."""
     source = choose.choice(("time", "history", "rank", "rank's directory"))
     rank = choose.randrange(COUNT)
     aside, elsewhere = world.with_name("elsewhere"), rank
@@ -146,7 +147,7 @@ def check(world: Path, promised: int, replaced: list[str], expected: Expected) -
     try:
         states = go_on(world)
         found = min(states)
-        # A step is safe once `step()` of the next one, or closing, has returned.
+        # A step is committed once `step()` of the next one, or close(), has returned.
         assert found >= (1 if replaced else max(1, promised - 1)), (found, promised)
         of = [
             n
@@ -154,7 +155,7 @@ def check(world: Path, promised: int, replaced: list[str], expected: Expected) -
             if found in steps and same(states[found], steps[found])
         ]
         assert of, f"wrong weights after update {found}"
-        if 0 in of:  # with these batches the second history would become a third
+        if 0 in of:  # go_on() trained with the batches of the first history
             later = expected.states[0][found + 1]
             assert same(states[found + 1], later), "wrong weights one step later"
     except InfinityError:

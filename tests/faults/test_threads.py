@@ -1,4 +1,4 @@
-"""One engine, one thread at a time; and engines that nobody closed."""
+"""Tests of engines used by several threads, and of engines dropped without close()."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from infinity.storage.reservations import PROCESS
 
 
 def elsewhere(do: Callable[[], Any]) -> BaseException | None:
-    """What a call raises in another thread; this one waits for it."""
+    """Run a call in another thread and wait for it; return the exception it raised."""
     raised: list[BaseException] = []
 
     def run() -> None:
@@ -80,7 +80,7 @@ def calls(engine: Engine, path: Path) -> dict[str, Callable[[], Any]]:
 
 
 class Meddled:
-    """Makes all calls from another thread, once, when it is reached in the middle of one."""
+    """Hook that makes all calls from another thread, once, while a call is in progress."""
 
     def __init__(self, engine: Engine, path: Path) -> None:
         self.engine, self.path = engine, path
@@ -92,12 +92,12 @@ class Meddled:
                 self.outcomes[name] = elsewhere(call)
 
     def state_dict(self) -> dict[str, Any]:
-        """As a registered item, in the middle of a save."""
+        """Called during a save, as registered state."""
         self()
         return {}
 
     def load_state_dict(self, state: Any) -> None:
-        """Nothing."""
+        """Required of registered state."""
 
     def assert_refused(self) -> None:
         assert self.outcomes
@@ -148,7 +148,7 @@ def test_call_from_second_thread_during_a_call_is_refused(
 
 
 def test_engine_call_inside_scheduler_step_is_refused(tmp_path: Path) -> None:
-    """It is stepped in the middle of it."""
+    """The scheduler is stepped inside `engine.step()`."""
     refused: list[ResidencyError] = []
 
     def factor(step: int) -> float:
@@ -205,7 +205,7 @@ def test_failed_backward_releases_the_engine(tmp_path: Path) -> None:
 def test_unlocked_threads_get_errors_and_exact_results(
     tmp_path: Path, placement: dict[str, str]
 ) -> None:
-    """One trains, and tries again when it is refused; the other evaluates as it likes."""
+    """One thread trains and retries refused calls; the other evaluates continuously."""
     with small_engine(tmp_path, placement) as engine:
         losses = train(engine, 6)
         expected = masters(engine)
@@ -246,7 +246,7 @@ def test_unlocked_threads_get_errors_and_exact_results(
         assert same(masters(engine), expected)
 
 
-# --- engines that nobody closed ------------------------------------------------------------------
+# --- engines dropped without close() -------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -294,7 +294,7 @@ def test_dropped_engine_releases_everything_but_weights(
     else:
         del model
     assert PROCESS.ram() == reserved
-    # Threads that were joined are in the system's list a little longer, an earlier test's too.
+    # Joined threads stay in /proc a little longer, also those of earlier tests.
     for left, were in zip((threads, native_threads, descriptors), before, strict=True):
         assert wait_until(lambda left=left, were=were: left() <= were), left() - were
     assert not os.listdir(nvme)

@@ -1,4 +1,4 @@
-"""On a real GPU: same bits wherever the state rests. Skips, saying so, where there is none."""
+"""Tests on a real GPU that every placement of the state gives identical results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""On a real GPU: the fused kernels give the same bits as the CPU's, and never wait for the GPU."""
+"""Tests on a real GPU of the fused kernels: bitwise equal to the CPU kernels, and asynchronous."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_square_sums_equal_cpu_kernels(gpu, cpu, dtype: torch.dtype) -> None:
 def test_update_is_enqueued_on_current_stream(gpu, cpu) -> None:
     room = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
     there = room.copy("cuda:0")
-    gpu.update_all([room.copy("cuda:0").piece])  # compiled and loaded
+    gpu.update_all([room.copy("cuda:0").piece])  # compiles and loads the kernels
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
     gradient = there["gradient"].clone()
@@ -147,7 +147,7 @@ def test_update_launched_from_another_thread(gpu, cpu) -> None:
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch) -> None:
     device = torch.device("cuda", 0)
     monkeypatch.setenv("INFINITY_KERNEL_CACHE", str(tmp_path))
-    CudaKernels(device)  # which launches one of each sort
+    CudaKernels(device)  # launches one kernel of each kind
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(cuda_compile.core(), "Program", lambda *_: pytest.fail("compiled again"))
     second = CudaKernels(device)

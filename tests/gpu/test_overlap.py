@@ -1,6 +1,6 @@
-"""On a real GPU: what moves beside compute changes no bit, and the host waits for almost nothing.
+"""Tests on a real GPU of transfers that overlap compute: exact results, few host synchronizations.
 
-`tests/overlap` and `tests/parity` hold the same on the fake accelerators.
+`tests/overlap` and `tests/parity` test the same on the fake accelerators.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def train(
     streams: Sequence[torch.cuda.Stream | None] = (None, None),
     **more: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """Losses, and masters at the end; forward and backward on two `streams`."""
+    """Train with forward and backward on two `streams`; return losses and final master weights."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses = []
     with make(path, placement, **more) as engine:
@@ -76,7 +76,7 @@ def train(
             with torch.cuda.stream(streams[0]), cast:
                 loss = engine(tokens)
             with torch.cuda.stream(streams[1]):
-                if streams[0] is not None:  # what is handed from one to the other is the user's
+                if streams[0] is not None:  # ordering the user's streams is the user's task
                     torch.cuda.current_stream().wait_stream(streams[0])
                 engine.backward(loss)
             engine.step()
@@ -136,7 +136,7 @@ def test_side_streams_do_not_change_results(tmp_path: Path, place: str, update: 
 
 @pytest.mark.parametrize("place", ["ram", "disk"])
 def test_forwards_on_alternating_streams(tmp_path: Path, place: str) -> None:
-    """Weights come into slots that another stream may still read."""
+    """Weights are copied into slots that another stream may still read."""
     given, streams = batches(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
     with make(tmp_path, PLACES[place]) as engine, torch.no_grad():
@@ -151,7 +151,7 @@ def test_forwards_on_alternating_streams(tmp_path: Path, place: str) -> None:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_backward_called_on_the_loss(tmp_path: Path, place: str) -> None:
-    """Runs on a thread of autograd's; nothing that it leaves keeps weights where they were."""
+    """The backward runs on an autograd thread; nothing it leaves may keep weights resident."""
     expected = train(tmp_path, PLACES[place])[0]
     gc.disable()
     try:
@@ -172,7 +172,7 @@ def test_backward_called_on_the_loss(tmp_path: Path, place: str) -> None:
 
 
 def test_copy_streams_are_not_handed_out_to_users() -> None:
-    """torch hands out 32 of a priority, over and over."""
+    """torch hands out 32 streams per priority, in rotation."""
     with closing(find_device("cuda")) as device:
         ours = [
             device._h2d_stream,
@@ -202,9 +202,9 @@ def test_graph_capture_is_refused_and_training_continues(tmp_path: Path) -> None
 def test_step_waits_once_and_allocates_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Weights, state and gradients in RAM; what the engine's own threads wait for is not counted.
+    """Weights, state and gradients in RAM; waits of the engine's own threads are not counted.
 
-    Autograd runs the backward of CUDA on threads of its own, so all others are counted.
+    All other threads are counted, because autograd runs the backward on threads of its own.
     """
     waits: Counter[str] = Counter()
     wait, synchronize = CudaEvent.wait, torch.cuda.synchronize
@@ -228,7 +228,7 @@ def test_step_waits_once_and_allocates_nothing(
             for index in range(STEPS):
                 if index == 3:
                     waits.clear()
-                    torch.cuda.set_sync_debug_mode("error")  # of torch's operations that wait
+                    torch.cuda.set_sync_debug_mode("error")  # raise on synchronizing operations
                 engine.backward(engine(given[index]))
                 engine.step()
                 allocated.append(torch.cuda.memory_stats()["num_device_alloc"])
@@ -237,8 +237,8 @@ def test_step_waits_once_and_allocates_nothing(
         found = dict(waits)
     assert found.get("event", 0) <= STEPS - 3
     assert "synchronize" not in found
-    # What waits for copies (`GradientCopies.send` too) depends on how far ahead the host is: the
-    # first steps may need more.
+    # Waits for copies (also in `GradientCopies.send`) depend on how far ahead the host is, so the
+    # first steps may allocate more.
     assert allocated[-1] == allocated[-2]
 
 
@@ -248,7 +248,7 @@ def test_trace_has_gpu_times(tmp_path: Path) -> None:
         for tokens in batches()[:STEPS]:
             engine.backward(engine(tokens))
             engine.step()
-        engine.settle()  # the last update moves bytes too
+        engine.settle()  # the last update transfers bytes too
         moved = engine.counters()
     timeline = read_timeline(tmp_path / "t.json")
     assert timeline.complete

@@ -1,4 +1,4 @@
-"""On a real GPU: FusedAdam gives the bits of CPUAdam, and trains a model."""
+"""Tests on a real GPU that FusedAdam equals CPUAdam bit for bit."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_fused_adam_equals_cpu_adam(dtype: torch.dtype) -> None:
             assert torch.equal(value, other.state[q][name].cpu()), name
     moved = copy.deepcopy(other.state_dict())
     back = infinity.CPUAdam(host, **options)
-    back.load_state_dict(moved)  # state goes to where the parameters are
+    back.load_state_dict(moved)  # state is moved to the device of the parameters
     assert all(value.is_cpu for value in back.state[host[0]].values())
 
 

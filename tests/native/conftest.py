@@ -1,4 +1,4 @@
-"""Engines of every back end that this machine has."""
+"""Fixtures: I/O engines of every back end that this machine supports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The native kernels against their readable reference: bit for bit, on every instruction set."""
+"""Tests of the native kernels: bitwise equal to the numpy reference, on every instruction set."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ property_test = settings(
 
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[CpuKernels]]:
-    """One pool for every instruction set and several thread counts."""
+    """One pool for each instruction set and thread count."""
     made = [CpuKernels(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
     yield made
     for pool in made:
@@ -127,7 +127,7 @@ def test_update_equals_reference_for_every_rule_and_layout(pools, rule_params, k
 def test_update_does_not_depend_on_piece_boundaries(
     pools, seed, n, kind, rule_params, cuts
 ) -> None:
-    """Pieces, in one job or in several, give the bits of the whole."""
+    """Updating consecutive pieces, in one job or in several, equals updating the whole tensor."""
     source = Source(seed)
     whole = source.whole_state(n, "split", rule_params, kind)
     gradient = source.floats(n, BF16)
@@ -250,7 +250,7 @@ def test_split_and_join_equal_reference(pools, seed, n) -> None:
         np.testing.assert_array_equal(bits(back), bits(join_master(*got)))
 
 
-# The split layout itself, from its definition.
+# The split layout, tested against its definition.
 
 
 def check_split(pool: CpuKernels, patterns: np.ndarray) -> None:

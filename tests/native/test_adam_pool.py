@@ -1,4 +1,4 @@
-"""The kernels' pool: several callers, fork, close, float modes, misuse."""
+"""Tests of the thread pool of the kernels: concurrent callers, fork, close, float modes, misuse."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_two_threads_share_one_pool() -> None:
 
 
 def test_close_during_calls_finishes_them_and_rejects_later_ones() -> None:
-    """Calls in flight when the pool closes finish with the right numbers; later ones raise."""
+    """Calls in progress when the pool closes return correct results; later ones raise."""
     values = Source(6).floats(300_000, torch.float32, wild=False)
     want = reference_square_sum(values)
     pool = CpuKernels(4)
@@ -95,7 +95,7 @@ def test_flush_denormal_does_not_change_results() -> None:
     try:
         with CpuKernels(2) as pool:
             update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, 1)
-        assert float(torch.full((1,), 1e-40) * 2) == 0.0  # and torch's choice is restored
+        assert float(torch.full((1,), 1e-40) * 2) == 0.0  # torch's setting is restored
     finally:
         torch.set_flush_denormal(False)
     assert_same(state, want)

@@ -1,4 +1,4 @@
-"""The native AdamW against torch: by ulps, and bit for bit where torch does not fuse."""
+"""Tests of the native AdamW against torch: within ulps, and exact where torch does not fuse."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def errors_in_ulps(
     ours: list[np.ndarray],
     step_scalars: tuple[float, ...],
 ) -> list[float]:
-    """Largest difference of (p, m, v), in ulps of the largest term of the sums behind each.
+    """Return the largest difference of (p, m, v), in ulps of the largest term of their sums.
 
     An ulp of x is 2^-23 |x| here. torch fuses multiply and add where the CPU can, and its square
-    root (MKL) is not correctly rounded. Where terms cancel, that is large next to the result but
-    small next to the terms. Two terms count more than once, as they carry errors of their own: g
-    enters v squared, and the update is five rounded operations (seen: below 7 ulp of it).
+    root (MKL) is not correctly rounded. Where terms cancel, the difference is large relative to the
+    result but small relative to the terms. Two terms are weighted, as they carry errors themselves:
+    g enters v squared, and the update is five rounded operations (measured: below 7 ulp of it).
     """
     p, m, v, gradient = (np.abs(values.astype(np.float64)) for values in before)
     _, decay, l2, c1, beta2, c2, step_size, correction, eps = step_scalars
@@ -47,7 +47,7 @@ def errors_in_ulps(
 @pytest.mark.parametrize("rule_params", [ADAMW, L2], ids=["adamw", "l2"])
 @pytest.mark.parametrize("split", [True, False], ids=["split", "fp32"])
 def test_adam_agrees_with_torch_within_ulps(rule_params, split) -> None:
-    """Every step starts from torch's state; seen: 2.2 ulp of the largest term of a sum (AVX2)."""
+    """Every step starts from torch's state; measured: 2.2 ulp of the largest term (AVX2)."""
     n = 40_000
     source = Source(11)
     weight = torch.nn.Parameter(source.floats(n, torch.float32, wild=False).clone())
@@ -118,7 +118,7 @@ sys.exit(f"(step, of, elements that differ): {different}" if different else 0)
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="needs torch's SSE2 kernels")
 def test_reference_equals_torch_without_fused_operations() -> None:
-    """The order of operations is torch's: same bits, but where its square root is not rounded."""
+    """Operations are in torch's order: exact except where its square root is not rounded right."""
     tests = str(Path(__file__).parent.parent)
     environment = os.environ | {"ATEN_CPU_CAPABILITY": "default", "PYTHONPATH": tests}
     done = subprocess.run(

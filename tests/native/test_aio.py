@@ -1,4 +1,4 @@
-"""The native I/O engine: bytes arrive, whatever their sizes and whoever asks."""
+"""Tests of reads and writes of the native I/O engine: sizes, alignments, concurrent callers."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_engine_is_shared_by_many_threads(engine: Engine, tmp_path: Path) -> Non
 
 
 def test_short_reads_are_continued(engine: Engine) -> None:
-    """A /proc file gives a page or so per read, however much is asked for."""
+    """A read of a /proc file returns about a page, whatever the requested length."""
     path, length = "/proc/kallsyms", 48 * KIB
     try:
         with open(path, "rb") as plain:

@@ -1,4 +1,4 @@
-"""Waiting, interrupting, forking, closing."""
+"""Tests of waiting, interrupting, forking and closing of the native I/O engine."""
 
 from __future__ import annotations
 
@@ -53,9 +53,9 @@ def test_close_cancels_queued_requests(backend: str, tmp_path: Path) -> None:
         engine.submit(READ, [(file, i * BLOCK, BLOCK, target.address + i * BLOCK)])
         for i in range(20)
     ]
-    file.close()  # requests keep it open
+    file.close()  # pending requests keep the descriptor open
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 4)
-    engine.close()  # does not wait for all
+    engine.close()  # cancels queued requests
     cancelled = 0
     for i, ticket in enumerate(tickets):
         assert ticket.done()
@@ -127,7 +127,7 @@ def test_engine_in_forked_child_raises(backend: str, tmp_path: Path) -> None:
 
 
 def test_dropped_ticket_waits_for_its_transfer(backend: str, tmp_path: Path) -> None:
-    """Memory is idle once nobody holds the ticket, even if nobody waited."""
+    """Dropping a ticket waits for its transfer, so that its memory can be reused."""
     file = make_file(tmp_path / "file", noise(4 * BLOCK))
     buffer = Buffer(4 * BLOCK)
     engine = held_engine(backend)

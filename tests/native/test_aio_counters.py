@@ -1,4 +1,4 @@
-"""Depth, counters and the artificially slow disk."""
+"""Tests of queue depth, counters and the rate limit of the native I/O engine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_rate_limit_is_shared_by_reads_and_writes(backend: str, tmp_path: Path) 
 
 
 def test_rate_limit_bounds_reads_and_writes(backend: str, tmp_path: Path) -> None:
-    """One after the other: none of a class ends before the one that was asked for earlier."""
+    """Blocks complete one after the other, none faster than the rate allows."""
     engine = slow_engine(backend, 500 * BLOCK, queue_depth=8)
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
@@ -77,7 +77,7 @@ def test_rate_limit_bounds_reads_and_writes(backend: str, tmp_path: Path) -> Non
     assert all(ticket.wait(LONG_S) for ticket in tickets)
     first = min(ticket.times_ns[1] for ticket in tickets if ticket.times_ns)
     ends = sorted(ticket.times_ns[2] for ticket in tickets if ticket.times_ns)
-    for number, end in enumerate(ends, start=1):  # at least so late: the rate is a bound
+    for number, end in enumerate(ends, start=1):  # lower bounds only: the rate is a maximum
         assert end - first > 0.9e9 * number / 500
     engine.close()
 
@@ -112,7 +112,7 @@ def on_two_devices(tmp_path: Path) -> Iterator[list[File]]:
 
 
 def count_of_devices(engine: Engine, files: list[File], backend: str) -> None:
-    """Read both files and write one; all but the times is counted exactly."""
+    """Read both files and write one; check the counters of each device."""
     target = Buffer(16 * BLOCK)
     both = [(file, 0, 8 * BLOCK, target.address + i * 8 * BLOCK) for i, file in enumerate(files)]
     assert engine.device_counters() == {}

@@ -1,4 +1,4 @@
-"""CRC32C against its definition and against published values."""
+"""Tests of CRC32C against its definition and published values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from infinity import _aio
 
 
 def crc_by_table(data: bytes, initial: int = 0) -> int:
-    """The slow, obvious way."""
+    """Return the CRC32C computed byte by byte."""
     state = initial ^ 0xFFFFFFFF
     for byte in data:
         state = (state >> 8) ^ TABLE[(state ^ byte) & 0xFF]
@@ -42,7 +42,7 @@ def crc(data: bytes, initial: int = 0, shift: int = 0) -> int:
     [
         (b"", 0),
         (b"123456789", 0xE3069283),
-        (bytes(32), 0x8A9136AA),  # this and the next three: RFC 3720, B.4
+        (bytes(32), 0x8A9136AA),  # this and the next three from RFC 3720, B.4
         (b"\xff" * 32, 0x62A8AB43),
         (bytes(range(32)), 0x46DD794E),
         (bytes(range(31, -1, -1)), 0x113FDB5C),
@@ -53,7 +53,7 @@ def test_crc32c_known_values(data: bytes, value: int) -> None:
     assert crc_by_table(data) == value
 
 
-# Around the lengths at which the fast way changes step: 8, 3 x 256, 3 x 4096 and 3 x 65536 bytes.
+# Around the lengths at which the fast path changes stride: 8, 3 x 256, 3 x 4096, 3 x 65536 bytes.
 LENGTHS = [1, 7, 8, 9, 767, 768, 769, 5000, 12287, 12288, 12289, 26000]
 WIDE = [196_607, 196_608, 196_609, 210_000]
 
@@ -125,7 +125,7 @@ def test_crc32c_uses_cpu_instruction_if_available() -> None:
 
 
 def test_crc32c_releases_the_gil() -> None:
-    """Another thread runs while this one does nothing but checksums."""
+    """Another thread runs while this one computes checksums."""
     buffer = Buffer(16 << 20)
     ran: list[bool] = []
     with while_this_thread_waits(lambda: ran.append(True)):

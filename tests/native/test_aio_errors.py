@@ -1,4 +1,4 @@
-"""What the native I/O engine refuses, and what it says when the kernel does."""
+"""Tests of argument checks and of kernel errors in the native I/O engine."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_read_past_end_of_file_raises(engine: Engine, tmp_path: Path, direct: st
     file = make_file(path, noise(BLOCK + BLOCK // 2 + 100), direct=direct)
     target = Buffer(4 * BLOCK)
     ticket = engine.submit(READ, [(file, BLOCK, BLOCK, target.address)])
-    for _ in range(2):  # every time
+    for _ in range(2):  # each wait raises again
         with pytest.raises(AioError) as caught:
             ticket.wait(LONG_S)
         error = caught.value
@@ -109,7 +109,7 @@ def test_failed_block_cancels_remaining_blocks_of_ticket(backend: str, tmp_path:
 
 
 def test_write_beyond_file_size_limit_raises(backend: str, tmp_path: Path) -> None:
-    """The write that crosses the limit is short; going on must fail, not be taken for success."""
+    """The write that crosses the limit is short; its continuation must fail."""
     out = in_subprocess(
         """
         import ctypes, mmap, resource, sys
@@ -154,7 +154,7 @@ def test_file_open_allocate_and_close(tmp_path: Path) -> None:
     assert file.size == 100_000
     with pytest.raises(AioError) as caught:
         file.allocate(2**62)
-    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)  # as the file system has it
+    assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)  # depends on the file system
     assert caught.value.op == "allocate"
     file.close()
     file.close()

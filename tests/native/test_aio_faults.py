@@ -1,4 +1,4 @@
-"""The seeded faulty back end: every kind shows, and what survives it is right."""
+"""Tests of injected I/O faults: each kind has its effect, and successful requests are correct."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def faulty(backend: str, faults: str, queue_depth: int = 4, stuck_after_s: float
 
 
 def outcome(ticket: Ticket) -> int:
-    """The error number, 0 where it went well."""
+    """Return the error number, 0 on success."""
     try:
         ticket.wait()
     except AioError as error:
@@ -37,7 +37,7 @@ def outcome(ticket: Ticket) -> int:
 
 
 def outcomes(engine: Engine, op: int, file: File, buffer: Buffer) -> list[int]:
-    """The error number of every block, each a request of its own; 0 where it went well."""
+    """Transfer every block as a separate request; return their error numbers, 0 on success."""
     tickets = [
         engine.submit(op, [(file, i * BLOCK, BLOCK, buffer.address + i * BLOCK)], keep=buffer)
         for i in range(NUM_BLOCKS)
@@ -60,7 +60,7 @@ def test_injected_errors_affect_only_failed_blocks(
     written = outcomes(engine, WRITE, file, Buffer(len(DATA), DATA))
     assert set(written) == {0, number}
     assert 8 <= written.count(number) <= 32
-    # A write that failed did not happen, one that went well did.
+    # Failed writes changed nothing; successful ones are complete.
     on_disk = (tmp_path / "f").read_bytes()
     assert wrong_blocks(on_disk) == [i for i, error in enumerate(written) if error]
     target = Buffer(len(DATA), b"\xaa" * len(DATA))
@@ -99,7 +99,7 @@ def test_harmless_faults_do_not_change_data(
 
 
 def test_reorder_fault_changes_completion_order(backend: str, tmp_path: Path) -> None:
-    """Of two requests the later one finishes first, which a sound engine of depth 1 never does."""
+    """The later of two requests sometimes completes first."""
     file = make_file(tmp_path / "f", DATA)
     target = Buffer(len(DATA))
     engine = faulty(backend, "seed=3,kinds=reorder,rate=0.4", queue_depth=2)
@@ -110,7 +110,7 @@ def test_reorder_fault_changes_completion_order(backend: str, tmp_path: Path) ->
             for at in (2 * turn, 2 * turn + 1)
         ]
         assert wait_all(pair)
-        earlier, later = (ticket.times_ns[2] for ticket in pair)  # who looks may come too late
+        earlier, later = (ticket.times_ns[2] for ticket in pair)  # polling done() could miss it
         overtaken += later < earlier
     assert overtaken > 3
     engine.close()
@@ -124,7 +124,7 @@ def test_flip_fault_flips_one_bit_per_block(backend: str, tmp_path: Path) -> Non
     wrong = wrong_blocks(target.bytes())
     assert 6 <= len(wrong) <= 28
     bits = int.from_bytes(target.bytes()) ^ int.from_bytes(DATA)
-    assert bits.bit_count() == len(wrong)  # one in each
+    assert bits.bit_count() == len(wrong)  # one bit in each block
     assert (tmp_path / "f").read_bytes() == DATA
     engine.close()
 
@@ -148,7 +148,7 @@ SEEDS = [
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_faults_of_all_kinds_give_data_or_error(backend: str, tmp_path: Path, seed: int) -> None:
-    """Right bytes or an error of the right kind, and the engine closes; flips excepted."""
+    """Each request has correct data or an expected error, and the engine closes; without flips."""
     rng = random.Random(seed)
     file = make_file(tmp_path / "f", DATA)
     kinds = "eio+enospc+short+delay+reorder+stuck"

@@ -1,4 +1,4 @@
-"""What a file knows about where it lies, sizes of all kinds, and the page cache."""
+"""Tests of native I/O files: file system and device, transfer sizes, the page cache."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SIZES = [1, 4095, 4096, BLOCK - 1, BLOCK + 1, EXTENT - 1, EXTENT, EXTENT + 1, 3 
 
 
 def mount_type(path: Path) -> str:
-    """What the kernel says of the mount that holds `path`: the last one with its device."""
+    """Return the type of the last mount with the device of `path`, from mountinfo."""
     device = os.stat(path).st_dev
     found = ""
     for line in Path("/proc/self/mountinfo").read_text().splitlines():
@@ -62,7 +62,7 @@ def test_direct_reason_explains_buffered_io(tmp_path: Path) -> None:
 def test_round_trip_in_scattered_extents(
     backend: str, tmp_path: Path, nbytes: int, direct: str
 ) -> None:
-    """A logical range lies in extents all over the file; plain reads of Python are the judge."""
+    """A logical range is scattered over extents of the file; compared with plain Python reads."""
     rng = random.Random(nbytes)
     path = tmp_path / "f"
     file = make_file(path, noise(8 * EXTENT), direct=direct)
@@ -115,7 +115,7 @@ def test_buffered_io_is_dropped_from_page_cache(backend: str, tmp_path: Path) ->
     assert engine.submit(READ, [(file, 0, nbytes, target.address)]).wait()
     assert wait_until(lambda: resident_pages(file, nbytes) == 0)
     assert target.bytes() == data
-    # Beside it: what Python reads does stay, so the measure can tell.
+    # Control: pages that Python reads stay resident, so the measurement works.
     assert (tmp_path / "f").read_bytes() == data
     assert resident_pages(file, nbytes) > 0
     engine.close()

@@ -1,4 +1,4 @@
-"""Who goes first, who waits, and who is called back. The disk does one block after the other."""
+"""Tests of priorities, promotion and cancellation, on a slow disk that does one block at a time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NUM_BLOCKS = 40
 
 
 class SlowDisk:
-    """One engine of depth 1, one file, one buffer; requests are of whole blocks."""
+    """Engine of depth 1 with one file and one buffer; requests are multiples of a block."""
 
     def __init__(self, backend: str, path: Path, blocks_per_s: int = 400) -> None:
         self.engine = slow_engine(backend, blocks_per_s * BLOCK, queue_depth=1)
@@ -52,8 +52,8 @@ def disk(backend: str, tmp_path: Path) -> Iterator[SlowDisk]:
 
 
 def queued(disk: SlowDisk, submit: Callable[[], list[Ticket]]) -> list[Ticket]:
-    """Tickets that were all asked for while the disk was busy with something else."""
-    for count in (1, 3, 9, 27, 81):  # more, if this machine is busy: at last of four seconds
+    """Return tickets that were all submitted while the disk was busy with other requests."""
+    for count in (1, 3, 9, 27, 81):  # more if this machine is busy; the last takes four seconds
         first = [disk.submit(20, URGENT) for _ in range(count)]
         tickets = submit()
         if not first[-1].done():
@@ -63,7 +63,7 @@ def queued(disk: SlowDisk, submit: Callable[[], list[Ticket]]) -> list[Ticket]:
 
 
 def order(tickets: Sequence[Ticket]) -> list[int]:
-    """Indices of finished tickets, first to last."""
+    """Return the indices of the tickets in order of completion."""
     assert wait_until(lambda: all(ticket.done() for ticket in tickets))
     return sorted(range(len(tickets)), key=lambda index: ended(tickets[index]))
 
@@ -104,14 +104,14 @@ def test_wait_promotes_ticket(disk: SlowDisk) -> None:
         return [*(disk.submit(40, NORMAL) for _ in range(2)), disk.submit(4, BACKGROUND)]
 
     *others, low = queued(disk, submit)
-    assert low.wait(0.0) is False  # looking is not waiting
+    assert low.wait(0.0) is False  # a timeout of 0 does not promote
     assert low.wait(LONG_S)
     assert wait_all(others)
     assert ended(low) < ended(others[1])
 
 
 def test_reads_and_writes_alternate(disk: SlowDisk) -> None:
-    """Of two long queues of different direction, not one after the other."""
+    """Two long queues of reads and writes are served alternately."""
 
     def submit() -> list[Ticket]:
         return [disk.submit(1, NORMAL, op, first=i) for op in (READ, WRITE) for i in range(8)]
@@ -131,7 +131,7 @@ def test_cancel_queued_and_running_tickets(backend: str, tmp_path: Path) -> None
         queued.wait()
     assert (caught.value.errno, caught.value.filename) == (errno.ECANCELED, disk.file.path)
     assert wait_until(lambda: disk.engine.counters()["in_flight_blocks"] > 0)
-    assert running.cancel() is False  # a block is with the kernel
+    assert running.cancel() is False  # a block is in flight
     with pytest.raises(AioError) as caught:
         running.wait(LONG_S)
     assert caught.value.errno == errno.ECANCELED

@@ -1,4 +1,4 @@
-"""What probing finds, and what it says when something is forbidden."""
+"""Tests of probing the back ends, and of the fallback when io_uring is forbidden."""
 
 from __future__ import annotations
 

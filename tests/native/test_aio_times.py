@@ -1,4 +1,4 @@
-"""When a ticket was submitted, begun and over."""
+"""Tests of the times of tickets: submitted, begun, completed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests that never come back end in an error that names them; nothing hangs."""
+"""Tests of the watchdog: requests that never complete raise an error that names them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_close_of_stuck_engine_raises_and_leaks_nothing(backend: str, tmp_path: 
         error = times_out(engine.close)
         assert (error.op, error.filename) == ("close", file.path)
         assert all(ticket.done() and ticket.error for ticket in tickets)
-        engine.close()  # said once
+        engine.close()  # raises only once
         with pytest.raises(AioError, match="closed"):
             engine.submit(READ, [])
         del engine, tickets, file, error  # the traceback of the error holds the engine
@@ -100,13 +100,13 @@ def test_slow_disk_does_not_trigger_watchdog(backend: str, tmp_path: Path) -> No
     target = Buffer(4 * BLOCK)
     engine = Engine(backend=backend, block_size=BLOCK, slow_bytes_per_s=1, stuck_after_s=0.3)
     slow = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
-    assert slow.wait(0.7) is False  # and no error
+    assert slow.wait(0.7) is False  # no error
     engine.close()
     assert slow.wait()
 
 
 class Kept:
-    """Something that can be asked whether it is still alive."""
+    """Object that supports weak references."""
 
 
 def test_dropped_stuck_ticket_leaks_memory_and_counts_it(backend: str, tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
-"""The 512-bit kernels on any CPU: their intrinsics emulated, their bits those of the baseline.
+"""Test of the AVX-512 kernels with emulated intrinsics, on any CPU, against the baseline kernels.
 
-Where the CPU has AVX-512, all the other tests run the real ones as well.
+On a CPU with AVX-512 all other tests run the real kernels as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Lossy moments: what a code stands for, what rounding does on average, what stays visible."""
+"""Tests of the moment formats: encoding, stochastic rounding, non-finite values."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_encode_and_decode_equal_reference(kernels, kind, signed, wild) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_int8_relative_error_is_bounded(kernels, signed) -> None:
-    """Eight steps per octave: at most 1/16 off, down to 2^-16 (2^-32) of the largest."""
+    """Eight codes per octave: error at most 1/16, down to 2^-16 (unsigned 2^-32) of the largest."""
     octaves = 15 if signed else 31
     exponents = torch.linspace(0, octaves, 40 * MOMENT_BLOCK)[torch.randperm(40 * MOMENT_BLOCK)]
     values = torch.exp2(-exponents)
@@ -80,12 +80,12 @@ def test_int8_relative_error_is_bounded(kernels, signed) -> None:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_int8_codes_survive_a_round_trip(kernels, signed) -> None:
-    """Decoding and encoding again moves nothing, whatever the scale."""
+    """Decoding and encoding again gives the same codes at every scale."""
     for scale in (1.0, 3e-5, 1.1754944e-38, 2.0**100, torch.finfo(torch.float32).max):
         codes = torch.arange(256, dtype=torch.uint8).repeat(2)
-        codes[::MOMENT_BLOCK] = 127 if signed else 255  # or the scale would be another
+        codes[::MOMENT_BLOCK] = 127 if signed else 255  # keeps the scale of the block
         if signed:
-            codes[codes == 128] = 0  # minus zero is zero
+            codes[codes == 128] = 0  # -0.0 encodes as 0.0
         moment = Moment(codes, torch.full((4,), scale), INT8)
         again = coded(kernels, decoded(kernels, moment, signed), INT8, signed)
         if scale > 1e-30:
@@ -119,7 +119,7 @@ def test_nan_gradient_propagates_to_moments_and_weight(kernels) -> None:
 
 
 def test_int8_second_moment_stays_positive(kernels) -> None:
-    """A root of zero in the denominator would make the update explode."""
+    """A second moment of zero in the denominator would make the update explode."""
     gradient = torch.exp2(-torch.linspace(0, 60, 256))
     weight = torch.zeros(256)
     moments = [Moment.zeros(256, INT8), Moment.zeros(256, INT8)]
@@ -138,13 +138,13 @@ def test_int8_denormal_moments_round_trip(kernels) -> None:
 
 @pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
 def test_stochastic_rounding_is_unbiased(kernels, kind) -> None:
-    """Adagrad's sum stays (the gradient is 0), so only rounding moves it; many keys average out."""
+    """The mean over 400 keys of Adagrad's sum equals the exact sum."""
     rule_params = Adagrad(lr=0.0)
     n = 64 * MOMENT_BLOCK
     exact = torch.exp2(-torch.linspace(0, 9, n))
     exact[::MOMENT_BLOCK] = 1.0
     start = coded(kernels, exact, kind, signed=False)
-    gradient = (0.3 * exact.sqrt()).contiguous()  # now the sum is between two steps
+    gradient = (0.3 * exact.sqrt()).contiguous()  # the sum is between two representable values
     total = torch.zeros(n, dtype=torch.float64)
     rounds = 400
     for key in range(rounds):
@@ -160,7 +160,7 @@ def test_stochastic_rounding_is_unbiased(kernels, kind) -> None:
 
 
 def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
-    """What rounding to nearest would lose: 1000 additions of a thousandth."""
+    """1000 additions of 1/1000, which rounding to nearest would lose."""
     for kind, grows in (
         (INT8, True),
         (MomentFormat.BF16_STOCHASTIC, True),
@@ -168,7 +168,7 @@ def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
     ):
         moment = coded(kernels, torch.ones(4096), kind, signed=False)
         gradient = torch.full((4096,), 1e-3**0.5)
-        gradient[::MOMENT_BLOCK] = 0.0  # these keep the scale
+        gradient[::MOMENT_BLOCK] = 0.0  # keeps the scale of the block
         for step in range(1, 1001):
             update_one(
                 kernels,
@@ -212,7 +212,7 @@ def test_random_bits_do_not_depend_on_split(key, first, n) -> None:
 
 @pytest.mark.parametrize("kind", LOSSY)
 def test_lossy_moments_stay_close_to_fp32(kernels, kind) -> None:
-    """200 steps of AdamW: the path of the weights stays close to that of fp32 moments."""
+    """After 200 steps of AdamW the weights are close to those of fp32 moments."""
     n = 4096
     generator = torch.Generator().manual_seed(7)
     spread = torch.exp(torch.randn(n, generator=generator))

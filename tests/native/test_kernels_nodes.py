@@ -1,4 +1,4 @@
-"""Where threads run: memory nodes of made-up machines, shares of a job, pinned workers."""
+"""Tests of NUMA nodes in the kernel pool: topology, threads per node, pinning."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_single_node_pins_no_threads(tmp_path) -> None:
 @several_cpus
 def test_threads_are_spread_over_nodes(tmp_path) -> None:
     first, rest = str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))
-    root = machine(tmp_path, first, "4090-4095", rest)  # the second node is not ours
+    root = machine(tmp_path, first, "4090-4095", rest)  # no CPU of the second node is allowed
     pool = _adam.Pool(root=root)
     assert pool.nodes == [[ALLOWED[0]], ALLOWED[1:]]
     assert pool.num_threads == len(ALLOWED)
@@ -62,7 +62,7 @@ def test_threads_are_proportional_to_cpus_of_node(tmp_path) -> None:
 
 
 def pinned_threads(pool: _adam.Pool) -> list[str]:
-    """CPUs of the threads that the pool's first job starts, where fewer than all."""
+    """Return the CPU lists of the threads that the pool's first job starts, if restricted."""
     before = set(os.listdir("/proc/self/task"))
     values = torch.ones(200_000)
     assert pool.square_sum(

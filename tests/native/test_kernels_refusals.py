@@ -1,4 +1,4 @@
-"""Bad input to the kernels: a clear error before any byte is touched."""
+"""Tests of argument checks in the kernels: an error before any byte is changed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_overlapping_pieces_are_refused(kernels) -> None:
     with pytest.raises(ConfigError, match="overlap"):
         kernels.update_all([piece, piece])
     same_gradient = Piece(**(good() | {"gradient": piece.gradient}))
-    kernels.update_all([piece, same_gradient])  # reading twice is no harm
+    kernels.update_all([piece, same_gradient])  # inputs may be shared
 
 
 def test_invalid_arguments_of_helpers_are_refused(kernels) -> None:

@@ -1,4 +1,4 @@
-"""Rules against torch's own optimizers, and against their definitions where torch has none."""
+"""Tests of the update rules against torch's optimizers, or their definitions if torch has none."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ CASES: list[tuple[RuleParams, Make, dict[str, Any]]] = [
 
 @pytest.mark.parametrize(("rule_params", "make", "arguments"), CASES, ids=lambda case: str(case))
 def test_rules_follow_torch_for_ten_steps(rule_params, make, arguments) -> None:
-    """Step by step from the start; only torch's fused operations may differ, by roundings."""
+    """Results differ only by the rounding of torch's fused operations."""
     source = Source(41)
     n = 3000
     theirs = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
@@ -111,7 +111,7 @@ def test_sgd_first_momentum_is_the_gradient() -> None:
 
 
 def test_sgd_momentum_enabled_later_starts_with_gradient() -> None:
-    """Torch makes the buffer in the first step with momentum, and keeps it when there is none."""
+    """Torch creates the buffer in the first step with momentum and keeps it in steps without."""
     momenta = (0.0, 0.9, 0.5, 0.0, 0.9)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 300))
     theirs = torch.optim.SGD([parameter], lr=0.1, dampening=0.3)

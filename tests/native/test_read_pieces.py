@@ -1,4 +1,4 @@
-"""The quick way from tensors to native pieces takes what the slow one takes, and the same of it."""
+"""Tests of the fast conversion of tensors to native pieces (DLPack) against the slow one."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_unusual_arguments_use_slow_conversion(changes: dict[str, Any]) -> None:
     assert read(some) is not None
     some[0] = some[0]._replace(**changes)
     assert read(some) is None
-    assert read(some[1:]) is not None  # no error is left behind
+    assert read(some[1:]) is not None  # no pending exception
 
 
 def test_nn_parameter_uses_slow_conversion(kernels: CpuKernels) -> None:
@@ -112,7 +112,7 @@ def test_fast_conversion_of_no_pieces_and_foreign_api(
 ) -> None:
     assert read([]) == []
     kernels.update_all([])
-    monkeypatch.setattr(cpu, "_DLPACK_API", object())  # no capsule
+    monkeypatch.setattr(cpu, "_DLPACK_API", object())  # not a capsule
     some = pieces("fp32", MomentFormat.FP32, 300)
     assert read(some) is None
     kernels.update_all(some)

@@ -1,4 +1,4 @@
-"""Tests of engines do not depend on the RAM that other programs leave."""
+"""Tests that engine tests do not depend on the RAM used by other programs."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def test_free_ram_seen_by_tests_has_a_minimum(
     monkeypatch.setattr(machine, "_memory_limits", lambda root: [])
     assert machine.read_machine().host_available_bytes == free_ram.LEAST_BYTES
     assert machine.memory_room() == (24 * GIB, free_ram.LEAST_BYTES)
-    assert machine.read_meminfo(tmp_path) == crowded  # a machine that a test describes
+    assert machine.read_meminfo(tmp_path) == crowded  # a machine described by a test is not changed
 
 
 def test_free_ram_patch_applies_in_child_processes() -> None:
-    """The child imports nothing of this file, which would bring it."""
+    """The child does not import this file, which would import the patch."""
     reader = "__import__('infinity.plan.machine').plan.machine.read_meminfo.__module__"
     assert forked.call(eval, reader) == "support.free_ram"

@@ -1,4 +1,4 @@
-"""The house keeps its rules, and each rule is shown to bite on a bad example."""
+"""Tests that the package follows `house_rules.py`, and that each rule detects bad examples."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sources_below(*folders: str) -> dict[str, str]:
 LONG_FUNCTION = '"""M."""\ndef f():\n    """D."""\n' + "    x = 1\n" * 80
 UNFINISHED = "TO" + "DO"
 
-# Each rule beside small trees that break it, and one that does not.
+# For each rule: small source trees that break it, and one that does not.
 RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
     layering: (
         [
@@ -207,7 +207,7 @@ def test_tests_and_tools_have_no_leftovers() -> None:
 
 
 def test_constraints_do_not_pin_torch_dependencies() -> None:
-    """Its builds want other releases of CUDA's libraries: a pin here installs nowhere else."""
+    """Builds of torch need different releases of the CUDA libraries, so pins would conflict."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
     assert "numpy" in pinned

@@ -1,4 +1,4 @@
-"""Pages name code that exists, and the overview names every module of the core."""
+"""Tests that documentation pages name existing code, and that the overview is complete."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ METHOD = re.compile(r"\b([A-Z]\w+)\.(_?[a-z]\w*)\b")
 
 
 def members() -> dict[str, set[str]]:
-    """Names of each class of the package: methods, fields, and attributes that are assigned."""
+    """Return the methods, fields and assigned attributes of each class of the package."""
     found: dict[str, set[str]] = {}
     bases: dict[str, set[str]] = {}
     for file in sorted((ROOT / "infinity").rglob("*.py")):

@@ -1,4 +1,4 @@
-"""The progress of a run of many tests: by the seconds that files took, not by their number."""
+"""Tests of the progress plugin, which weights test files by their recorded seconds."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_progress_counts_seconds_of_files(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     ids = ["slow.py::a", "slow.py::b"] + [f"quick.py::{i}" for i in range(600)]
     assert plugin.pytest_report_teststatus(report_of("slow.py", "call")) is None, "few tests"
-    for _ in range(2):  # the second worker
+    for _ in range(2):  # two workers report the same collection
         plugin.pytest_xdist_node_collection_finished(ids=ids)
     clock.now = 190.0
     plugin.pytest_runtest_logreport(report_of("slow.py", "call"))

@@ -1,7 +1,7 @@
-"""Plain technical English in docstrings, and in texts that users read first.
+"""Tests of the language of docstrings, names, help texts, messages and pages.
 
-`MARKERS` are words that our prose used where the field has a term. First paragraphs of docstrings,
-help texts, the public interface and pages have none.
+`MARKERS` are words that are used in place of technical terms. First paragraphs of docstrings, help
+texts, the public interface and pages have none.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from config_tables import page_with_tables  # noqa: E402
 from docstring_coverage import MARKERS, public_callables  # noqa: E402
 
 GENERATED = ("deepspeed-keys", "notes")  # by `make docs`, from the sources
-# Parts of names for which the field has a term; the exceptions are terms, and a key of plan.json.
+# Parts of names that stand in place of technical terms; exceptions: terms, and a key of plan.json.
 NAMES = re.compile(
     r"(^|_)(own|whole|rest|rests|resting|place|places|told|tell|telling|alike|words)(_|$)"
 )
@@ -113,7 +113,7 @@ def test_generated_pages_have_no_markers() -> None:
 
 
 def test_string_constants_have_no_markers() -> None:
-    """Whatever it is for: a message, a table, a page."""
+    """String constants are messages, tables or pages."""
     found = [
         f"{file.relative_to(ROOT)}:{part.lineno}: {part.value}"
         for file in sorted((ROOT / "infinity").rglob("*.py"))

@@ -1,4 +1,4 @@
-// What a test needs of a framework: TEST, CHECK, CHECK_THROWS. A failed check ends its test.
+// Minimal test framework: TEST, CHECK, CHECK_THROWS. A failed check ends its test.
 #pragma once
 
 #include <functional>
@@ -41,7 +41,7 @@ inline void check(bool held, const char* what, const char* file, int line,
   static void name()
 
 #define CHECK(...) ::infinity::testing::check((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__)
-// With more to say when it fails: a std::string.
+// CHECK with a std::string that is added to the failure message.
 #define CHECK_WITH(detail, ...) \
   ::infinity::testing::check((__VA_ARGS__), #__VA_ARGS__, __FILE__, __LINE__, (detail))
 

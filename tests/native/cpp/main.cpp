@@ -1,4 +1,4 @@
-// Runs every test, or those whose name contains an argument. A test that hangs is killed.
+// Runs all tests, or those whose names contain an argument. A test that hangs is killed.
 #include <unistd.h>
 
 #include <chrono>
@@ -22,7 +22,7 @@ bool is_wanted(const std::string& name, int count, char** words) {
 
 int main(int count, char** words) {
   using Clock = std::chrono::steady_clock;
-  // With the first thread a sanitizer may start one of its own; tests count threads.
+  // A sanitizer may start a thread of its own with the first one; tests count threads.
   std::thread([] {}).join();
   int num_failed = 0;
   int num_run = 0;

@@ -34,7 +34,7 @@ class Buffer {
   uint64_t address(size_t offset = 0) const {
     return reinterpret_cast<uint64_t>(bytes_.get() + offset);
   }
-  // Bytes that tell where they came from.
+  // Fills the buffer with a pattern of seed and index.
   void mark(uint64_t seed) {
     for (size_t i = 0; i < size_; ++i) bytes_.get()[i] = pattern(seed, i);
   }
@@ -53,7 +53,7 @@ class Buffer {
   size_t size_;
 };
 
-// A file that is gone with the object; in the current directory, which is on a disk.
+// Temporary file in the current directory, which is on a disk; removed by the destructor.
 class Scratch {
  public:
   explicit Scratch(uint64_t nbytes, Direct direct = Direct::automatic)
@@ -84,18 +84,18 @@ inline EngineConfig small(BackendKind backend) {
   return config;
 }
 
-// Runs the body with every back end that this machine has.
+// Runs the body with every back end that this machine supports.
 inline void with_each_backend(const std::function<void(BackendKind)>& body) {
   body(BackendKind::threads);
   try {
     Engine::start(small(BackendKind::uring));
   } catch (const IoFailure&) {
-    return;  // forbidden here; the threads were tested
+    return;  // io_uring is not permitted; the threads were tested
   }
   body(BackendKind::uring);
 }
 
-// Waits; the error number, 0 if it went well.
+// Waits for the ticket and returns its error number, 0 on success.
 inline int outcome(const Ticket& ticket) {
   while (!ticket.wait_for(std::chrono::seconds(1))) continue;
   return ticket.failure() ? ticket.failure()->error : 0;
@@ -113,7 +113,7 @@ inline size_t entries(const char* directory) {
   return count;
 }
 
-// Threads and descriptors of this process.
+// Number of threads and descriptors of this process.
 struct Usage {
   size_t threads = entries("/proc/self/task");
   size_t descriptors = entries("/proc/self/fd");

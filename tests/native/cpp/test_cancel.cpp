@@ -23,7 +23,7 @@ TEST(cancel_removes_queued_blocks) {
     CHECK(waiting->done());
     CHECK(outcome(*waiting) == ECANCELED);
     while (engine->outstanding().empty()) std::this_thread::yield();
-    CHECK(!started->cancel());  // one block is with the kernel
+    CHECK(!started->cancel());  // one block is in flight
     CHECK(outcome(*started) == ECANCELED);
     CHECK(started->cancel());
     CHECK(engine->counters().total.requests[0] < 5);

@@ -104,7 +104,7 @@ TEST(close_in_a_forked_child_does_nothing) {
       } catch (const IoFailure& failure) {
         status = failure.error == EPERM ? 0 : 2;
       }
-      engine.reset();  // must not join threads that are not there
+      engine.reset();  // must not join threads that do not exist in the child
       ::_exit(status);
     }
     int status = -1;

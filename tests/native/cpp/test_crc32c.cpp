@@ -9,7 +9,7 @@ using namespace infinity::aio;
 
 namespace {
 
-// From the definition, a bit at a time.
+// CRC32C by its definition, bit by bit.
 uint32_t by_bits(const std::vector<uint8_t>& bytes, size_t begin, size_t end) {
   uint32_t state = 0xFFFFFFFF;
   for (size_t i = begin; i < end; ++i) {

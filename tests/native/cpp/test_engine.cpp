@@ -1,4 +1,4 @@
-// Bytes arrive, whatever the sizes, the back end and the number of threads that ask.
+// Tests of transfers: sizes, back ends, concurrent submitters, devices, kernel errors.
 #include <atomic>
 #include <thread>
 
@@ -68,13 +68,13 @@ TEST(engine_accepts_concurrent_submitters) {
 }
 
 TEST(engine_spreads_a_ticket_over_devices) {
-  // /dev/shm is another file system than the current directory, so another device.
+  // /dev/shm is another file system than the current directory, so it is another device.
   const std::string path = "/dev/shm/native-test-" + std::to_string(::getpid());
   std::shared_ptr<File> memory;
   try {
     memory = File::open(path, true, false, Direct::off);
   } catch (const IoFailure&) {
-    return;  // no such place here
+    return;  // no /dev/shm
   }
   ::unlink(path.c_str());
   memory->allocate(4 * kBlock);

@@ -1,4 +1,4 @@
-// Every kind of fault, and many seeds at once: right bytes or the right error, and no leak.
+// Tests of injected faults, by kind and for many seeds: correct data or an error, and no leak.
 #include <algorithm>
 #include <bit>
 #include <thread>
@@ -12,7 +12,7 @@ namespace {
 
 constexpr uint64_t kNumBlocks = 64;
 
-// Writes, then reads every block with a ticket of its own; the error of each.
+// Writes, then reads every block with a separate ticket, and collects their errors.
 struct Run {
   Run(BackendKind backend, const std::string& faults, Direct direct = Direct::automatic)
       : scratch(kNumBlocks * kBlock, direct), out(kNumBlocks * kBlock), in(kNumBlocks * kBlock) {
@@ -61,7 +61,7 @@ TEST(faults_parse_validates_text) {
   }
   EngineConfig config = small(BackendKind::threads);
   config.faults = all;
-  CHECK_THROWS(std::invalid_argument, Engine::start(config));  // stuck, and no watchdog
+  CHECK_THROWS(std::invalid_argument, Engine::start(config));  // "stuck" needs a watchdog
 }
 
 TEST(faults_are_determined_by_seed) {
@@ -118,7 +118,7 @@ TEST(faults_of_each_kind_have_their_effect) {
         num_bits += static_cast<size_t>(
             std::popcount(static_cast<unsigned>(run.in.data()[i] ^ run.out.data()[i])));
       }
-      CHECK(num_bits == num_wrong);  // one in each
+      CHECK(num_bits == num_wrong);  // one bit in each block
     }
   });
 }

@@ -1,4 +1,4 @@
-// Buffered transfers do not stay in the page cache.
+// Tests that buffered transfers do not stay in the page cache.
 #include <sys/mman.h>
 
 #include <thread>
@@ -34,14 +34,14 @@ TEST(page_cache_is_empty_after_buffered_transfers) {
   with_each_backend([](BackendKind backend) {
     constexpr size_t kBytes = 48u << 20;  // longer than the trail
     Scratch scratch(kBytes, Direct::off);
-    if (scratch.file->file_system() == "tmpfs") return;  // its pages are the file
+    if (scratch.file->file_system() == "tmpfs") return;  // its files are in the page cache
     EngineConfig config = small(backend);
     config.block_size = 1 << 20;
     const auto engine = Engine::start(config);
     Buffer out(kBytes);
     out.mark(3);
     CHECK(outcome(*engine->submit(Op::write, {{scratch.file, 0, kBytes, out.address()}})) == 0);
-    // While the trail is full, no more than it and the blocks in flight may be there.
+    // At most the trail and the blocks in flight may be resident.
     CHECK(resident_pages(*scratch.file, kBytes) * 4096 <=
           PageCacheSweeper::kTrailBytes + (8u << 20));
     CHECK(becomes_empty(*scratch.file, kBytes));
@@ -61,7 +61,7 @@ TEST(page_cache_write_back_errors_persist) {
   CHECK(outcome(*engine->submit(Op::write, segments)) == 0);
   CHECK(scratch.file->sync());
   scratch.file->note_write_back(-EIO);
-  scratch.file->note_write_back(-ENOSPC);  // the first one counts
+  scratch.file->note_write_back(-ENOSPC);  // the first error is kept
   CHECK(outcome(*engine->submit(Op::write, segments)) == EIO);
   CHECK_THROWS(IoFailure, scratch.file->sync());
   close(*engine);

@@ -1,4 +1,4 @@
-// Order of completion on a disk that does one block after the other, slowly.
+// Tests of the order of completion on a slow disk that does one block at a time.
 #include "support.h"
 
 using namespace infinity::aio;
@@ -50,7 +50,7 @@ TEST(priority_can_be_raised) {
     CHECK(outcome(*second) == 0);
     CHECK(!first->done());
     CHECK(outcome(*first) == 0);
-    second->promote();  // of one that is done: nothing
+    second->promote();  // no effect after completion
     close(*slow.engine);
   });
 }

@@ -1,4 +1,4 @@
-// The order of service, without threads or files.
+// Tests of the order of service of the queue, without threads or files.
 #include <string>
 #include <vector>
 
@@ -9,7 +9,7 @@ using namespace infinity::aio;
 
 namespace {
 
-// Requests with one part each, named by a letter.
+// Queue of requests with one part each, named by a letter.
 struct Line {
   Queue queue;
   std::vector<std::unique_ptr<Part>> parts;

@@ -1,4 +1,4 @@
-// Requests that never come back.
+// Tests of the watchdog for requests that never complete.
 #include <fcntl.h>
 #include <linux/userfaultfd.h>
 #include <sys/ioctl.h>
@@ -51,7 +51,7 @@ TEST(watchdog_names_outstanding_blocks_and_close_returns) {
       CHECK_WITH(failure->message, failure->message.find("others") != std::string::npos ||
                                        backend == BackendKind::threads);
       CHECK(!first->done());
-      // Not a block of it is with the kernel, but the device is full of stuck ones.
+      // None of its blocks is in flight, but the device is full of stuck ones.
       CHECK(becomes_stuck(*second).has_value());
       const auto list = engine->outstanding();
       CHECK(!list.empty());
@@ -83,7 +83,7 @@ TEST(watchdog_is_quiet_on_a_slow_disk) {
   close(*engine);
 }
 
-// A pipe that nobody writes to holds a read of io_uring for good, as a dead device would.
+// Reading a pipe without a writer blocks io_uring forever, like a dead device.
 TEST(watchdog_abandons_a_stuck_kernel_request) {
   const std::string path = "native-test-fifo-" + std::to_string(::getpid());
   CHECK(::mkfifo(path.c_str(), 0600) == 0);
@@ -94,7 +94,7 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   try {
     engine = Engine::start(watched(BackendKind::uring, ""));
   } catch (const IoFailure&) {
-    return;  // forbidden here
+    return;  // io_uring is not permitted
   }
   const Usage before;
   const auto ticket = engine->submit(Op::read, {{pipe, 0, kBlock, buffer.address()}});
@@ -102,11 +102,11 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   CHECK_THROWS(IoFailure, close(*engine));
   CHECK(!ticket->done());
   CHECK(ticket->stuck().has_value());
-  close(*engine);  // was said already
+  close(*engine);  // raises only once
   engine.reset();  // leaves the ring to the kernel
   CHECK(ticket->stuck().has_value());
   CHECK(!ticket->done());
-  // The kernel comes back after all: memory, ticket and thread were there to receive it.
+  // The kernel completes the read after all: memory, ticket and thread must still exist.
   const std::vector<uint8_t> bytes(kBlock, 42);
   CHECK(::write(pipe->fd(), bytes.data(), bytes.size()) == static_cast<ssize_t>(kBlock));
   CHECK(outcome(*ticket) == 0);
@@ -114,7 +114,7 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   CHECK(falls_back_to(before));
 }
 
-// Memory whose pages come only when we give them holds a read of a thread for good. Root may do it.
+// userfaultfd memory blocks the read of a thread until its pages are provided. Needs root.
 TEST(watchdog_abandons_a_thread_stuck_in_the_kernel) {
   const int faults = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC));
   if (faults < 0) return;

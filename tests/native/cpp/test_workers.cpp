@@ -1,4 +1,4 @@
-// The pool of the CPU optimizer, used by several threads at once.
+// Tests of the thread pool of the CPU optimizer with several callers.
 #include <atomic>
 #include <cstddef>
 #include <thread>
@@ -13,7 +13,7 @@ using namespace infinity;
 
 namespace {
 
-// Every element is computed once, whoever does it.
+// Returns whether every element of the range is processed exactly once.
 bool covers(Workers& workers, std::size_t n, std::size_t chunk) {
   std::vector<int> counts(n, 0);
   workers.run(n, chunk, [&](std::size_t begin, std::size_t end) {
@@ -61,7 +61,7 @@ TEST(workers_stop_while_a_job_runs) {
     workers.stop();
     caller.join();
     CHECK(is_right);
-    CHECK(covers(workers, 300, 8));  // alone, after the stop
+    CHECK(covers(workers, 300, 8));  // the caller alone, after the stop
   }
 }
 

@@ -1,5 +1,5 @@
 // Runs the update of the baseline kernels and of the emulated AVX-512 ones on the same random
-// bytes, for every rule, layout, moment format and gradient type, and says where they differ.
+// bytes, for every rule, layout, moment format and gradient type, and prints the differences.
 #include <cstdio>
 #include <cstring>
 #include <iterator>
@@ -76,7 +76,7 @@ struct Face {
 constexpr Face kFaces[] = {INFINITY_RULES(INFINITY_FACE)};
 constexpr int kNumRules = static_cast<int>(std::size(kFaces));
 
-// They mean something to every rule; without the third one (L2), Adam is a loop of its own.
+// Valid for every rule; if the third one (L2) is zero, Adam uses a separate loop.
 constexpr float kScalars[kMaxScalars] = {0.5f, 0.1f, 0.3f, 0.1f, 0.9f, 0.1f, 1e-2f, 0.3f, 1e-8f};
 
 }  // namespace
@@ -99,7 +99,7 @@ int main() {
     a.n =
         std::vector<std::size_t>{128, 1, 3 * 128 + 77, 5 * 128}[static_cast<std::size_t>(take(4))];
     const bool is_wild = take(2) == 1;
-    const bool shifts = a.format == kBf16Stochastic;  // others begin at a tile
+    const bool shifts = a.format == kBf16Stochastic;  // other formats start at a tile
     a.key = random_source();
     a.first = (std::uint64_t{1} << 32) - 256 + (shifts ? 31 : 0);
     std::memcpy(a.scalars, kScalars, sizeof a.scalars);
@@ -130,7 +130,7 @@ int main() {
       std::printf("rule %d layout %d format %d gradient %d n %zu wild %d differ\n", a.rule,
                   a.layout, a.format, a.gradient_dtype, a.n, is_wild);
     }
-    if (one == before && a.n > 1) {  // one element may be a NaN and stay one
+    if (one == before && a.n > 1) {  // a single element may be NaN and stay NaN
       ++different;
       std::printf("nothing changed in case %d\n", code);
     }

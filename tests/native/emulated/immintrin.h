@@ -1,5 +1,5 @@
 // The AVX-512 intrinsics of csrc/adam/lanes.inl as plain loops, written from Intel's description of
-// each instruction, so that the 512-bit code can be run on a CPU that has no AVX-512.
+// each instruction, so that the 512-bit code can run on a CPU without AVX-512.
 #pragma once
 
 typedef float __m512 __attribute__((vector_size(64), may_alias));

@@ -45,7 +45,7 @@ LAYERS: tuple[set[str], ...] = (
     {"cli"},
     {"__init__", "__main__"},
 )
-LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
+LAYER_OF = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 NATIVE = {
     "_aio": {"common.crc32c", "storage", "checkpoint", "swap_benchmark", "cli"},
     "_adam": {"optim", "cli"},
@@ -59,15 +59,15 @@ NAMED_FILE = re.compile(r"`(?!tests/|tools/|examples/)((?:\w+/)*\w+\.py)`")
 BANNED_WORDS = re.compile(r"\b(?:TO" r"DO|FIX" r"ME|XX" r"X)\b")
 
 
-def room_of(module: str) -> str:
+def package_of(module: str) -> str:
     """Return the longest prefix of a dotted module that LAYERS names, else its package.
 
     Names are relative to `infinity`; the root package is `__init__`.
     """
-    below = room = module.partition(".")[2] or "__init__"
-    while room not in LAYER and "." in room:
-        room = room.rpartition(".")[0]
-    return room if room in LAYER else below.split(".")[0]
+    name = package = module.partition(".")[2] or "__init__"
+    while package not in LAYER_OF and "." in package:
+        package = package.rpartition(".")[0]
+    return package if package in LAYER_OF else name.split(".")[0]
 
 
 def module_of(path: str) -> str:
@@ -92,26 +92,26 @@ def imported_modules(path: str, tree: ast.Module, modules: set[str]) -> Iterator
 
 def layering(sources: Sources) -> list[str]:
     modules = {module_of(path) for path in sources}
-    broken = []
+    violations = []
     for path, text in sources.items():
-        room = room_of(module_of(path))
-        if room not in LAYER:
-            broken.append(f"{path}: the room {room!r} has no place in LAYERS")
+        package = package_of(module_of(path))
+        if package not in LAYER_OF:
+            violations.append(f"{path}: the package {package!r} is not in LAYERS")
             continue
         for line, module in imported_modules(path, ast.parse(text), modules):
-            other = room_of(module)
-            if module.split(".")[0] != "infinity" or other == room:
+            imported = package_of(module)
+            if module.split(".")[0] != "infinity" or imported == package:
                 continue
-            below = LAYER.get(other, len(LAYERS)) < LAYER[room]
-            if not below or room not in NATIVE.get(other, {room}):
-                broken.append(f"{path}:{line}: {room} may not import {other} ({module})")
-    return broken
+            is_below = LAYER_OF.get(imported, len(LAYERS)) < LAYER_OF[package]
+            if not is_below or package not in NATIVE.get(imported, {package}):
+                violations.append(f"{path}:{line}: {package} may not import {imported} ({module})")
+    return violations
 
 
-def no_circles(sources: Sources) -> list[str]:
+def no_import_cycles(sources: Sources) -> list[str]:
     """Import cycles, including imports inside functions and under TYPE_CHECKING."""
     paths = {module_of(path): path for path in sources}
-    arrows = {
+    imports_of = {
         name: {
             module
             for _, module in imported_modules(path, ast.parse(sources[path]), set(paths))
@@ -119,16 +119,18 @@ def no_circles(sources: Sources) -> list[str]:
         }
         for name, path in paths.items()
     }
-    while leaves := [name for name, below in arrows.items() if not below & arrows.keys()]:
+    while leaves := [
+        name for name, imported in imports_of.items() if not imported & imports_of.keys()
+    ]:
         for name in leaves:
-            del arrows[name]
-    reached = set().union(*arrows.values()) if arrows else set()
-    circle = sorted(paths[name] for name in arrows if name in reached)
-    return [f"a circle of imports goes through some of {circle}"] if circle else []
+            del imports_of[name]
+    reached = set().union(*imports_of.values()) if imports_of else set()
+    cycle = sorted(paths[name] for name in imports_of if name in reached)
+    return [f"an import cycle goes through some of {cycle}"] if cycle else []
 
 
 def one_file_assigns_data(sources: Sources) -> list[str]:
-    broken = []
+    violations = []
     for path, text in sources.items():
         if path == DATA_ASSIGNER:
             continue
@@ -141,11 +143,11 @@ def one_file_assigns_data(sources: Sources) -> list[str]:
             elif isinstance(node, ast.withitem) and node.optional_vars:
                 targets = [node.optional_vars]
             for target in targets:
-                if any(is_data_target(part) for part in ast.walk(target)):
-                    broken.append(f"{path}:{target.lineno}: assigns .data")
+                if any(is_data_target(node_part) for node_part in ast.walk(target)):
+                    violations.append(f"{path}:{target.lineno}: assigns .data")
             if isinstance(node, ast.Call) and sets_data(node):
-                broken.append(f"{path}:{node.lineno}: sets 'data' by name")
-    return broken
+                violations.append(f"{path}:{node.lineno}: sets 'data' by name")
+    return violations
 
 
 def is_data_target(node: ast.AST) -> bool:
@@ -180,7 +182,7 @@ def no_record_stream(sources: Sources) -> list[str]:
     ]
 
 
-def documented(sources: Sources) -> list[str]:
+def modules_documented(sources: Sources) -> list[str]:
     """Every module has a docstring; public callables are checked by tools/docstring_coverage.py."""
     return [
         f"{path}: the module has no docstring"
@@ -207,22 +209,24 @@ def exports_exist(sources: Sources) -> list[str]:
     return [f"infinity/__init__.py: __all__ names {name!r}" for name in set(exported) - bound]
 
 
-def small(sources: Sources) -> list[str]:
-    broken = []
+def size_limits(sources: Sources) -> list[str]:
+    violations = []
     for path, text in sources.items():
         lines, tree = text.splitlines(), ast.parse(text)
         count = len(lines) - sum(map(docstring_lines, ast.walk(tree)))
         if count > MAX_FILE_LINES:
-            broken.append(f"{path}: {count} lines, more than {MAX_FILE_LINES}")
+            violations.append(f"{path}: {count} lines, more than {MAX_FILE_LINES}")
         for number, line in enumerate(lines, start=1):
             if len(line) > MAX_LINE_LENGTH:
-                broken.append(f"{path}:{number}: {len(line)} columns, more than {MAX_LINE_LENGTH}")
+                violations.append(
+                    f"{path}:{number}: {len(line)} columns, more than {MAX_LINE_LENGTH}"
+                )
         for node in ast.walk(tree):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1 - docstring_lines(node)
                 if length > MAX_FUNCTION_LINES:
-                    broken.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
-    return broken
+                    violations.append(f"{path}:{node.lineno}: {node.name} has {length} lines")
+    return violations
 
 
 def docstring_lines(node: ast.AST) -> int:
@@ -234,7 +238,7 @@ def docstring_lines(node: ast.AST) -> int:
 
 
 def private_torch_in_one_file(sources: Sources) -> list[str]:
-    broken = []
+    violations = []
     for path, text in sources.items():
         if path == PRIVATE_TORCH:
             continue
@@ -251,8 +255,8 @@ def private_torch_in_one_file(sources: Sources) -> list[str]:
         for line, name in used:
             head, *rest_parts = name.split(".")
             if head == "torch" and any(map(is_private, rest_parts)):
-                broken.append(f"{path}:{line}: {name} is private to torch")
-    return broken
+                violations.append(f"{path}:{line}: {name} is private to torch")
+    return violations
 
 
 def is_private(name: str) -> bool:
@@ -275,14 +279,14 @@ def imported_names(tree: ast.Module) -> Iterator[tuple[int, str, str]]:
 
 def named_files_exist(sources: Sources) -> list[str]:
     """Python files of the package named in docstrings and comments exist."""
-    there = {path.removeprefix("infinity/") for path in sources}
-    there |= {path.split("/")[-1] for path in sources}
+    existing = {path.removeprefix("infinity/") for path in sources}
+    existing |= {path.split("/")[-1] for path in sources}
     return [
         f"{path}:{number}: there is no {name}"
         for path, text in sources.items()
         for number, line in enumerate(text.splitlines(), start=1)
         for name in NAMED_FILE.findall(line)
-        if name.removeprefix("infinity/") not in there
+        if name.removeprefix("infinity/") not in existing
     ]
 
 

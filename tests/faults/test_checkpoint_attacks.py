@@ -34,10 +34,10 @@ Members = dict[str, Any]
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Sample]:
     root = tmp_path_factory.mktemp("checkpoints")
-    made = sample(1)
-    save(root, "one", made, SHARD)
+    expected = sample(1)
+    save(root, "one", expected, SHARD)
     save(root, "two", sample(2), SHARD)
-    return root, made
+    return root, expected
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_bit_flips_near_file_ends_are_detected(root: Path) -> None:
 @settings(max_examples=100, deadline=None)
 @given(data=st.data())
 def test_random_flips_are_detected(original: tuple[Path, Sample], data: st.DataObject) -> None:
-    root, made = original
+    root, expected = original
     files = files_of(root / "one")
     path = data.draw(st.sampled_from(files))
     size = path.stat().st_size
@@ -113,19 +113,19 @@ def test_random_flips_are_detected(original: tuple[Path, Sample], data: st.DataO
         found = problems(root)
         assert found
         assert all(path.name in text for text in found)
-        right_or_refused(root, made)
+        assert_exact_or_refused(root, expected)
     finally:
         path.write_bytes(before)
 
 
-def right_or_refused(root: Path, made: Sample) -> None:
+def assert_exact_or_refused(root: Path, written: Sample) -> None:
     """Assert that every readable tensor has the bytes that were written."""
     try:
         reader = CheckpointReader(root, "one")
     except CheckpointError:
         return
     with reader:
-        for (stream, name), expected in made.content.items():
+        for (stream, name), expected in written.content.items():
             target = torch.empty_like(expected)
             with suppress(CheckpointError):
                 reader.read_into(stream, name, 0, target)
@@ -133,20 +133,20 @@ def right_or_refused(root: Path, made: Sample) -> None:
 
 
 def test_flip_error_names_tensor_block_and_byte_range(tmp_path: Path) -> None:
-    made = sample(3, shapes={"small": (3,), "large": (1500, 1000)})
-    path = save(tmp_path, "t", made) / "model-00001-of-00001.safetensors"
+    written = sample(3, shapes={"small": (3,), "large": (1500, 1000)})
+    path = save(tmp_path, "t", written) / "model-00001-of-00001.safetensors"
     flip(path, 2_500_000)
     (found,) = problems(tmp_path, "t")
     assert f"{path} is damaged: block 2 (bytes 2097152 to" in found
     assert "which holds 'large': its CRC32C is" in found
     with CheckpointReader(tmp_path, "t") as reader:
-        part = torch.empty(1000, dtype=torch.uint8)
-        reader.read_into("model", "large", 0, part)
-        assert torch.equal(part, made.content["model", "large"][:1000])
+        chunk = torch.empty(1000, dtype=torch.uint8)
+        reader.read_into("model", "large", 0, chunk)
+        assert torch.equal(chunk, written.content["model", "large"][:1000])
         with pytest.raises(CheckpointError, match=r"block 2 .* which holds 'large'"):
-            reader.read_into("model", "large", 2_400_000, part)
-        reader.read_into("model", "large", 100, part)
-        assert torch.equal(part, made.content["model", "large"][100:1100])
+            reader.read_into("model", "large", 2_400_000, chunk)
+        reader.read_into("model", "large", 100, chunk)
+        assert torch.equal(chunk, written.content["model", "large"][100:1100])
         flip(path, 12)  # in the header, while the file is open
         assert "block 0 (bytes 0 to 1048575), which holds the header, 'small', 'large'" in (
             next(reader.verify())
@@ -189,19 +189,19 @@ def test_swapped_files_are_detected(root: Path) -> None:
     names = {str(p.relative_to(root)) for tag in ("one", "two") for p in files_of(root / tag)}
     for first, second in pairs:
         assert {first, second} <= names, names
-        exchange(root / first, root / second)
+        swap_files(root / first, root / second)
         found = problems(root, "one")
         assert found, (first, second)
         assert any(Path(name).name in found[0] for name in (first, second)), found
-        exchange(root / first, root / second)
+        swap_files(root / first, root / second)
     assert problems(root) == []
 
 
-def exchange(one: Path, other: Path) -> None:
-    held = one.with_name("held")
-    one.rename(held)
+def swap_files(one: Path, other: Path) -> None:
+    temporary = one.with_name("temporary")
+    one.rename(temporary)
     other.rename(one)
-    held.rename(other)
+    temporary.rename(other)
 
 
 def test_manifest_of_another_checkpoint_is_detected(root: Path) -> None:
@@ -214,9 +214,9 @@ def test_manifest_of_another_checkpoint_is_detected(root: Path) -> None:
 
 def test_symlinks_pipes_and_directories_are_refused(root: Path, tmp_path: Path) -> None:
     for path in files_of(root / "one"):
-        aside = tmp_path / "aside"
-        path.rename(aside)
-        path.symlink_to(aside)
+        moved = tmp_path / "moved"
+        path.rename(moved)
+        path.symlink_to(moved)
         text = refusal(root)
         assert path.name in text
         assert "symbolic link" in text
@@ -229,7 +229,7 @@ def test_symlinks_pipes_and_directories_are_refused(root: Path, tmp_path: Path) 
         path.mkdir()
         assert path.name in refusal(root)
         path.rmdir()
-        aside.rename(path)
+        moved.rename(path)
     (root / "link").symlink_to(root / "one")
     assert "symbolic link" in refusal(root, "link")
     assert problems(root) == []
@@ -286,7 +286,7 @@ def drop_files(stream: str) -> Callable[[Members], None]:
     return change
 
 
-LIES: dict[str, tuple[Callable[[Members], None], str]] = {
+FORGED_MANIFESTS: dict[str, tuple[Callable[[Members], None], str]] = {
     "path up": (set_file("frozen", "name", "../two/frozen.safetensors"), "are called"),
     "absolute path": (set_file("frozen", "name", "/etc/passwd"), "are called"),
     "other name": (set_file("frozen", "name", "manifest.json"), "are called"),
@@ -342,9 +342,9 @@ LIES: dict[str, tuple[Callable[[Members], None], str]] = {
 }
 
 
-@pytest.mark.parametrize("lie", LIES)
-def test_invalid_manifest_with_valid_checksum_is_refused(root: Path, lie: str) -> None:
-    change, expected = LIES[lie]
+@pytest.mark.parametrize("case", FORGED_MANIFESTS)
+def test_invalid_manifest_with_valid_checksum_is_refused(root: Path, case: str) -> None:
+    change, expected = FORGED_MANIFESTS[case]
     manifest = root / "one/manifest.json"
     rewrite(manifest, change)
     text = refusal(root)
@@ -380,15 +380,15 @@ def test_hostile_json_manifest_is_refused(root: Path, body: str, expected: str) 
 
 def test_manifest_without_valid_checksum_is_refused(root: Path) -> None:
     path = root / "one/manifest.json"
-    whole = path.read_bytes()
-    members = json.loads(whole)
+    data = path.read_bytes()
+    members = json.loads(data)
     path.write_text(json.dumps(members))
     assert "does not end with its checksum" in refusal(root)
-    path.write_bytes(whole.rstrip(b"\n"))
+    path.write_bytes(data.rstrip(b"\n"))
     assert "does not end with its checksum" in refusal(root)
-    path.write_bytes(whole.replace(b"7", b"8", 1))
+    path.write_bytes(data.replace(b"7", b"8", 1))
     assert "its CRC32C is" in refusal(root)
-    path.write_bytes(b"\xff" + whole)
+    path.write_bytes(b"\xff" + data)
     assert "manifest.json" in refusal(root)
 
 
@@ -424,7 +424,7 @@ def test_header_that_contradicts_manifest_is_refused(root: Path) -> None:
     before = path.read_bytes(), manifest.read_bytes()
     header, tail = header_of(path)
     entry = header["frozen.w"]
-    lies: list[tuple[Members, str]] = [
+    cases: list[tuple[Members, str]] = [
         ({"frozen.w": entry | {"shape": [3, 5]}}, r"has the shape (3, 5), not (5, 3)"),
         ({"frozen.w": entry | {"dtype": "I32"}}, "is torch.int32, not torch.float32"),
         ({"frozen.w": entry | {"shape": [2**40, 2**22]}}, "frozen.w"),
@@ -434,10 +434,10 @@ def test_header_that_contradicts_manifest_is_refused(root: Path) -> None:
         ({"frozen.w": entry, "more": entry | {"shape": [0], "data_offsets": [60, 60]}}, "'more'"),
         ({}, "its tensors end at byte"),
     ]
-    for lie, expected in lies:
-        with_header(path, manifest, json.dumps(lie).encode(), tail)
+    for forged, expected in cases:
+        with_header(path, manifest, json.dumps(forged).encode(), tail)
         text = refusal(root)
-        assert expected in text, (lie, text)
+        assert expected in text, (forged, text)
         path.write_bytes(before[0])
         manifest.write_bytes(before[1])
     assert problems(root) == []
@@ -446,12 +446,17 @@ def test_header_that_contradicts_manifest_is_refused(root: Path) -> None:
 def test_tensor_in_two_shards_is_refused(root: Path) -> None:
     first, second = (root / f"one/model-0000{i}-of-00002.safetensors" for i in (1, 2))
     header, tail = header_of(first)
-    other, more = header_of(second)
+    second_header, second_tail = header_of(second)
     name = next(n for n, e in header.items() if n != "__metadata__" and e["data_offsets"][1])
     begin, end = header[name]["data_offsets"]
-    other[name] = header[name] | {"data_offsets": [len(more), len(more) + end - begin]}
+    second_header[name] = header[name] | {
+        "data_offsets": [len(second_tail), len(second_tail) + end - begin]
+    }
     with_header(
-        second, root / "one/manifest.json", json.dumps(other).encode(), more + tail[begin:end]
+        second,
+        root / "one/manifest.json",
+        json.dumps(second_header).encode(),
+        second_tail + tail[begin:end],
     )
     text = refusal(root)
     assert f"tensor {name!r} is in {first.name} too" in text
@@ -463,7 +468,7 @@ def test_oversized_header_allocates_no_memory(root: Path) -> None:
     for length in (size, 2**40, 2**63, 2**64 - 1):
         with open(path, "r+b") as file:
             file.write(struct.pack("<Q", length))
-        with measured(1 << 20):
+        with limited_memory(1 << 20):
             assert path.name in refusal(root)
 
 
@@ -481,11 +486,11 @@ def test_claimed_terabytes_allocate_no_memory(root: Path) -> None:
         file_of(members, "frozen").update(nbytes=total, crc32c=[0])
 
     rewrite(manifest, change)
-    with measured(4 << 20):
+    with limited_memory(4 << 20):
         assert "checksums, not" in refusal(root)
 
 
-class measured:  # noqa: N801
+class limited_memory:  # noqa: N801
     """Assert that traced allocations stay below a limit; bound the address space to 1 GiB more."""
 
     def __init__(self, limit: int) -> None:
@@ -506,7 +511,7 @@ class measured:  # noqa: N801
 
 
 @pytest.fixture(autouse=True)
-def nothing_stays_open() -> Iterator[None]:
+def check_open_descriptors() -> Iterator[None]:
     before = descriptors()
     yield
     assert descriptors() <= before
@@ -523,8 +528,8 @@ def test_repaired_checkpoint_is_readable(root: Path) -> None:
 
 def test_swapped_header_names_are_detected_by_distant_read(tmp_path: Path) -> None:
     """The header agrees with the manifest and the block that is read is intact."""
-    made = sample(3, shapes={"a1": (1000, 1000), "a2": (1000, 1000)})
-    path = save(tmp_path, "t", made) / "residual.safetensors"
+    written = sample(3, shapes={"a1": (1000, 1000), "a2": (1000, 1000)})
+    path = save(tmp_path, "t", written) / "residual.safetensors"
     data = path.read_bytes()
     data = data.replace(b'"a1"', b'"xx"', 1).replace(b'"a2"', b'"a1"', 1)
     path.write_bytes(data.replace(b'"xx"', b'"a2"', 1))

@@ -38,8 +38,8 @@ def start(folder: Path, job: Job, die_at_line: int | None = None) -> Any:
 def phase_of(folder: Path) -> str:
     """Return the phase in which a child was killed."""
     file = folder / "phase"
-    words = file.read_text().split() if file.exists() else []
-    return words[0] if words else "nothing"
+    fields = file.read_text().split() if file.exists() else []
+    return fields[0] if fields else "nothing"
 
 
 def check_end(folder: Path, job: Job, expected: str) -> None:
@@ -48,24 +48,24 @@ def check_end(folder: Path, job: Job, expected: str) -> None:
     assert not list((folder / "saved").glob("*.tmp"))
     durable = job[0] is crash_child.train_durably
     # A directory under construction is not removed for ten minutes.
-    left = [p for p in (folder / "nvme").iterdir() if not p.name.startswith(".infinity-new-")]
-    assert len(left) == durable, "the last start has cleaned up"
+    remaining = [p for p in (folder / "nvme").iterdir() if not p.name.startswith(".infinity-new-")]
+    assert len(remaining) == durable, "the last start left directories behind"
 
 
-def killed_until_done(folder: Path, job: Job, longest_s: float, seed: int) -> Counter[str]:
+def kill_until_done(folder: Path, job: Job, longest_s: float, seed: int) -> Counter[str]:
     """Start and kill children until one finishes; return the number of kills by phase."""
-    draw = random.Random(seed)
-    struck: Counter[str] = Counter()
+    rng = random.Random(seed)
+    kills: Counter[str] = Counter()
     while True:
         child = start(folder, job)
-        child.join(draw.uniform(0, longest_s))
+        child.join(rng.uniform(0, longest_s))
         if not child.is_alive():
             assert child.exitcode == 0, child.exitcode
-            return struck
+            return kills
         with suppress(ProcessLookupError):  # it may have just exited
             os.kill(child.pid, signal.SIGKILL)
         child.join()
-        struck[phase_of(folder)] += 1
+        kills[phase_of(folder)] += 1
 
 
 JOBS: dict[str, Job] = {
@@ -84,15 +84,15 @@ LINES = (9_000, 34_000, 56_000, 62_000, 100_000)
 
 @pytest.mark.parametrize("name", JOBS)
 def test_kill_at_any_line_resumes_to_same_state(tmp_path: Path, expected: str, name: str) -> None:
-    job, struck = JOBS[name], Counter[str]()
-    draw = random.Random(name)
+    job, kills = JOBS[name], Counter[str]()
+    rng = random.Random(name)
     for line in LINES:
-        child = start(tmp_path, job, die_at_line=line + draw.randrange(3_000))
+        child = start(tmp_path, job, die_at_line=line + rng.randrange(3_000))
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL)
-        struck[phase_of(tmp_path) if child.exitcode else "done"] += 1
-    assert struck["step"], struck
-    assert struck.total() - struck["done"] >= 3, struck
+        kills[phase_of(tmp_path) if child.exitcode else "done"] += 1
+    assert kills["step"], kills
+    assert kills.total() - kills["done"] >= 3, kills
     child = start(tmp_path, job)
     child.join()
     assert child.exitcode == 0
@@ -111,17 +111,17 @@ def test_repeated_kills_resume_to_same_state(
     before = time.monotonic()
     start(tmp_path / "measured", job).join()
     longest_s = 1.1 * (time.monotonic() - before)
-    struck: Counter[str] = Counter()
-    journey = 0
-    while sum(struck.values()) < 200:
-        journey += 1
-        here = tmp_path / f"journey{journey}"
-        struck += killed_until_done(here, job, longest_s, journey)
-        check_end(here, job, expected)
-        shutil.rmtree(here)
-    assert struck["step"], struck
-    record_property("struck", dict(struck))
+    kills: Counter[str] = Counter()
+    number = 0
+    while sum(kills.values()) < 200:
+        number += 1
+        folder = tmp_path / f"run{number}"
+        kills += kill_until_done(folder, job, longest_s, number)
+        check_end(folder, job, expected)
+        shutil.rmtree(folder)
+    assert kills["step"], kills
+    record_property("struck", dict(kills))
     if "CRASH_REPORT" in os.environ:
         with open(os.environ["CRASH_REPORT"], "a") as file:
-            words = ", ".join(f"{count} {what}" for what, count in struck.most_common())
-            file.write(f"| {name} | {sum(struck.values())} | {words} |\n")
+            summary = ", ".join(f"{count} {what}" for what, count in kills.most_common())
+            file.write(f"| {name} | {sum(kills.values())} | {summary} |\n")

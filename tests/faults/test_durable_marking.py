@@ -47,26 +47,26 @@ def die_at_each_call(root: Path) -> tuple[int, int]:
 
 
 def start_and_die(paths: list[Path], after: int) -> None:
-    left = after
+    remaining_calls = after
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def killed(*arguments: Any, **more: Any) -> Any:
-            nonlocal left
-            if left == 0:
+        def call_or_die(*arguments: Any, **options: Any) -> Any:
+            nonlocal remaining_calls
+            if remaining_calls == 0:
                 os.kill(os.getpid(), 9)
-            left -= 1
-            return call(*arguments, **more)
+            remaining_calls -= 1
+            return call(*arguments, **options)
 
-        return killed
+        return call_or_die
 
     announce = Scratch.announce
 
-    def begin(first: Scratch, *rest: Any) -> None:
+    def start_counting(primary: Scratch, *members: Any) -> None:
         for name in ("open", "fsync", "rename"):
             setattr(os, name, counted(getattr(os, name)))
-        announce(first, *rest)
+        announce(primary, *members)
 
-    Scratch.announce = begin  # type: ignore[method-assign]
+    Scratch.announce = start_counting  # type: ignore[method-assign]
     try:
         with durable_engine(paths, gated(), placement=PLACEMENTS["all on disk"], io=IO):
             os._exit(0)
@@ -75,7 +75,7 @@ def start_and_die(paths: list[Path], after: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
+def killed_starts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     """Root of the directories of the killed starts, and their number."""
     root = tmp_path_factory.mktemp("marking")
     count, status = forked.call(die_at_each_call, root)
@@ -85,53 +85,53 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     return root, count
 
 
-def is_kept(directory: Path) -> bool:
+def is_durable(directory: Path) -> bool:
     return bool(json.loads((directory / "run.json").read_text())["durable"])
 
 
-@pytest.mark.parametrize("seen", [[0, 1, 2], [0], [1], [2, 1]], ids=str)
+@pytest.mark.parametrize("used", [[0, 1, 2], [0], [1], [2, 1]], ids=str)
 def test_killed_marking_is_cleaned_up_or_complete(
-    tmp_path: Path, killed: tuple[Path, int], seen: list[int]
+    tmp_path: Path, killed_starts: tuple[Path, int], used: list[int]
 ) -> None:
     """The next run may use any of the paths; the others are cleaned up by their next user."""
-    root, count = killed
+    root, count = killed_starts
     outcomes = set()
     for number in range(count + 1):
-        place = root / f"{number}"
+        folder = root / f"{number}"
         copy = tmp_path / "copy"
-        place.rename(copy)  # records hold absolute paths, so the copy must be at the original path
-        shutil.copytree(copy, place)
+        folder.rename(copy)  # records hold absolute paths, so the copy must be at the original path
+        shutil.copytree(copy, folder)
         try:
-            outcomes.add(survive(paths_of(place), seen))
+            outcomes.add(check_survival(paths_of(folder), used))
         finally:
-            shutil.rmtree(place)
-            copy.rename(place)
-    assert outcomes == {"gone", "whole"}
+            shutil.rmtree(folder)
+            copy.rename(folder)
+    assert outcomes == {"removed", "complete"}
 
 
-def survive(paths: list[Path], seen: list[int]) -> str:
+def check_survival(paths: list[Path], used: list[int]) -> str:
     (first,) = paths[0].iterdir()
     assert all(len(list(path.iterdir())) == 1 for path in paths)
-    if is_kept(first):
+    if is_durable(first):
         for path in paths:
             assert remove_dead_runs(path) == []
         with durable_engine(paths, gated(), resume="auto", io=IO) as engine:
             assert engine.resumed is False or engine.global_steps == 0
             assert components(engine).resumed is not None
             step(engine)
-        return "whole"
+        return "complete"
     announced = "members" in json.loads((first / "run.json").read_text())
-    for index in seen:
+    for index in used:
         remove_dead_runs(paths[index])
-    left = [index for index, path in enumerate(paths) if list(path.iterdir())]
+    remaining = [index for index, path in enumerate(paths) if list(path.iterdir())]
     # An announced run removes all its members; others are separate dead runs.
-    assert not set(left) & set(seen)
-    if announced and 0 in seen:
-        assert left == []
+    assert not set(remaining) & set(used)
+    if announced and 0 in used:
+        assert remaining == []
     for path in paths:
         remove_dead_runs(path)
         assert list(path.iterdir()) == []
-    return "gone"
+    return "removed"
 
 
 def test_failed_marking_leaves_no_directories(
@@ -164,8 +164,8 @@ def test_run_being_marked_is_not_removed(tmp_path: Path) -> None:
     for path in paths_of(tmp_path):
         assert remove_dead_runs(path) == []
     second.durable = False
-    for one in (first, second, third):
-        one.remove()
+    for scratch in (first, second, third):
+        scratch.remove()
 
 
 def test_cleanup_removes_only_members_of_the_run(tmp_path: Path) -> None:
@@ -173,19 +173,19 @@ def test_cleanup_removes_only_members_of_the_run(tmp_path: Path) -> None:
     for path in paths_of(tmp_path):
         path.mkdir()
     first, second, third = (Scratch.create(path) for path in paths_of(tmp_path))
-    precious = tmp_path / "precious"
-    precious.mkdir()
-    (precious / "lock").touch()
-    first.announce("r", [second.directory, third.directory, precious])
+    unrelated = tmp_path / "unrelated"
+    unrelated.mkdir()
+    (unrelated / "lock").touch()
+    first.announce("r", [second.directory, third.directory, unrelated])
     second.keep({"run": "other", "primary": str(first.directory), "index": 1})
     third.keep({"run": "r", "primary": str(first.directory), "index": 2})
-    for one in (first, second, third):
-        one._lock.close()
+    for scratch in (first, second, third):
+        scratch._lock.close()
     remove_dead_runs(paths_of(tmp_path)[0])
     assert not first.directory.exists()
     assert not third.directory.exists()
     assert second.directory.exists()
-    assert precious.exists()
+    assert unrelated.exists()
 
 
 def test_member_without_primary_directory_warns(tmp_path: Path) -> None:
@@ -196,12 +196,12 @@ def test_member_without_primary_directory_warns(tmp_path: Path) -> None:
         pass
     (first,) = paths[0].iterdir()
     shutil.rmtree(first)
-    given = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
-    given["placement"] = PLACEMENTS["all on disk"]
+    config = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
+    config["placement"] = PLACEMENTS["all on disk"]
     with pytest.warns(
         InfinityWarning, match=f"a part of a durable run; its first directory, {first}"
     ):
-        infinity.initialize(gated(), given)[0].close()
+        infinity.initialize(gated(), config)[0].close()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert sum(len(list(path.iterdir())) for path in paths) == 2

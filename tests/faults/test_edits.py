@@ -27,8 +27,8 @@ from support.small import (
     same,
     small_engine,
     small_model,
+    train,
 )
-from support.small import train as trained
 from torch import Tensor, nn
 
 from infinity.engine import Engine
@@ -37,7 +37,7 @@ from infinity.storage import disk
 from infinity.storage.disk import sum_of_int64
 
 IN_RAM = {**ON_DEVICE, "weights": "host"}
-PLACES = {
+PLACEMENTS = {
     "disk": (ON_DISK, False),
     "mixed": (MIXED, False),
     "ram": (IN_RAM, False),
@@ -59,7 +59,7 @@ def fill(parameter: nn.Parameter) -> None:
     parameter.data.fill_(0.5)
 
 
-def one_element(parameter: nn.Parameter) -> None:
+def fill_last_element(parameter: nn.Parameter) -> None:
     parameter.data.view(-1)[-1:].fill_(0.5)
 
 
@@ -76,22 +76,22 @@ def add_without_gradients(parameter: nn.Parameter) -> None:
         parameter.add_(0.5)
 
 
-EDITS = (overwrite, scale, fill, one_element, replace, transpose, add_without_gradients)
+EDITS = (overwrite, scale, fill, fill_last_element, replace, transpose, add_without_gradients)
 
 
-WAYS = ("forward", "module", "step", "state_dict", "save")
+CALLS = ("forward", "module", "step", "state_dict", "save")
 
 
 @contextmanager
-def made(path: Path, place: str, model: nn.Module) -> Iterator[Engine]:
+def open_engine(path: Path, placement: str, model: nn.Module) -> Iterator[Engine]:
     """Yield an engine of `model`; ignore errors about edits that are raised when it is closed."""
-    placement, accelerator = PLACES[place]
+    tiers, accelerator = PLACEMENTS[placement]
     arguments = {"device": FakeAccelerator(1)} if accelerator else {}
     nvme = path / "nvme"
     nvme.mkdir()
     with (
         suppress(ResidencyError),
-        small_engine(nvme, placement, model, arguments=arguments) as engine,
+        small_engine(nvme, tiers, model, arguments=arguments) as engine,
     ):
         yield engine
 
@@ -112,7 +112,7 @@ class Model(nn.Module):
 
 
 @contextmanager
-def told() -> Iterator[None]:
+def raises_edit_error() -> Iterator[None]:
     """Expect a ResidencyError that names the remedy."""
     with pytest.raises(ResidencyError) as caught:
         yield
@@ -124,7 +124,7 @@ def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
     if components(engine).failure.error is None:
         engine.zero_grad()
         assert same(masters(engine), before)
-        trained(engine, 1)
+        train(engine, 1)
         return
     with pytest.raises(EngineFailedError, match="its only copy"):
         masters(engine)
@@ -132,60 +132,60 @@ def assert_unedited(engine: Engine, before: dict[str, Tensor]) -> None:
         engine(batch(0))
 
 
-def use(engine: Engine, way: str, path: Path) -> None:
-    if way == "forward":
+def make_call(engine: Engine, call: str, path: Path) -> None:
+    if call == "forward":
         engine(batch(2))
-    elif way == "module":
+    elif call == "module":
         engine.module(batch(2))
-    elif way == "step":
+    elif call == "step":
         engine.step()
-    elif way == "save":
+    elif call == "save":
         engine.save_checkpoint(path / "saved")
     else:
         engine.module.state_dict()
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_edit_through_kept_reference_is_refused(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_edit_through_kept_reference_is_refused(tmp_path: Path, placement: str) -> None:
     """`model.parameters()` does not fetch; after a forward and backward many units are resident."""
-    with made(tmp_path, place, Model()) as engine:
+    with open_engine(tmp_path, placement, Model()) as engine:
         parameters = dict(engine.module.named_parameters())
         before = masters(engine)
         for edit, name in product(EDITS, ("inner.blocks.1.up.weight", "gain")):
-            for trains in (False, True):
-                if trains:
+            for after_backward in (False, True):
+                if after_backward:
                     engine.backward(engine(batch(1)))
-                with told():
+                with raises_edit_error():
                     edit(parameters[name])
                 assert same(masters(engine), before)
                 engine.zero_grad()
             assert is_offloaded(parameters[name])
-        trained(engine, 2)
+        train(engine, 2)
 
 
-@pytest.mark.parametrize(("place", "edit", "way"), diagonal(list(PLACES), EDITS, WAYS))
+@pytest.mark.parametrize(("placement", "edit", "call"), diagonal(list(PLACEMENTS), EDITS, CALLS))
 def test_edit_of_fetched_parameter_is_detected(
-    tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None], way: str
+    tmp_path: Path, placement: str, edit: Callable[[nn.Parameter], None], call: str
 ) -> None:
-    with made(tmp_path, place, Model()) as engine:
-        trained(engine, 1)
+    with open_engine(tmp_path, placement, Model()) as engine:
+        train(engine, 1)
         before = masters(engine)
         engine.backward(engine(batch(1)))
         edit(engine.module.inner.blocks[1].up.weight)
-        with told():
-            use(engine, way, tmp_path)
+        with raises_edit_error():
+            make_call(engine, call, tmp_path)
         assert not (tmp_path / "saved").exists()
         assert_unedited(engine, before)
 
 
-@pytest.mark.parametrize(("place", "edit"), diagonal(list(PLACES), EDITS))
+@pytest.mark.parametrize(("placement", "edit"), diagonal(list(PLACEMENTS), EDITS))
 def test_edit_in_forward_is_detected(
-    tmp_path: Path, place: str, edit: Callable[[nn.Parameter], None]
+    tmp_path: Path, placement: str, edit: Callable[[nn.Parameter], None]
 ) -> None:
     model = Model(edit)
-    with made(tmp_path, place, model) as engine:
+    with open_engine(tmp_path, placement, model) as engine:
         before = masters(engine)
-        with told():
+        with raises_edit_error():
             engine(batch(0))
         model.edit = None
         assert_unedited(engine, before)
@@ -197,63 +197,67 @@ def test_sum_of_int64_depends_on_every_byte_and_position(monkeypatch: pytest.Mon
         flat = torch.randint(0, 255, (size,), dtype=torch.uint8)
         before = sum_of_int64(flat)
         assert sum_of_int64(flat.clone()) == before
-        for place in {0, size // 2, size - 1} if size else ():
-            flat[place] += 1
+        for position in {0, size // 2, size - 1} if size else ():
+            flat[position] += 1
             assert sum_of_int64(flat) != before
-            flat[place] -= 1
-        for other in (1, 7, 100, 350):  # words in the same chunk of 100, and in later ones
-            if size > 8 * other + 8:
+            flat[position] -= 1
+        for offset in (1, 7, 100, 350):  # words in the same chunk of 100, and in later ones
+            if size > 8 * offset + 8:
                 swapped = flat.clone()
-                swapped[:8], swapped[8 * other :][:8] = flat[8 * other :][:8], flat[:8]
+                swapped[:8], swapped[8 * offset :][:8] = flat[8 * offset :][:8], flat[:8]
                 assert sum_of_int64(swapped) != before
 
 
 @pytest.mark.parametrize("restore", [False, True])
 def test_edit_before_close_is_raised_by_close(tmp_path: Path, restore: bool) -> None:
-    with made(tmp_path, "disk", Model()) as engine:
+    with open_engine(tmp_path, "disk", Model()) as engine:
         before = {name: value.clone() for name, value in engine.state_dict().items()}
         scale(engine.module.inner.norm.weight)
-        with told():
+        with raises_edit_error():
             engine.close(restore=restore)
         if restore:
             assert same(dict(engine.module.state_dict()), before)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_parameters_are_offloaded_between_calls_on_every_tier(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_parameters_are_offloaded_between_calls_on_every_tier(
+    tmp_path: Path, placement: str
+) -> None:
     """Between calls, parameters that were not accessed by attribute are offloaded."""
-    with made(tmp_path, place, Model()) as engine:
+    with open_engine(tmp_path, placement, Model()) as engine:
         parameters = list(engine.module.parameters())
-        for what in ("forward", "backward", "step", "module", "users backward", "block"):
-            if what == "forward":
+        for call in ("forward", "backward", "step", "module", "users backward", "block"):
+            if call == "forward":
                 loss = engine(batch(0))
-            elif what == "backward":
+            elif call == "backward":
                 engine.backward(loss)
-            elif what == "step":
+            elif call == "step":
                 engine.step()
-            elif what == "module":
+            elif call == "module":
                 loss = engine.module(batch(1))
-            elif what == "users backward":
+            elif call == "users backward":
                 loss.backward()
             else:
                 engine.module.inner.blocks[0](torch.ones(2, 16))
-            assert all(map(is_offloaded, parameters)), what
+            assert all(map(is_offloaded, parameters)), call
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_penalty_on_fetched_parameter_has_gradient_or_raises(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_penalty_on_fetched_parameter_has_gradient_or_raises(
+    tmp_path: Path, placement: str
+) -> None:
     """A penalty outside the forward has its gradient, or raises if the weight was evicted."""
 
     class Returns(Model):
         def forward(self, tokens: Tensor) -> tuple[Tensor, nn.Parameter]:
             return super().forward(tokens), self.gain
 
-    with made(tmp_path, place, Returns()) as engine:
+    with open_engine(tmp_path, placement, Returns()) as engine:
         weight, gains, weights = engine.module.inner.norm.weight, [], []
         for penalized in (False, True):
             loss, gain = engine(batch(0))
             penalty = weight.square().sum() if penalized else 0.0
-            with suppress(TrainingError) if "disk" in place else nullcontext():
+            with suppress(TrainingError) if "disk" in placement else nullcontext():
                 engine.backward(loss + (gain.square().sum() + penalty if penalized else 0.0))
                 gains.append(engine.gradient(gain))
                 weights.append(engine.gradient(weight))

@@ -74,7 +74,7 @@ class Case:
     precision: str
     placement: dict[str, str]
     prefetch_units: int
-    fake: bool
+    uses_accelerator: bool
 
     def config(self, root: Path) -> dict[str, Any]:
         paths = [root / f"drive{i}" for i in range(self.num_paths)]
@@ -114,26 +114,26 @@ HAS_URING = _has_uring()
 
 
 def case_for(seed: int) -> Case:
-    choose = random.Random(seed)
-    harmless = choose.random() < 0.25
+    rng = random.Random(seed)
+    harmless = rng.random() < 0.25
     if harmless:
-        kinds = tuple(k for k in HARMLESS if choose.random() < 0.7) or HARMLESS
-        rate = choose.choice((0.05, 0.3))
+        kinds = tuple(k for k in HARMLESS if rng.random() < 0.7) or HARMLESS
+        rate = rng.choice((0.05, 0.3))
     else:
-        kinds = tuple(choose.sample((*ERRNOS, *HARMLESS), choose.randint(1, 4)))
-        rate = choose.choice((0.001, 0.003, 0.01, 0.03))
+        kinds = tuple(rng.sample((*ERRNOS, *HARMLESS), rng.randint(1, 4)))
+        rate = rng.choice((0.001, 0.003, 0.01, 0.03))
     return Case(
         seed=seed,
         kinds=kinds,
         rate=rate,
-        verify=choose.random() < 0.6,
-        num_paths=choose.choice((1, 2)),
-        backend=choose.choice(("io_uring", "threads")) if HAS_URING else "threads",
-        micro_batches=choose.choice((1, 1, 2)),
-        precision=choose.choice(("fp32", "bf16")),
-        placement=choose.choice(PLACEMENTS),
-        prefetch_units=choose.choice((0, 2)),
-        fake=choose.random() < 0.25,
+        verify=rng.random() < 0.6,
+        num_paths=rng.choice((1, 2)),
+        backend=rng.choice(("io_uring", "threads")) if HAS_URING else "threads",
+        micro_batches=rng.choice((1, 1, 2)),
+        precision=rng.choice(("fp32", "bf16")),
+        placement=rng.choice(PLACEMENTS),
+        prefetch_units=rng.choice((0, 2)),
+        uses_accelerator=rng.random() < 0.25,
     )
 
 
@@ -146,26 +146,28 @@ class Outcome:
     errors: list[TransferError] = field(default_factory=list)
 
 
-_clean: dict[tuple[int, str], tuple[dict[int, float], dict[str, Tensor]]] = {}
+_expected: dict[tuple[int, str], tuple[dict[int, float], dict[str, Tensor]]] = {}
 
 
-def clean(micro_batches: int, precision: str) -> tuple[dict[int, float], dict[str, Tensor]]:
+def expected_result(
+    micro_batches: int, precision: str
+) -> tuple[dict[int, float], dict[str, Tensor]]:
     """Return losses and master weights of a run without a disk; placement does not change them."""
     key = micro_batches, precision
-    if key not in _clean:
-        given = settings(
+    if key not in _expected:
+        config = settings(
             Path("unused"),
             {"weights": "device", "optimizer_state": "host", "gradients": "host"},
             precision=precision,
             gradient_accumulation_steps=micro_batches,
         )
-        del given["nvme_path"]
-        engine, *_ = infinity.initialize(small_model(num_blocks=2), given)
+        del config["nvme_path"]
+        engine, *_ = infinity.initialize(small_model(num_blocks=2), config)
         with engine:
             outcome = Outcome()
             train(engine, outcome)
-            _clean[key] = outcome.losses, masters(engine)
-    return _clean[key]
+            _expected[key] = outcome.losses, masters(engine)
+    return _expected[key]
 
 
 def train(engine: Engine, outcome: Outcome) -> None:
@@ -187,10 +189,12 @@ def train(engine: Engine, outcome: Outcome) -> None:
 def run(case: Case, root: Path) -> Outcome:
     """Train on a faulty disk and close the engine; collect transfer errors, raise all others."""
     outcome = Outcome()
-    fake = FakeAccelerator(case.seed, max_delay_s=0.0005) if case.fake else None
+    accelerator = FakeAccelerator(case.seed, max_delay_s=0.0005) if case.uses_accelerator else None
     engine = None
     try:
-        engine, *_ = rough.initialize(small_model(num_blocks=2), case.config(root), device=fake)
+        engine, *_ = rough.initialize(
+            small_model(num_blocks=2), case.config(root), device=accelerator
+        )
         train(engine, outcome)
         outcome.state = masters(engine)
     except TransferError as error:
@@ -211,12 +215,12 @@ def run(case: Case, root: Path) -> Outcome:
                 if error.errno != errno.ETIMEDOUT:
                     raise
             del engine
-    if fake is not None:
-        assert not fake.violations, fake.violations[:3]
+    if accelerator is not None:
+        assert not accelerator.violations, accelerator.violations[:3]
     return outcome
 
 
-def judge(case: Case, outcome: Outcome, root: Path) -> str:
+def check_outcome(case: Case, outcome: Outcome, root: Path) -> str:
     """Assert what must hold of an outcome; return "error", "repeated" or "clean"."""
     allowed = set().union(*(ERRNOS.get(kind, set()) for kind in case.kinds))
     if not case.verify:
@@ -232,9 +236,9 @@ def judge(case: Case, outcome: Outcome, root: Path) -> str:
     if outcome.state is None:
         assert outcome.errors
         return "error"
-    losses, expected = clean(case.micro_batches, case.precision)
-    believed_flips = "flip" in case.kinds and not case.verify
-    if not believed_flips:
+    losses, expected = expected_result(case.micro_batches, case.precision)
+    has_undetected_flips = "flip" in case.kinds and not case.verify
+    if not has_undetected_flips:
         assert outcome.losses == losses
         assert same(outcome.state, expected)
     return "repeated" if outcome.errors else "clean"
@@ -245,9 +249,9 @@ def resident_bytes() -> int:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
-def soak(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
+def run_seeds(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
     """Run many seeds; yield the counts of outcomes and errnos after each."""
-    clean(1, "fp32")
+    expected_result(1, "fp32")
     seen: Counter[str] = Counter()
     for seed in seeds:
         case = case_for(seed)
@@ -257,7 +261,7 @@ def soak(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
         threads, files, reserved = tasks(), descriptors(), PROCESS.total("host")
         try:
             outcome = run(case, directory)
-            seen[judge(case, outcome, directory)] += 1
+            seen[check_outcome(case, outcome, directory)] += 1
             seen.update(errno.errorcode[error.errno] for error in outcome.errors)
             del outcome  # the tracebacks of its errors refer to the engine
             gc.collect()
@@ -271,12 +275,12 @@ def soak(seeds: Iterable[int], root: Path) -> Iterator[Counter[str]]:
 
 
 # Seeds that cover every kind of fault, alone and combined, on both back ends.
-CHOSEN = (4, 6, 10, 18, 22, 25, 36, 38, 43, 44, 49, 50, 56, 57, 98, 101)
+SEEDS = (4, 6, 10, 18, 22, 25, 36, 38, 43, 44, 49, 50, 56, 57, 98, 101)
 OUTCOMES = ("error", "clean", "EIO", "ENOSPC", "EBADMSG", "ETIMEDOUT")
 
 
 def test_faulty_disk_gives_exact_state_or_expected_error(tmp_path: Path) -> None:
-    *_, seen = soak(CHOSEN, tmp_path)
+    *_, seen = run_seeds(SEEDS, tmp_path)
     for what in (*OUTCOMES, "repeated"):
         assert seen[what], (what, seen)
 
@@ -292,11 +296,12 @@ def test_delayed_blocks_do_not_change_results(tmp_path: Path) -> None:
         case = Case(
             seed=seed, kinds=("delay",), rate=0.5, verify=False, num_paths=1,
             backend=("threads", "io_uring")[HAS_URING and seed % 3 == 0], micro_batches=3,
-            precision=("bf16", "fp32")[seed % 2], placement=placement, prefetch_units=2, fake=False,
+            precision=("bf16", "fp32")[seed % 2], placement=placement, prefetch_units=2,
+            uses_accelerator=False,
         )  # fmt: skip
         directory = tmp_path / str(seed)
         directory.mkdir()
-        assert judge(case, run(case, directory), directory) == "clean", case
+        assert check_outcome(case, run(case, directory), directory) == "clean", case
 
 
 @pytest.mark.big
@@ -305,14 +310,14 @@ def test_delayed_blocks_do_not_change_results(tmp_path: Path) -> None:
 def test_faulty_disk_gives_exact_state_or_expected_error_many_seeds(
     tmp_path: Path, part: int
 ) -> None:
-    soaked = soak(range(part * 200, part * 200 + 200), tmp_path)
-    resident, seen = zip(*((resident_bytes(), seen) for seen in soaked), strict=True)
+    results = run_seeds(range(part * 200, part * 200 + 200), tmp_path)
+    resident, seen = zip(*((resident_bytes(), seen) for seen in results), strict=True)
     assert resident[-1] - resident[100] < 48 << 20
     for what in OUTCOMES:
         assert seen[-1][what], (what, seen[-1])
 
 
-class Lost:
+class FailedTicket:
     """Ticket of a failed request."""
 
     def done(self) -> bool:
@@ -322,24 +327,24 @@ class Lost:
         raise TransferError("lost", path="p", offset=0, length=1, errno=errno.EIO)
 
 
-def lose_once(
-    monkeypatch: pytest.MonkeyPatch, name: str, wanted: Callable[[Extent, Priority], bool]
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, name: str, selects: Callable[[Extent, Priority], bool]
 ) -> list[str]:
     """Fail the first request that `wanted` selects; return a list that will hold its owner."""
-    original, lost = getattr(Disk, name), []
+    original, failed = getattr(Disk, name), []
 
-    def request(self: Disk, pieces: Any, priority: Priority) -> Any:
-        if not lost and wanted(pieces[0][0], priority):
-            lost.append(pieces[0][0].owner)
-            return Lost()
-        return original(self, pieces, priority)
+    def request(self: Disk, segments: Any, priority: Priority) -> Any:
+        if not failed and selects(segments[0][0], priority):
+            failed.append(segments[0][0].owner)
+            return FailedTicket()
+        return original(self, segments, priority)
 
     monkeypatch.setattr(Disk, name, request)
-    return lost
+    return failed
 
 
 LAST_GRADIENTS = "unit 'embedding', gradients"  # the last that a backward writes
-LOSSES = {
+FAILURES = {
     "a fetch": ("read", lambda extent, priority: priority is Priority.URGENT),
     "gradients written back": ("write", lambda extent, _: "gradients" in extent.owner),
     "the last gradients written back": ("write", lambda e, _: e.owner == LAST_GRADIENTS),
@@ -348,28 +353,28 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("what", FAILURES)
 @pytest.mark.parametrize("kind", ["cpu", "fake"])
 def test_retry_after_transfer_error_is_exact(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, what: str, micro_batches: int
 ) -> None:
     """Weights are unchanged and the accumulation window starts over."""
-    more = {"gradient_accumulation_steps": micro_batches, "prefetch_units": 0}
-    given = settings(tmp_path, **more)
+    options = {"gradient_accumulation_steps": micro_batches, "prefetch_units": 0}
+    config = settings(tmp_path, **options)
     device = make_device(kind)
-    engine, *_ = infinity.initialize(small_model(num_blocks=2), given, device=device)
+    engine, *_ = infinity.initialize(small_model(num_blocks=2), config, device=device)
     with engine:
         outcome = Outcome()
-        lost = lose_once(monkeypatch, *LOSSES[what])
+        failed = fail_once(monkeypatch, *FAILURES[what])
         try:
             train(engine, outcome)
         except EngineFailedError:
             # With one micro-batch only the optimizer pass reads gradients; it cannot be retried.
             assert (what, micro_batches) == ("gradients coming back", 1)
             return
-        assert lost
+        assert failed
         assert len(outcome.errors) == 1
-        losses, expected = clean(micro_batches, "fp32")
+        losses, expected = expected_result(micro_batches, "fp32")
         assert outcome.losses == losses
         assert same(masters(engine), expected)
 
@@ -379,14 +384,14 @@ def test_failed_backward_does_not_keep_engine_alive(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Autograd keeps the rest of the graph; it must not keep the engine's memory alive."""
-    given = settings(tmp_path, gradient_accumulation_steps=2)
-    engine = infinity.initialize(small_model(num_blocks=2), given, device=make_device(kind))[0]
+    config = settings(tmp_path, gradient_accumulation_steps=2)
+    engine = infinity.initialize(small_model(num_blocks=2), config, device=make_device(kind))[0]
     with engine:
         engine.backward(engine(batch(0)))
         engine.step()
         loss = engine(batch(1))
-        inside = "unit 'blocks.1', gradients"
-        lose_once(monkeypatch, "read", lambda extent, _: extent.owner == inside)
+        owner = "unit 'blocks.1', gradients"
+        fail_once(monkeypatch, "read", lambda extent, _: extent.owner == owner)
         with pytest.raises(TransferError):  # noqa: PT012
             engine.backward(loss)
             engine.step()  # gradients of a device are summed after the backward

@@ -33,29 +33,33 @@ def durable_settings(folder: Path, **changes: Any) -> dict[str, Any]:
     for path in paths:
         os.makedirs(path, exist_ok=True)
     io = {"weights": [1, 1], "block_size": 4096}
-    more: dict[str, Any] = {"engine__nvme_path": paths, "engine__durable": True, "engine__io": io}
-    more |= {"engine__placement": PLACEMENTS["all on disk"], "engine__commit_every": 1}
-    return settings(folder, **(more | changes))
+    overrides: dict[str, Any] = {
+        "engine__nvme_path": paths,
+        "engine__durable": True,
+        "engine__io": io,
+    }
+    overrides |= {"engine__placement": PLACEMENTS["all on disk"], "engine__commit_every": 1}
+    return settings(folder, **(overrides | changes))
 
 
 def state_in(folder: Path, drive: str) -> Path:
     """Return the directory of the state of an `infinity train` run on a drive."""
-    (own,) = (folder / drive).iterdir()
-    (directory,) = own.iterdir()
+    (run_directory,) = (folder / drive).iterdir()
+    (directory,) = run_directory.iterdir()
     return directory
 
 
 @contextmanager
-def away(path: Path) -> Iterator[None]:
-    aside = path.with_name(f"{path.name}.away")
-    path.rename(aside)
+def moved_away(path: Path) -> Iterator[None]:
+    backup = path.with_name(f"{path.name}.away")
+    path.rename(backup)
     yield
     if path.is_dir():  # an empty mount point that was recreated
         path.rmdir()
-    aside.rename(path)
+    backup.rename(path)
 
 
-def not_saved(*before: Any, **more: Any) -> None:
+def fail_publish(*before: Any, **more: Any) -> None:
     """Fail a save at its end, which leaves the same files as a kill."""
     raise MachineError("the drive is gone")
 
@@ -69,7 +73,7 @@ def flipped(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def given_away(directory: Path) -> Iterator[None]:
+def owned_by_other_user(directory: Path) -> Iterator[None]:
     """Change the owner, as when a run is started once as root and later as a user."""
     try:
         os.chown(directory, 65534, 65534)
@@ -92,12 +96,12 @@ def behind_a_link(directory: Path) -> Iterator[None]:
 
 @contextmanager
 def behind_a_link_that_leads_nowhere(directory: Path) -> Iterator[None]:
-    with behind_a_link(directory), away(directory.parent.parent / "elsewhere"):
+    with behind_a_link(directory), moved_away(directory.parent.parent / "elsewhere"):
         yield
 
 
 @contextmanager
-def busy(directory: Path) -> Iterator[None]:
+def locked(directory: Path) -> Iterator[None]:
     with open(directory / "lock", "r+b") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
@@ -106,7 +110,7 @@ def busy(directory: Path) -> Iterator[None]:
 @contextmanager
 def not_mounted(folder: Path) -> Iterator[None]:
     """Replace both drives by empty mount points."""
-    with away(folder / "d0"), away(folder / "d1"):
+    with moved_away(folder / "d0"), moved_away(folder / "d1"):
         for name in DRIVES:
             (folder / name).mkdir()
         yield
@@ -116,12 +120,12 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
     "state drives not mounted": (durable_settings, not_mounted, "drive is not mounted"),
     "first drive missing": (
         durable_settings,
-        lambda f: away(state_in(f, "d0").parent),
+        lambda f: moved_away(state_in(f, "d0").parent),
         "first directory, .* is missing",
     ),
     "second drive missing": (
         durable_settings,
-        lambda f: away(state_in(f, "d1").parent),
+        lambda f: moved_away(state_in(f, "d1").parent),
         "spreads over 2 paths; missing",
     ),
     "run.json of the state": (
@@ -141,12 +145,12 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
     ),
     "state of another user": (
         durable_settings,
-        lambda f: given_away(state_in(f, "d0")),
+        lambda f: owned_by_other_user(state_in(f, "d0")),
         "d0/.*: it belongs to user id 65534",
     ),
     "second drive of another user": (
         durable_settings,
-        lambda f: given_away(state_in(f, "d1")),
+        lambda f: owned_by_other_user(state_in(f, "d1")),
         "spreads over 2 paths; missing: .*d1",
     ),
     "state behind a link": (
@@ -159,7 +163,7 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
         lambda f: behind_a_link_that_leads_nowhere(state_in(f, "d0")),
         "d0/.*: it is a link to .*elsewhere",
     ),
-    "state in use": (durable_settings, lambda f: busy(state_in(f, "d0")), "in use by process"),
+    "state in use": (durable_settings, lambda f: locked(state_in(f, "d0")), "in use by process"),
     "run.json of the run": (
         durable_settings,
         lambda f: flipped(f / "run" / "run.json"),
@@ -167,12 +171,12 @@ CASES: dict[str, tuple[Callable[[Path], dict[str, Any]], Sabotage, str]] = {
     ),
     "latest gone": (
         settings,
-        lambda f: away(f / "run" / "checkpoints" / "latest"),
+        lambda f: moved_away(f / "run" / "checkpoints" / "latest"),
         "latest is missing, but 4 steps were done .*--resume .*step4",
     ),
     "checkpoints gone": (
         settings,
-        lambda f: away(f / "run" / "checkpoints"),
+        lambda f: moved_away(f / "run" / "checkpoints"),
         "has no checkpoint, but 4 steps were done",
     ),
 }
@@ -201,13 +205,13 @@ CHANGES: dict[str, tuple[Callable[..., dict[str, Any]], dict[str, Any], str]] = 
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_auto_resume_with_changed_settings_refuses_to_restart(tmp_path: Path, case: str) -> None:
-    make, changes, words = CHANGES[case]
+    make, changes, pattern = CHANGES[case]
     train(make(tmp_path), stop_after=4)
-    told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
-    with away(tmp_path / "run" / "checkpoints") if make is settings else nullcontext():
-        with pytest.raises(InfinityError, match=words):
+    metrics_before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with moved_away(tmp_path / "run" / "checkpoints") if make is settings else nullcontext():
+        with pytest.raises(InfinityError, match=pattern):
             train(make(tmp_path, **changes), resume="auto")
-        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == told
+        assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == metrics_before
     _, watcher = train(make(tmp_path), resume="auto")
     assert [facts.step for facts in watcher.steps] == [5, 6]
 
@@ -222,16 +226,16 @@ def test_named_checkpoint_replaces_durable_state(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CASES)
 def test_auto_resume_with_missing_state_refuses_to_restart(tmp_path: Path, case: str) -> None:
-    make, sabotage, words = CASES[case]
+    make, sabotage, pattern = CASES[case]
     train(make(tmp_path), stop_after=4)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    told = metrics.read_bytes()
+    metrics_before = metrics.read_bytes()
     with sabotage(tmp_path):
         with pytest.raises(InfinityError) as caught:
             train(make(tmp_path), resume="auto")
 
-        assert re.search(words, str(caught.value).replace("\n", " ")), str(caught.value)
-        assert metrics.read_bytes() == told
+        assert re.search(pattern, str(caught.value).replace("\n", " ")), str(caught.value)
+        assert metrics.read_bytes() == metrics_before
     result, watcher = train(make(tmp_path), resume="auto")
     assert [facts.step for facts in watcher.steps] == [5, 6]
     assert result.steps == 6
@@ -264,14 +268,14 @@ def test_auto_resume_before_first_checkpoint_restarts(
     """
     raw = settings(tmp_path, training__checkpoint_every=every)
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "_publish", not_saved)
+        patch.setattr(CheckpointWriter, "_publish", fail_publish)
         with pytest.raises(KeyboardInterrupt):
             train(raw, die_after=3)
-    told = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    metrics_before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
     _, watcher = train(raw, resume="auto")
     assert [facts.step for facts in watcher.steps] == [1, 2, 3, 4, 5, 6]
     assert "has steps up to 3, and the run goes on from 0" in "".join(watcher.notes)
-    assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == told
+    assert (tmp_path / "run" / "metrics.1.jsonl").read_bytes() == metrics_before
 
 
 def test_auto_resume_from_unnamed_first_checkpoint(
@@ -279,11 +283,11 @@ def test_auto_resume_from_unnamed_first_checkpoint(
 ) -> None:
     publish = CheckpointWriter._publish
 
-    def publish_half(self: CheckpointWriter, **more: Any) -> None:
-        not_saved(publish(self, save_latest=False))
+    def publish_without_latest(self: CheckpointWriter, **more: Any) -> None:
+        fail_publish(publish(self, save_latest=False))
 
     with monkeypatch.context() as patch:
-        patch.setattr(CheckpointWriter, "_publish", publish_half)
+        patch.setattr(CheckpointWriter, "_publish", publish_without_latest)
         with pytest.raises(KeyboardInterrupt):
             train(settings(tmp_path), die_after=3)
     assert not (tmp_path / "run" / "checkpoints" / "latest").exists()
@@ -300,10 +304,10 @@ def test_committed_step_missing_from_metrics_is_recovered(tmp_path: Path) -> Non
     assert (last["event"], end["event"]) == ("step", "ended")
     metrics.write_text("".join(lines[:-2]))
     train(raw, resume="auto")
-    again = next(r for r in metrics_of(tmp_path) if r["event"] == "step" and r["step"] == 4)
-    assert again["recovered"]
-    assert {key: last[key] for key in again if key != "recovered"} == {
-        key: value for key, value in again.items() if key != "recovered"
+    recovered = next(r for r in metrics_of(tmp_path) if r["event"] == "step" and r["step"] == 4)
+    assert recovered["recovered"]
+    assert {key: last[key] for key in recovered if key != "recovered"} == {
+        key: value for key, value in recovered.items() if key != "recovered"
     }
     assert [step for event, step, _ in losses_of(tmp_path) if event == "step"] == [*range(1, 7)]
 
@@ -315,24 +319,24 @@ def test_outdated_run_json_is_refused_and_loses_no_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drive: str, last: str
 ) -> None:
     """A backup may restore `run.json` from before the directories were marked durable."""
-    call, older = getattr(Scratch, last), {}
+    original, old_records = getattr(Scratch, last), {}
 
-    def note(*given: Any) -> Any:
-        made = call(*given) or given[0]
-        older[made.directory] = (made.directory / "run.json").read_bytes()
-        return made
+    def keep_old_record(*args: Any) -> Any:
+        scratch = original(*args) or args[0]
+        old_records[scratch.directory] = (scratch.directory / "run.json").read_bytes()
+        return scratch
 
-    monkeypatch.setattr(Scratch, last, note)
+    monkeypatch.setattr(Scratch, last, keep_old_record)
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
     record = state_in(tmp_path, drive) / "run.json"
     newer = record.read_bytes()
-    record.write_bytes(older[record.parent])
-    own = [state_in(tmp_path, name).parent for name in DRIVES]
-    assert [remove_dead_runs(path) for path in own] == [[], []]
+    record.write_bytes(old_records[record.parent])
+    run_directories = [state_in(tmp_path, name).parent for name in DRIVES]
+    assert [remove_dead_runs(path) for path in run_directories] == [[], []]
     if drive == "d1":
-        with away(own[0]):  # the first drive is not mounted
-            assert remove_dead_runs(own[1]) == []
+        with moved_away(run_directories[0]):  # the first drive is not mounted
+            assert remove_dead_runs(run_directories[1]) == []
     with pytest.raises(ConfigError, match=f"{record.parent}: its run.json is an older copy"):
         train(raw, resume="auto")
     record.write_bytes(newer)
@@ -347,11 +351,11 @@ def test_outdated_run_json_is_refused_and_loses_no_steps(
 def step_log(tmp_path: Path) -> dict[str, Any]:
     """Settings of a durable run of two steps with a step log."""
     (tmp_path / "nvme").mkdir()
-    told = {"step_log": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
-    with durable_engine(tmp_path / "nvme", gated(), **told) as engine:
+    options = {"step_log": str(tmp_path / "journal.jsonl"), "placement": PLACEMENTS["all on disk"]}
+    with durable_engine(tmp_path / "nvme", gated(), **options) as engine:
         step(engine)
         step(engine)
-    return told
+    return options
 
 
 def test_step_log_of_missing_run_refuses_auto_resume(
@@ -378,27 +382,27 @@ def test_run_in_use_cannot_be_resumed_again(tmp_path: Path, step_log: dict[str, 
     assert len(run_records(tmp_path / "nvme")) == 1
 
 
-def going_on(raw: dict[str, Any], **how: Any) -> list[int]:
+def trained_steps(raw: dict[str, Any], **how: Any) -> list[int]:
     return [facts.step for facts in train(raw, **how)[1].steps]
 
 
 def test_start_from_checkpoint_replaces_durable_state(tmp_path: Path) -> None:
     """`auto` resumes the new state; a checkpoint that fails to load changes nothing."""
     raw = durable_settings(tmp_path)
-    assert going_on(raw, stop_after=4) == [1, 2, 3, 4]
+    assert trained_steps(raw, stop_after=4) == [1, 2, 3, 4]
     before = [sorted((tmp_path / drive).iterdir()) for drive in DRIVES]
     root = tmp_path / "run" / "checkpoints"
     files = (p for p in (root / "step4").iterdir() if p.name != "manifest.json")
     with flipped(max(files, key=lambda p: p.stat().st_size)), pytest.raises(InfinityError):
         train(raw, resume=str(root / "step4"))
     assert [sorted((tmp_path / drive).iterdir()) for drive in DRIVES] == before
-    assert going_on(raw, resume="auto", stop_after=1) == [5]
-    assert going_on(raw, resume=str(root / "step2"), stop_after=1) == [3]
+    assert trained_steps(raw, resume="auto", stop_after=1) == [5]
+    assert trained_steps(raw, resume=str(root / "step2"), stop_after=1) == [3]
     assert find_tag(root, None) == "step2"
-    for drive, was in zip(DRIVES, before, strict=True):
+    for drive, previous in zip(DRIVES, before, strict=True):
         (state,) = (tmp_path / drive).iterdir()
-        assert state not in was
-    assert going_on(raw, resume="auto") == [4, 5, 6]
+        assert state not in previous
+    assert trained_steps(raw, resume="auto") == [4, 5, 6]
 
 
 def test_copied_run_from_checkpoint_keeps_original_state(tmp_path: Path) -> None:
@@ -406,11 +410,11 @@ def test_copied_run_from_checkpoint_keeps_original_state(tmp_path: Path) -> None
     train(raw, stop_after=4)
     copy = tmp_path / "copy"
     shutil.copytree(tmp_path / "run", copy)
-    other = {**raw, "run_dir": str(copy)}
-    _, watcher = train(other, resume=str(copy / "checkpoints" / "step2"), stop_after=1)
+    copy_settings = {**raw, "run_dir": str(copy)}
+    _, watcher = train(copy_settings, resume=str(copy / "checkpoints" / "step2"), stop_after=1)
     assert any("the former state stays" in note for note in watcher.notes)
-    assert going_on(raw, resume="auto", stop_after=1) == [5]
-    assert going_on(other, resume="auto", stop_after=1) == [4]
+    assert trained_steps(raw, resume="auto", stop_after=1) == [5]
+    assert trained_steps(copy_settings, resume="auto", stop_after=1) == [4]
 
 
 def test_moved_state_is_not_removed_by_original_run(tmp_path: Path) -> None:
@@ -429,8 +433,8 @@ def test_moved_state_is_not_removed_by_original_run(tmp_path: Path) -> None:
 def test_auto_resume_with_missing_run_directory_refuses_to_restart(tmp_path: Path) -> None:
     raw = durable_settings(tmp_path)
     train(raw, stop_after=4)
-    with away(tmp_path / "run"):
+    with moved_away(tmp_path / "run"):
         with pytest.raises(ConfigError, match="holds the state of a run in"):
             train(raw, resume="auto")
         shutil.rmtree(tmp_path / "run")
-    assert going_on(raw, resume="auto") == [5, 6]
+    assert trained_steps(raw, resume="auto") == [5, 6]

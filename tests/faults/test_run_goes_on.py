@@ -34,7 +34,7 @@ from infinity.train.run import Run
 from infinity.train.settings import load_run_config
 from infinity.training import checkpoints
 
-Failing = Callable[..., None]
+SetFailures = Callable[..., None]
 
 
 @pytest.fixture(scope="module")
@@ -50,49 +50,57 @@ def steps_of(folder: Path) -> list[Any]:
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Failing:
+def set_failures(monkeypatch: pytest.MonkeyPatch) -> SetFailures:
     """Return a function that sets how saves fail, and at which steps."""
-    make, new, free = checkpoints.CheckpointWriter, writer.write_new, writer.free_bytes
-    found: dict[str, Any] = {"how": "", "steps": ()}
+    make_writer, original_write_new, original_free_bytes = (
+        checkpoints.CheckpointWriter,
+        writer.write_new,
+        writer.free_bytes,
+    )
+    failure: dict[str, Any] = {"how": "", "steps": ()}
 
-    def bad(path: Path) -> bool:
-        return any(f"step{step}" in str(path) for step in found["steps"])
+    def fails(path: Path) -> bool:
+        return any(f"step{step}" in str(path) for step in failure["steps"])
 
-    def writer_of(root: Path, tag: str, *args: Any, **more: Any) -> Any:
-        found["tag"] = tag
-        if bad(Path(tag)) and found["how"] == "state":
+    def writer_of(root: Path, tag: str, *args: Any, **kwargs: Any) -> Any:
+        failure["tag"] = tag
+        if fails(Path(tag)) and failure["how"] == "state":
             raise TransferError("gone", path="/nvme/state.bin", offset=0, length=1, errno=5)
-        if bad(Path(tag)) and found["how"] == "eio":
+        if fails(Path(tag)) and failure["how"] == "eio":
             with rough_io(faults="seed=1,kinds=eio,rate=1"):
-                return make(root, tag, *args, **more)
-        return make(root, tag, *args, **more)
+                return make_writer(root, tag, *args, **kwargs)
+        return make_writer(root, tag, *args, **kwargs)
 
     def write_new(path: Path, *args: Any) -> None:
-        if bad(path) and found["how"] == "read-only":
+        if fails(path) and failure["how"] == "read-only":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS))
-        new(path, *args)
+        original_write_new(path, *args)
 
     def free_bytes(path: Path) -> int:
-        return 4096 if bad(Path(found["tag"])) and found["how"] == "full" else free(path)
+        return (
+            4096
+            if fails(Path(failure["tag"])) and failure["how"] == "full"
+            else original_free_bytes(path)
+        )
 
     monkeypatch.setattr(checkpoints, "CheckpointWriter", writer_of)
     monkeypatch.setattr(writer, "write_new", write_new)
     monkeypatch.setattr(writer, "free_bytes", free_bytes)
-    return lambda how, steps: found.update(how=how, steps=steps)
+    return lambda how, steps: failure.update(how=how, steps=steps)
 
 
-SAID = {
+EXPECTED_TEXTS = {
     "full": ("needs ", "4.00 KiB are free: ", "missing"),
     "eio": ("errno 5", "check `dmesg`"),
     "read-only": ("errno 30", "mount it writable"),
 }
 
 
-@pytest.mark.parametrize("how", SAID)
+@pytest.mark.parametrize("how", EXPECTED_TEXTS)
 def test_failed_save_does_not_affect_training(
-    tmp_path: Path, losses: list[Any], failing: Failing, how: str
+    tmp_path: Path, losses: list[Any], set_failures: SetFailures, how: str
 ) -> None:
-    failing(how, (4, 5))
+    set_failures(how, (4, 5))
     result, watcher = train(settings(tmp_path))
     assert steps_of(tmp_path) == losses
     assert result.failed_saves in (1, 2)  # a background failure may be known too late for a retry
@@ -101,15 +109,20 @@ def test_failed_save_does_not_affect_training(
     assert sorted(path.name for path in root.iterdir() if path.is_dir()) == ["step2", "step6"]
     assert [path.name for path in watcher.files] == ["step2", "step6", "model"]
     (note,) = (note for note in watcher.notes if "not saved" in note)
-    for part in ("step4 was not saved", "training goes on", f"is {root / 'step2'}", *SAID[how]):
-        assert part in note
-    told = [entry for entry in metrics_of(tmp_path) if entry["event"] == "not saved"]
-    assert len(told) == result.failed_saves
-    assert told[0]["tag"] == "step4"
+    for text in (
+        "step4 was not saved",
+        "training goes on",
+        f"is {root / 'step2'}",
+        *EXPECTED_TEXTS[how],
+    ):
+        assert text in note
+    events = [entry for entry in metrics_of(tmp_path) if entry["event"] == "not saved"]
+    assert len(events) == result.failed_saves
+    assert events[0]["tag"] == "step4"
 
 
-def test_failed_save_is_retried_soon(tmp_path: Path, failing: Failing) -> None:
-    failing("full", (20,))
+def test_failed_save_is_retried_soon(tmp_path: Path, set_failures: SetFailures) -> None:
+    set_failures("full", (20,))
     changes = {"training__steps": 24, "training__checkpoint_every": 20, "engine__scheduler": None}
     result, watcher = train(settings(tmp_path, **changes))
     assert result.failed_saves == 1
@@ -118,10 +131,10 @@ def test_failed_save_is_retried_soon(tmp_path: Path, failing: Failing) -> None:
 
 @pytest.mark.parametrize("how", ["full", "eio"])
 def test_failed_last_save_raises_after_model_export(
-    tmp_path: Path, losses: list[Any], failing: Failing, how: str
+    tmp_path: Path, losses: list[Any], set_failures: SetFailures, how: str
 ) -> None:
     raw = settings(tmp_path)
-    failing(how, range(4, 9))
+    set_failures(how, range(4, 9))
     kind = DoesNotFitError if how == "full" else MachineError
     with pytest.raises(kind, match="the state after step 6 was not saved: ") as caught:
         train(raw)
@@ -132,7 +145,7 @@ def test_failed_last_save_raises_after_model_export(
     )
     assert (model / "model.safetensors").exists()
     before = (model / "model.safetensors").read_bytes()
-    failing("", ())
+    set_failures("", ())
     result, watcher = train(raw, "auto")
     assert watcher.done == 2
     assert steps_of(tmp_path) == losses
@@ -140,21 +153,23 @@ def test_failed_last_save_raises_after_model_export(
     assert (model / "model.safetensors").read_bytes() == before
 
 
-def test_stopped_run_that_cannot_save_raises(tmp_path: Path, failing: Failing) -> None:
-    failing("full", (3,))
+def test_stopped_run_that_cannot_save_raises(tmp_path: Path, set_failures: SetFailures) -> None:
+    set_failures("full", (3,))
     with pytest.raises(DoesNotFitError, match="after step 3 was not saved") as caught:
         train(settings(tmp_path), stop_after=3)
     assert "--resume auto" in str(caught.value)
 
 
-def test_failed_save_does_not_hide_the_original_error(tmp_path: Path, failing: Failing) -> None:
-    failing("read-only", (2,))
+def test_failed_save_does_not_hide_the_original_error(
+    tmp_path: Path, set_failures: SetFailures
+) -> None:
+    set_failures("read-only", (2,))
     with pytest.raises(KeyboardInterrupt):
         train(settings(tmp_path), die_after=3)
 
 
-def test_transfer_error_in_save_ends_the_run(tmp_path: Path, failing: Failing) -> None:
-    failing("state", (2,))
+def test_transfer_error_in_save_ends_the_run(tmp_path: Path, set_failures: SetFailures) -> None:
+    set_failures("state", (2,))
     with pytest.raises(TransferError, match="gone"):
         train(settings(tmp_path))
 
@@ -173,28 +188,28 @@ def test_checkpoint_not_named_in_latest_is_replaced(tmp_path: Path) -> None:
 def test_failed_pruning_is_not_a_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def prune(*args: Any, **more: Any) -> None:
+    def prune(*args: Any, **kwargs: Any) -> None:
         raise MachineError("not removed")
 
     monkeypatch.setattr(writer, "prune", prune)
     result, watcher = train(settings(tmp_path))
     assert (result.failed_saves, result.checkpoint.name) == (0, "step6")
-    told = "step4 was saved, but older checkpoints are left: not removed"
-    assert any(told in note for note in watcher.notes)
+    text = "step4 was saved, but older checkpoints are left: not removed"
+    assert any(text in note for note in watcher.notes)
 
 
 def test_full_disk_for_metrics_and_logs_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begin = Metrics.__init__
+    init = Metrics.__init__
 
-    def begin_full(self: Metrics, *args: Any, **more: Any) -> None:
-        begin(self, *args, **more)
+    def init_on_full_disk(self: Metrics, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
         full = os.open("/dev/full", os.O_WRONLY)
         os.dup2(full, self._file)
         os.close(full)
 
-    monkeypatch.setattr(Metrics, "__init__", begin_full)
+    monkeypatch.setattr(Metrics, "__init__", init_on_full_disk)
     result, watcher = train(settings(tmp_path))
     assert result.steps == 6
     (note,) = (note for note in watcher.notes if "without metrics" in note)
@@ -233,15 +248,15 @@ def test_truncated_metrics_line_is_terminated(
     metrics.close()
     lines = (tmp_path / "m.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["step"] == 2
-    again = Metrics(tmp_path / "m.jsonl", after=2)
-    again.close()
+    reopened = Metrics(tmp_path / "m.jsonl", after=2)
+    reopened.close()
     assert (tmp_path / "m.jsonl").read_text() == lines[-1] + "\n"
 
 
 # --- the drive of the state ----------------------------------------------------------------------
 
 
-class Lost:
+class FailedTicket:
     """Ticket of a failed request."""
 
     def __init__(self, path: str) -> None:
@@ -263,20 +278,20 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.stderr
 
 
-def follow(error: str, other: Path) -> str:
+def run_remedy(error: str, other: Path) -> str:
     """Run the commands of an error's remedy with directory `other`; return the last stderr."""
     other.mkdir()
     (line,) = (line for line in error.splitlines() if line.startswith("  try: "))
-    typed, _, rest = line.removeprefix("  try: ").partition("  (")
-    assert rest == f"with a directory of yours for {runs_run.OTHER}); or, to stay: check `dmesg`"
-    *copies, last = typed.replace(str(runs_run.OTHER), str(other)).split(" && ")
+    commands, _, hint = line.removeprefix("  try: ").partition("  (")
+    assert hint == f"with a directory of yours for {runs_run.OTHER}); or, to stay: check `dmesg`"
+    *copies, last = commands.replace(str(runs_run.OTHER), str(other)).split(" && ")
     for copy in copies:
         subprocess.run(shlex.split(copy), check=True)
     infinity, *arguments = shlex.split(last)
     assert infinity == "infinity"
-    code, said = run(*arguments)
-    assert code == 0, said
-    return said
+    code, output = run(*arguments)
+    assert code == 0, output
+    return output
 
 
 @pytest.mark.parametrize(
@@ -291,39 +306,39 @@ def test_run_continues_elsewhere_after_state_drive_failure(
     name: str,
 ) -> None:
     """Following the remedy of the message gives the losses of a run without failures."""
-    known = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
-    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", lambda *a, **more: known)
+    rates = KnownRates(Rates.of(nominal(True).numbers()), "2026-01-02")
+    monkeypatch.setattr("infinity.profiling.calibration.cached_rates", lambda *a, **kwargs: rates)
     monkeypatch.setattr(runs_run, "_same_drive", lambda *paths: kind == "one drive")
     durable, paths = kind.startswith("durable"), [tmp_path / "state"]
     paths += [tmp_path / "second"] if kind == "durable on two" else []
     for path in paths:
         path.mkdir()
     config = tmp_path / "run of mine.json"
-    given = settings(
+    settings_dict = settings(
         tmp_path,
         engine__placement={"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
         engine__nvme_path=[str(path) for path in paths],
         engine__durable=durable or None,
         training__checkpoint_every=None if durable else 99 if kind == "bare" else 2,
     )
-    config.write_text(json.dumps(given))
-    failing, original, shown = [], getattr(Disk, name), TrainPage.on_record
+    config.write_text(json.dumps(settings_dict))
+    failed, original, on_record = [], getattr(Disk, name), TrainPage.on_record
 
-    def request(self: Disk, *args: Any, **more: Any) -> Any:
-        if failing:
-            return Lost(str(self.scratches[0].directory / "state.bin"))
-        return original(self, *args, **more)
+    def request(self: Disk, *args: Any, **kwargs: Any) -> Any:
+        if failed:
+            return FailedTicket(str(self.scratches[0].directory / "state.bin"))
+        return original(self, *args, **kwargs)
 
-    def told(self: TrainPage, record: Any) -> None:
-        shown(self, record)
+    def record_and_fail(self: TrainPage, record: Any) -> None:
+        on_record(self, record)
         if record["event"] == "step" and record["step"] == 3:
             if not durable and kind != "bare":  # saved in the background: wait until complete
                 assert wait_until((tmp_path / "run" / "checkpoints" / "latest").exists)
-            failing.append(True)
+            failed.append(True)
 
     with monkeypatch.context() as patch:
         patch.setattr(Disk, name, request)
-        patch.setattr(TrainPage, "on_record", told)
+        patch.setattr(TrainPage, "on_record", record_and_fail)
         code, error = run("train", str(config), "training.evaluate_every=0")
     assert code == 4, error
     assert "Traceback" not in error
@@ -337,8 +352,8 @@ def test_run_continues_elsewhere_after_state_drive_failure(
         assert "there is no checkpoint to go on from" in error
     else:
         assert f"{tmp_path / 'run' / 'checkpoints' / 'step2'} is complete" in error
-    said = follow(error, tmp_path / "other")
-    assert ("going on from" in said) == (kind != "bare")
+    output = run_remedy(error, tmp_path / "other")
+    assert ("going on from" in output) == (kind != "bare")
     folder = tmp_path / "other" if kind == "one drive" else tmp_path
     assert steps_of(folder) == losses
 
@@ -355,18 +370,18 @@ def test_removed_file_ends_the_run(
     """
     (tmp_path / "nvme").mkdir()
     durable = {"engine__nvme_path": str(tmp_path / "nvme"), "engine__durable": True}
-    config, shown = tmp_path / "run.json", TrainPage.on_record
+    config, on_record = tmp_path / "run.json", TrainPage.on_record
     config.write_text(json.dumps(settings(tmp_path, **durable, engine__commit_every=1)))
     steps: list[int] = []
 
-    def told(self: TrainPage, record: Any) -> None:
-        shown(self, record)
+    def record_and_remove(self: TrainPage, record: Any) -> None:
+        on_record(self, record)
         steps.append(record["step"])
         if steps == [0, 1, 2]:
             (file,) = (tmp_path / ("run" if name == "metrics.jsonl" else "nvme")).rglob(name)
             file.unlink()
 
-    monkeypatch.setattr(TrainPage, "on_record", told)
+    monkeypatch.setattr(TrainPage, "on_record", record_and_remove)
     code, error = run("train", str(config), "training.checkpoint_every=0")
     assert code == 4, error
     assert f"{name} was removed while " in error

@@ -43,45 +43,52 @@ MODELS = {"nothing": 0, "old": 1, "new": 2, "next": 3}
 
 
 def save(
-    directory: Path, model: str, form: str, meanwhile: Callable[[str], object] = str
+    directory: Path, model: str, form: str, on_read: Callable[[str], object] = str
 ) -> list[Path]:
     """Save a model of three tensors, whose values identify the model."""
 
     def read(name: str) -> torch.Tensor:
-        meanwhile(name)
+        on_read(name)
         return torch.full((4,), float(MODELS[model]))
 
-    def others(folder: Path) -> None:
+    def write_config(folder: Path) -> None:
         (folder / "config.json").write_text(model)
 
     tensors = [
         Outgoing(n, (4,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
         for n in NAMES
     ]
-    return write_shards(directory, tensors, MAX_SHARD[form], beside=others)
+    return write_shards(directory, tensors, MAX_SHARD[form], beside=write_config)
 
 
-def seen(directory: Path) -> str:
+def loaded_model(directory: Path) -> str:
     """Return which model is complete, read by WeightFiles and as transformers does."""
-    theirs: dict[str, torch.Tensor] = {}
+    by_transformers: dict[str, torch.Tensor] = {}
     if (directory / SINGLE_NAME).is_file():
-        theirs = load_file(directory / SINGLE_NAME)
+        by_transformers = load_file(directory / SINGLE_NAME)
     elif (directory / INDEX_NAME).is_file():
-        placed = json.loads((directory / INDEX_NAME).read_text())["weight_map"]
-        theirs = {name: load_file(directory / file)[name] for name, file in placed.items()}
+        weight_map = json.loads((directory / INDEX_NAME).read_text())["weight_map"]
+        by_transformers = {
+            name: load_file(directory / file)[name] for name, file in weight_map.items()
+        }
     try:
         with WeightFiles(directory) as files:
-            ours = {name: files.read(name) for name in files.facts}
+            by_weight_files = {name: files.read(name) for name in files.facts}
     except ConfigError:
-        ours = {}
-    assert ours.keys() == theirs.keys()
-    assert ours.keys() in (set(), set(NAMES))
-    values = {v for tensors in (ours, theirs) for t in tensors.values() for v in t.tolist()}
+        by_weight_files = {}
+    assert by_weight_files.keys() == by_transformers.keys()
+    assert by_weight_files.keys() in (set(), set(NAMES))
+    values = {
+        v
+        for tensors in (by_weight_files, by_transformers)
+        for t in tensors.values()
+        for v in t.tolist()
+    }
     assert len(values) <= 1, "a mix of models"
     return next(name for name, value in MODELS.items() if value == max(values, default=0))
 
 
-def fork(body: Callable[[], object]) -> int:
+def run_in_child(body: Callable[[], object]) -> int:
     """Run `body` in a child; return its wait status."""
     child = os.fork()
     if child == 0:
@@ -94,29 +101,29 @@ def fork(body: Callable[[], object]) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def on_every_call(strike: Callable[[str, tuple[Any, ...]], None]) -> None:
+def before_every_call(callback: Callable[[str, tuple[Any, ...]], None]) -> None:
     """Call `strike` before each system call that changes files, from now on."""
 
-    def told(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(*args: Any, **options: Any) -> Any:
+    def wrap(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **options: Any) -> Any:
             if name != "open" or args[1] & os.O_CREAT:
-                strike(name, args)
+                callback(name, args)
             return call(*args, **options)
 
-        return instead
+        return wrapper
 
     for name in ("open", "mkdir", "rename", "unlink", "rmdir", "fsync", "fchmod"):
-        setattr(os, name, told(name, getattr(os, name)))
+        setattr(os, name, wrap(name, getattr(os, name)))
 
 
-def die_before(number: int) -> None:
-    left = itertools.count(number, -1)
+def die_before_call(number: int) -> None:
+    remaining = itertools.count(number, -1)
 
-    def strike(name: str, args: tuple[Any, ...]) -> None:
-        if next(left) == 0:
+    def die_at_zero(name: str, args: tuple[Any, ...]) -> None:
+        if next(remaining) == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    on_every_call(strike)
+    before_every_call(die_at_zero)
 
 
 def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str]:
@@ -128,19 +135,19 @@ def killed_at_every_call(root: Path, before: str | None, after: str) -> list[str
         save(start, "old", before)
     (start / "config.json").touch()
     for number in range(1000):
-        place = root / str(number)
-        shutil.copytree(start, place)
+        folder = root / str(number)
+        shutil.copytree(start, folder)
 
-        def body(place: Path = place, number: int = number) -> None:
-            die_before(number)
-            save(place, "new", after)
+        def body(folder: Path = folder, number: int = number) -> None:
+            die_before_call(number)
+            save(folder, "new", after)
 
-        status = fork(body)
-        found.append(seen(place))
-        files = save(place, "next", [*MAX_SHARD][number % 3])
-        assert seen(place) == "next"
-        assert {p.name for p in place.iterdir()} == {"config.json", *(f.name for f in files)}
-        shutil.rmtree(place)
+        status = run_in_child(body)
+        found.append(loaded_model(folder))
+        files = save(folder, "next", [*MAX_SHARD][number % 3])
+        assert loaded_model(folder) == "next"
+        assert {p.name for p in folder.iterdir()} == {"config.json", *(f.name for f in files)}
+        shutil.rmtree(folder)
         if status == 0:
             return found
         assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
@@ -168,70 +175,76 @@ def test_killed_save_leaves_old_or_new_weights(
 # --- power loss: each change since the last sync may be on the disk or not ------------------------
 
 
-def recorded(root: Path, before: str, after: str) -> list[tuple[str, str, str]]:
-    """Return the calls of a save in `root/place`; copy it to `root/filled` at the first rename."""
+def record_calls(root: Path, before: str, after: str) -> list[tuple[str, str, str]]:
+    """Return the calls of a save in `root/folder`; copy it to `root/filled` at the first rename."""
     torch.set_num_threads(1)
-    place, calls = root / "place", []
-    save(place, "old", before)
-    (place / "config.json").unlink()
+    folder, calls = root / "folder", []
+    save(folder, "old", before)
+    (folder / "config.json").unlink()
 
-    def within(path: Any) -> str:
+    def relative_name(path: Any) -> str:
         path = os.readlink(f"/proc/self/fd/{path}") if isinstance(path, int) else path
-        return os.path.relpath(path, place)
+        return os.path.relpath(path, folder)
 
-    def strike(name: str, args: tuple[Any, ...]) -> None:
+    def record_call(name: str, args: tuple[Any, ...]) -> None:
         if name == "rename" and not (root / "filled").exists():
-            shutil.copytree(place, root / "filled")
+            shutil.copytree(folder, root / "filled")
         if name in ("rename", "unlink", "fsync") and (name != "unlink" or len(args) == 1):
-            calls.append((name, within(args[0]), within(args[1]) if len(args) > 1 else ""))
+            calls.append(
+                (name, relative_name(args[0]), relative_name(args[1]) if len(args) > 1 else "")
+            )
 
     def body() -> None:
-        on_every_call(strike)
-        save(place, "new", after)
+        before_every_call(record_call)
+        save(folder, "new", after)
         (root / "calls").write_text(json.dumps(calls))
 
-    assert fork(body) == 0
+    assert run_in_child(body) == 0
     return [tuple(call) for call in json.loads((root / "calls").read_text())]
 
 
-def possible(calls: list[tuple[str, str, str]], end: int) -> Iterator[list[tuple[str, str, str]]]:
+def surviving_calls(
+    calls: list[tuple[str, str, str]], end: int
+) -> Iterator[list[tuple[str, str, str]]]:
     """Yield the calls that may be on the disk if power is lost before `end`: any since a sync."""
     syncs = [i for i, call in enumerate(calls[:end]) if call[:2] == ("fsync", ".")]
-    safe = syncs[-1] + 1 if syncs else 0
-    late = [call for call in calls[safe:end] if call[0] != "fsync"]
-    for kept in itertools.product((True, False), repeat=len(late)):
-        yield calls[:safe] + [call for call, keep in zip(late, kept, strict=True) if keep]
+    num_safe = syncs[-1] + 1 if syncs else 0
+    unsynced = [call for call in calls[num_safe:end] if call[0] != "fsync"]
+    for survives in itertools.product((True, False), repeat=len(unsynced)):
+        yield calls[:num_safe] + [
+            call for call, survived in zip(unsynced, survives, strict=True) if survived
+        ]
 
 
 @pytest.mark.parametrize(("before", "after"), CASES, ids=str)
 def test_power_loss_leaves_old_or_new_weights(tmp_path: Path, before: str, after: str) -> None:
-    calls = forked.call(recorded, tmp_path, before, after)
+    calls = forked.call(record_calls, tmp_path, before, after)
     first = next(i for i, call in enumerate(calls) if call[0] == "rename")
     synced = {path for name, path, _ in calls[:first] if name == "fsync"}
     assert {path for name, path, _ in calls if name == "rename"} <= synced, "contents first"
     calls, found, tried = calls[first:], set(), set()
     for end in range(len(calls) + 1):
-        for done in possible(calls, end):
-            changes = [call for call in done if call[0] != "fsync"]
+        for survived in surviving_calls(calls, end):
+            changes = [call for call in survived if call[0] != "fsync"]
             if str(changes) in tried:
                 continue
             tried.add(str(changes))
-            place = tmp_path / "replayed"
-            shutil.copytree(tmp_path / "filled", place)
+            folder = tmp_path / "replayed"
+            shutil.copytree(tmp_path / "filled", folder)
             for name, path, target in changes:
                 if name == "rename":
-                    os.rename(place / path, place / target)
+                    os.rename(folder / path, folder / target)
                 else:
-                    (place / path).unlink(missing_ok=True)
-            found.add(seen(place))
-            shutil.rmtree(place)
+                    (folder / path).unlink(missing_ok=True)
+            found.add(loaded_model(folder))
+            shutil.rmtree(folder)
     assert found == {"old", "new"}
 
 
 # --- concurrent saves ----------------------------------------------------------------------------
 
 
-def refused(directory: Path) -> str:
+def try_save(directory: Path) -> str:
     try:
         save(directory, "next", "two shards")
     except MachineError as error:
@@ -241,44 +254,44 @@ def refused(directory: Path) -> str:
 
 def test_concurrent_save_is_refused(tmp_path: Path) -> None:
     """A save is refused at every tensor of the first, in the same and in another process."""
-    said: list[str] = []
+    messages: list[str] = []
 
-    def rivals(name: str) -> None:
-        said.append(refused(tmp_path))
-        said.append(forked.call(refused, tmp_path))
+    def try_both(name: str) -> None:
+        messages.append(try_save(tmp_path))
+        messages.append(forked.call(try_save, tmp_path))
 
     save(tmp_path, "old", "three shards")
-    files = save(tmp_path, "new", "three shards", rivals)
-    assert said == [f"{tmp_path}: weights are being saved there already"] * 6
-    assert seen(tmp_path) == "new"
+    files = save(tmp_path, "new", "three shards", try_both)
+    assert messages == [f"{tmp_path}: weights are being saved there already"] * 6
+    assert loaded_model(tmp_path) == "new"
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in files)}
     save(tmp_path, "next", "two shards")
-    assert seen(tmp_path) == "next"
+    assert loaded_model(tmp_path) == "next"
 
 
 def test_save_without_flock_fchmod_and_owner_succeeds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: int) -> None:
+    def raise_enosys(*_: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
     for module, call in ((fcntl, "flock"), (os, "fchmod")):
-        monkeypatch.setattr(module, call, refuse)
+        monkeypatch.setattr(module, call, raise_enosys)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     files = save(tmp_path, "new", "one file")
     assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in files)}
 
 
-def refuse(patch: pytest.MonkeyPatch, call: str, target: Path) -> None:
+def deny_call(patch: pytest.MonkeyPatch, call: str, target: Path) -> None:
     """Make a system call raise EPERM if it would create or remove `target`."""
-    before = getattr(os, call)
+    original = getattr(os, call)
 
-    def instead(*paths: Any, **options: Any) -> None:
+    def deny(*paths: Any, **options: Any) -> None:
         if paths[-1] == target:
             raise PermissionError(errno.EPERM, "not yours", str(target))
-        before(*paths, **options)
+        original(*paths, **options)
 
-    patch.setattr(os, call, instead)
+    patch.setattr(os, call, deny)
 
 
 @pytest.mark.parametrize(
@@ -289,10 +302,10 @@ def test_save_failing_at_commit_keeps_old_weights(
 ) -> None:
     before = save(tmp_path, "old", "one file" if name == SINGLE_NAME else "two shards")
     with monkeypatch.context() as patch:
-        refuse(patch, call, tmp_path / name)
+        deny_call(patch, call, tmp_path / name)
         with pytest.raises(MachineError, match=r"cannot be saved: not yours \(errno 1\)\s+because"):
             save(tmp_path, "new", "three shards")
-    assert seen(tmp_path) == "old"
+    assert loaded_model(tmp_path) == "old"
     if call == "rename":
         assert {p.name for p in tmp_path.iterdir()} == {"config.json", *(f.name for f in before)}
     save(tmp_path, "next", "three shards")
@@ -303,10 +316,10 @@ def test_old_shard_that_cannot_be_removed_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shard = save(tmp_path, "old", "two shards")[0]
-    refuse(monkeypatch, "unlink", shard)
+    deny_call(monkeypatch, "unlink", shard)
     with pytest.raises(MachineError, match=rf"are saved; of older ones {shard} is left"):
         save(tmp_path, "new", "two shards")
-    assert seen(tmp_path) == "new"
+    assert loaded_model(tmp_path) == "new"
 
 
 def test_shards_without_index_are_refused(tmp_path: Path) -> None:
@@ -336,19 +349,19 @@ def victim(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("form", MAX_SHARD)
 def test_save_does_not_follow_symlinks(tmp_path: Path, victim: Path, form: str) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
+    folder = tmp_path / "folder"
+    folder.mkdir()
     shards = [f"model-{i}-of-00003.safetensors" for i in ("00001", "00002")]
     for name in (SINGLE_NAME, INDEX_NAME, "config.json", *shards):
-        (place / name).symlink_to(victim)
-        (place / f".{name}.new").symlink_to(victim)
-    save(place, "new", form)
-    assert seen(place) == "new"
-    assert not (place / "config.json").is_symlink()
-    (place / ".infinity-saving.lock").symlink_to(victim)
+        (folder / name).symlink_to(victim)
+        (folder / f".{name}.new").symlink_to(victim)
+    save(folder, "new", form)
+    assert loaded_model(folder) == "new"
+    assert not (folder / "config.json").is_symlink()
+    (folder / ".infinity-saving.lock").symlink_to(victim)
     with pytest.raises(MachineError, match="cannot be saved"):
-        save(place, "next", form)
-    assert seen(place) == "new"
+        save(folder, "next", form)
+    assert loaded_model(folder) == "new"
 
 
 WRITERS: dict[str, Callable[[Path], object]] = {
@@ -356,11 +369,11 @@ WRITERS: dict[str, Callable[[Path], object]] = {
     "preset": lambda path: write_preset(path, "text", True),
     "trace": lambda path: Trace(path).close(),
     "metrics": lambda path: Metrics(path, after=0).close(),
-    "run directory": lambda path: _in_run_directory(path),
+    "run directory": lambda path: _write_in_run_directory(path),
 }
 
 
-def _in_run_directory(path: Path) -> None:
+def _write_in_run_directory(path: Path) -> None:
     directory = RunDirectory(path.parent, resume=False)
     try:
         directory.write(path.name, "text")
@@ -370,13 +383,13 @@ def _in_run_directory(path: Path) -> None:
 
 @pytest.mark.parametrize("what", WRITERS)
 def test_other_writers_do_not_follow_symlinks(tmp_path: Path, victim: Path, what: str) -> None:
-    place = tmp_path / "place"
-    place.mkdir()
-    path = place / "config.yaml"
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    path = folder / "config.yaml"
     names = (f".{path.name}.new", f"{path.name}.partial", f"{path.stem}.partial")
     if what != "run directory":  # it must be empty
         for name in names:
-            (place / name).symlink_to(victim)
+            (folder / name).symlink_to(victim)
     before = os.umask(0)
     try:
         WRITERS[what](path)
@@ -411,15 +424,15 @@ def test_atomic_write_replaces_file_or_leaves_it(tmp_path: Path) -> None:
     def fail() -> None:
         with atomic_write(path) as file:
             file.write(b"half")
-            (there,) = (p for p in tmp_path.iterdir() if p != path)
-            assert TEMPORARY_NAME.fullmatch(there.name)
+            (temporary,) = (p for p in tmp_path.iterdir() if p != path)
+            assert TEMPORARY_NAME.fullmatch(temporary.name)
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
         fail()
     assert path.read_text() == "old"
-    for nowhere in (tmp_path, Path("/dev/null")):
-        with pytest.raises(OSError, match="not a regular file"), atomic_write(nowhere):
+    for special in (tmp_path, Path("/dev/null")):
+        with pytest.raises(OSError, match="not a regular file"), atomic_write(special):
             pass
     with atomic_write(path) as file:
         file.write(b"new")

@@ -30,32 +30,32 @@ KINDS = ("eio", "enospc", "flip", "short", "delay", "reorder")
 PLACEMENTS = (ON_DISK, MIXED, {**ON_DEVICE, "optimizer_state": "disk"})
 
 
-def make(root: Path, placement: dict[str, str], **more: Any) -> Engine:
+def make_engine(root: Path, placement: dict[str, str], **options: Any) -> Engine:
     root.mkdir(exist_ok=True)
-    given = settings(root, placement, **more)
-    return rough.initialize(small_model(num_blocks=2), given, poison=None)[0]
+    config = settings(root, placement, **options)
+    return rough.initialize(small_model(num_blocks=2), config, poison=None)[0]
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:
-    found = masters(engine)
+    state = masters(engine)
     for name, parameter in engine.module.named_parameters():
         for key, value in engine.optimizer.read_state(parameter).items():
-            found[f"{name}.{key}"] = torch.as_tensor(value)
-    return found
+            state[f"{name}.{key}"] = torch.as_tensor(value)
+    return state
 
 
-_clean: list[dict[str, Tensor]] = []
+_reference_states: list[dict[str, Tensor]] = []
 
 
-def clean(root: Path) -> list[dict[str, Tensor]]:
+def reference_states(root: Path) -> list[dict[str, Tensor]]:
     """Return the states after 0, 1, ... steps without faults."""
-    if not _clean:
-        with make(root / "clean", ON_DEVICE) as engine:
-            _clean.append(state_of(engine))
+    if not _reference_states:
+        with make_engine(root / "clean", ON_DEVICE) as engine:
+            _reference_states.append(state_of(engine))
             for step in range(STEPS):
                 train(engine, 1, first=step)
-                _clean.append(state_of(engine))
-    return _clean
+                _reference_states.append(state_of(engine))
+    return _reference_states
 
 
 def faulty_run(engine: Engine, saved: Path) -> None:
@@ -102,20 +102,20 @@ class _Proxy:
         return getattr(self._module, name)
 
 
-def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
-    choose = random.Random(seed)
+def run_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
+    rng = random.Random(seed)
     seen: Counter[str] = Counter()
-    placement = choose.choice(PLACEMENTS)
-    kinds = choose.sample(KINDS, choose.randint(1, 4))
-    rate = choose.choice((0.001, 0.005, 0.02))
-    text = f"seed={seed},kinds={'+'.join(kinds)},rate={rate}"
-    expected, saved = clean(root), root / "saved"
-    io = {"verify": True, "block_size": 4096, "faults": text}
-    set_faults(text)
+    placement = rng.choice(PLACEMENTS)
+    kinds = rng.sample(KINDS, rng.randint(1, 4))
+    rate = rng.choice((0.001, 0.005, 0.02))
+    fault_text = f"seed={seed},kinds={'+'.join(kinds)},rate={rate}"
+    expected, saved = reference_states(root), root / "saved"
+    io = {"verify": True, "block_size": 4096, "faults": fault_text}
+    set_faults(fault_text)
     engine = None
     try:
-        engine = make(
-            root / "nvme", placement, durable=True, commit_every=choose.choice((1, 2)), io=io
+        engine = make_engine(
+            root / "nvme", placement, durable=True, commit_every=rng.choice((1, 2)), io=io
         )
         faulty_run(engine, saved)
         seen["finished"] += 1
@@ -131,7 +131,7 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
     set_faults("")
     gc.collect()
     for path in sorted(saved.glob("global_step*")):
-        with make(root / "other", ON_DEVICE) as engine:
+        with make_engine(root / "other", ON_DEVICE) as engine:
             try:
                 engine.load_checkpoint(saved, path.name)
             except CheckpointError:
@@ -143,7 +143,7 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
             assert path.name == f"global_step{engine.global_steps}"
             seen["loaded"] += 1
     try:
-        with make(
+        with make_engine(
             root / "nvme", placement, durable=True, resume="auto", io={"verify": True}
         ) as engine:
             seen["resumed" if engine.resumed else "began anew"] += 1
@@ -157,14 +157,14 @@ def one_seed(seed: int, root: Path, set_faults: Callable[[str], None]) -> Counte
     return seen
 
 
-def soak(seeds: Iterable[int], root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
+def run_seeds(seeds: Iterable[int], root: Path, set_faults: Callable[[str], None]) -> Counter[str]:
     seen: Counter[str] = Counter()
-    clean(root)
+    reference_states(root)
     for seed in seeds:
-        here = root / str(seed)
-        here.mkdir()
+        folder = root / str(seed)
+        folder.mkdir()
         try:
-            seen += one_seed(seed, here, set_faults)
+            seen += run_seed(seed, folder, set_faults)
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
@@ -175,7 +175,7 @@ def test_faulty_saves_and_commits_load_exactly_or_are_refused(
     tmp_path: Path, faulty_files: Callable[[str], None]
 ) -> None:
     """Seeds that cover each kind of fault, each placement and each outcome."""
-    seen = soak((2, 3, 9, 11, 13, 17, 22, 23, 28, 29, 31, 33, 34), tmp_path, faulty_files)
+    seen = run_seeds((2, 3, 9, 11, 13, 17, 22, 23, 28, 29, 31, 33, 34), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed"):
         assert seen[what], seen
 
@@ -185,6 +185,6 @@ def test_faulty_saves_and_commits_load_exactly_or_are_refused(
 def test_faulty_saves_and_commits_load_exactly_or_are_refused_many_seeds(
     tmp_path: Path, faulty_files: Callable[[str], None]
 ) -> None:
-    seen = soak(range(1000, 1500), tmp_path, faulty_files)
+    seen = run_seeds(range(1000, 1500), tmp_path, faulty_files)
     for what in ("finished", "failed", "loaded", "resumed", "refused"):
         assert seen[what], seen

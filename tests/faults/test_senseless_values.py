@@ -36,7 +36,7 @@ from infinity.train.metrics import LastStep, Metrics
 from infinity.train.windows import BatchIterator
 from infinity.training.run_state import RunState
 
-SENSELESS: list[Any] = [
+INVALID_VALUES: list[Any] = [
     None, True, -1, 0, 2**62, 2**70, 0.5, 1e308, "", "x", "\ud800", "\0", [], {}, [[]], [-1],
     {"a": {}}, {"$tensor": 0},
 ]  # fmt: skip
@@ -44,47 +44,47 @@ FACTS = ("ranks", "precision", "rule", "moments", "gradient_itemsize", "units")
 Document = dict[str, Any]
 
 
-def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+def value_paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     """Yield the paths of all values; of a list, the first and the last item."""
     if path:
         yield path
     if isinstance(value, dict):
         for key in value:
-            yield from places(value[key], (*path, key))
+            yield from value_paths(value[key], (*path, key))
     elif isinstance(value, list) and value:
         for index in sorted({0, len(value) - 1}):
-            yield from places(value[index], (*path, index))
+            yield from value_paths(value[index], (*path, index))
 
 
-def changed(document: Document) -> Iterator[tuple[str, Document]]:
+def mutations(document: Document) -> Iterator[tuple[str, Document]]:
     """Yield the document with one value replaced or removed, for each value."""
-    choose = random.Random(0)
-    for path in places(document):
-        for value in (choose.choice(SENSELESS), KeyError):
-            found = copy.deepcopy(document)
-            inner: Any = found
+    rng = random.Random(0)
+    for path in value_paths(document):
+        for value in (rng.choice(INVALID_VALUES), KeyError):
+            mutated = copy.deepcopy(document)
+            inner: Any = mutated
             for key in path[:-1]:
                 inner = inner[key]
             if value is KeyError:
                 del inner[path[-1]]
             else:
                 inner[path[-1]] = value
-            yield f"{'.'.join(map(str, path))}: {value!r}", found
+            yield f"{'.'.join(map(str, path))}: {value!r}", mutated
 
 
-def try_each(files: list[Path], door: Callable[[], Any], *parts: str, every: int = 1) -> None:
-    """Call `door` with every `every`-th change in the identical `files`, then with the original."""
+def check_mutations(files: list[Path], read: Callable[[], Any], *keys: str, every: int = 1) -> None:
+    """Call `read` with each `every`-th mutation of the identical `files`, then with none."""
     before = files[0].read_bytes()
     document = unseal(first_sealed(before))
-    part = {name: document[name] for name in parts or document}
+    selected = {name: document[name] for name in keys or document}
     refused = 0
-    for what, values in list(changed(part))[::every]:
+    for what, values in list(mutations(selected))[::every]:
         with suppress(ConfigError):  # not representable in JSON
             data = seal(document | values)
             for file in files:
                 file.write_bytes(data)
             try:
-                door()
+                read()
             except InfinityError:
                 refused += 1
             except Exception as error:
@@ -92,7 +92,7 @@ def try_each(files: list[Path], door: Callable[[], Any], *parts: str, every: int
     assert refused
     for file in files:
         file.write_bytes(before)
-    door()
+    read()
 
 
 def command(*arguments: str) -> int:
@@ -110,8 +110,8 @@ def command(*arguments: str) -> int:
 def durable(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Directory of a durable run."""
     root = tmp_path_factory.mktemp("durable")
-    more: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "commit_every": 1}
-    with durable_engine(root, gated(), **more) as engine:
+    options: dict[str, Any] = {"placement": PLACEMENTS["moments in RAM"], "commit_every": 1}
+    with durable_engine(root, gated(), **options) as engine:
         step(engine)
         step(engine)
     (directory,) = root.iterdir()
@@ -123,23 +123,25 @@ def test_durable_files_with_invalid_values_raise_infinity_errors(
     durable: Path, names: tuple[str, ...]
 ) -> None:
     facts = read_run(durable).facts
-    here = {name: facts[name] for name in FACTS}
+    known_facts = {name: facts[name] for name in FACTS}
 
-    def door() -> None:
-        find_run([durable.parent], "auto", here)
+    def read() -> None:
+        find_run([durable.parent], "auto", known_facts)
         command("checkpoint", "inspect", str(durable))
 
-    try_each([durable / name for name in names], door)
+    check_mutations([durable / name for name in names], read)
 
 
-def of_one_shape(document: Document) -> tuple[Document, Document]:
+def same_shape_pair(document: Document) -> tuple[Document, Document]:
     """Return two trained parameters of the same shape."""
-    found = [s for unit in document["units"] for s in unit["segments"] if s["trained"]]
-    return next(two for two in combinations(found, 2) if two[0]["shape"] == two[1]["shape"])
+    trained_segments = [s for unit in document["units"] for s in unit["segments"] if s["trained"]]
+    return next(
+        pair for pair in combinations(trained_segments, 2) if pair[0]["shape"] == pair[1]["shape"]
+    )
 
 
 def swap_names(document: Document) -> None:
-    one, two = of_one_shape(document)
+    one, two = same_shape_pair(document)
     one["name"], two["name"] = two["name"], one["name"]
 
 
@@ -158,7 +160,7 @@ def swap_units(document: Document) -> None:
 
 
 def rename(document: Document) -> None:
-    of_one_shape(document)[0]["name"] = "other"
+    same_shape_pair(document)[0]["name"] = "other"
 
 
 def cut_chunks(document: Document) -> None:
@@ -174,11 +176,11 @@ def test_plan_of_another_state_is_refused(durable: Path, shift: Callable[[Docume
     shift(document)
     path.write_bytes(seal(document))
     try:
-        for verb, *more in (["inspect"], ["verify"], ["export", str(durable.parent / "out")]):
-            result = CliRunner().invoke(app, ["checkpoint", verb, str(durable), *more])
+        for verb, *args in (["inspect"], ["verify"], ["export", str(durable.parent / "out")]):
+            result = CliRunner().invoke(app, ["checkpoint", verb, str(durable), *args])
             assert result.exit_code == 5, result.stderr
-            words = " ".join((result.stdout + result.stderr).split())
-            assert "plan.json is not the plan of the state" in words
+            output = " ".join((result.stdout + result.stderr).split())
+            assert "plan.json is not the plan of the state" in output
     finally:
         path.write_bytes(before)
     assert command("checkpoint", "inspect", str(durable)) == 0
@@ -187,21 +189,24 @@ def test_plan_of_another_state_is_refused(durable: Path, shift: Callable[[Docume
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.big)])
 def test_manifest_with_invalid_values_is_refused_or_loads(tmp_path: Path, every: int) -> None:
     """A manifest that is not refused loads the same state, and the next step can be trained."""
-    more = {"durable": False, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}}
-    with durable_engine(tmp_path, gated(), **more) as engine, warnings.catch_warnings():
+    options = {
+        "durable": False,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}},
+    }
+    with durable_engine(tmp_path, gated(), **options) as engine, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         step(engine)
         engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
         saved = state_of(engine)
 
-        def door() -> None:
+        def read() -> None:
             engine.load_checkpoint(tmp_path / "saved", "one")
             assert equal(state_of(engine), saved)
             engine.backward(engine(batch(0)))
             engine.step()
 
         manifest = tmp_path / "saved" / "one" / "manifest.json"
-        try_each([manifest], door, "run", "client_state", "plan", "config", every=every)
+        check_mutations([manifest], read, "run", "client_state", "plan", "config", every=every)
 
 
 @pytest.fixture(scope="module")
@@ -222,7 +227,7 @@ def test_run_record_with_invalid_values_is_refused(trained: Path) -> None:
         with pytest.raises(CheckpointError, match=r"run\.json is damaged.*: nvme_path"):
             train(raw, "auto")
     path.write_bytes(before)
-    try_each([path], lambda: train(raw, "auto"))
+    check_mutations([path], lambda: train(raw, "auto"))
 
 
 @pytest.mark.parametrize("name", ["plan.json", "metrics.jsonl"])
@@ -232,7 +237,7 @@ def test_report_of_invalid_values_raises_only_infinity_errors(trained: Path, nam
     lines = list(map(json.loads, before.splitlines() if name == "metrics.jsonl" else [before]))
     kinds = {line.get("event"): number for number, line in enumerate(lines)}
     for number in kinds.values():
-        for what, values in list(changed(lines[number]))[::3]:
+        for what, values in list(mutations(lines[number]))[::3]:
             texts = map(json.dumps, [*lines[:number], values, *lines[number + 1 :]])
             path.write_text("".join(f"{text}\n" for text in texts))
             try:
@@ -275,11 +280,11 @@ def test_registered_state_is_validated_on_load(tmp_path: Path) -> None:
     (manifest,) = tmp_path.glob("run/checkpoints/*/manifest.json")
     saved = decode(unseal(first_sealed(manifest.read_bytes()))["run"])["registered"]
     assert set(saved) == {"windows", "last_step", "evaluations"}
-    same = SimpleNamespace(_identity=lambda: {k: v for k, v in saved["windows"].items()
+    batches = SimpleNamespace(_identity=lambda: {k: v for k, v in saved["windows"].items()
                                               if k != "taken"})  # fmt: skip
     metrics: Any = SimpleNamespace(last_step=0, write=lambda record: record)
 
-    def go_on(name: str, state: Any) -> None:
+    def load_registered(name: str, state: Any) -> None:
         run_state: Any = RunState.__new__(RunState)
         run_state._registered, run_state._loaded = {}, {name: state}
         if name == "evaluations":
@@ -289,16 +294,16 @@ def test_registered_state_is_validated_on_load(tmp_path: Path) -> None:
             run_state.register(name, last := LastStep())
             Metrics.catch_up(metrics, last)
         else:
-            load = partial(BatchIterator.load_state_dict, same)
-            run_state.register(name, SimpleNamespace(load_state_dict=load))
-            assert same.taken >= 0
+            load_batches = partial(BatchIterator.load_state_dict, batches)
+            run_state.register(name, SimpleNamespace(load_state_dict=load_batches))
+            assert batches.taken >= 0
 
     refused = 0
     for name, state in saved.items():
-        go_on(name, state)
-        for what, values in changed(state):
+        load_registered(name, state)
+        for what, values in mutations(state):
             try:
-                go_on(name, values)
+                load_registered(name, values)
             except CheckpointError:
                 refused += 1
             except Exception as error:

@@ -39,14 +39,14 @@ from infinity.train.metrics import Metrics
 
 STEPS = 3
 QUICK, BATCH = 150, 50
-MORE: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "placement": PLACEMENTS["moments in RAM"],
     "commit_every": 1,
     "io": {"weights": [2, 1], "block_size": 4096},
 }
 
 
-def live(world: Path, promise: Callable[[str], None]) -> None:
+def train_and_save(world: Path, promise: Callable[[str], None]) -> None:
     """Train three steps and write all outputs, resuming from the contents of `world`.
 
     `promise` is called with each guarantee as soon as the call that gives it has returned.
@@ -56,7 +56,7 @@ def live(world: Path, promise: Callable[[str], None]) -> None:
         directory = RunDirectory(world / "run", resume=True)
         stack.callback(directory.close)
         with directory.beginning({"seed": 1}):
-            engine = stack.enter_context(durable_engine(paths, gated(), **MORE, resume="auto"))
+            engine = stack.enter_context(durable_engine(paths, gated(), **OPTIONS, resume="auto"))
         metrics = Metrics(directory.metrics, after=engine.global_steps)
         stack.callback(metrics.close)
         directory.write("config.yaml", "a: 1\n")
@@ -74,7 +74,7 @@ def live(world: Path, promise: Callable[[str], None]) -> None:
     promise("closed")
 
 
-def empty_world(root: Path) -> Path:
+def make_world(root: Path) -> Path:
     for name in ("d0", "d1"):
         (root / name).mkdir(parents=True)
     return root
@@ -98,25 +98,25 @@ def weights_in(directory: Path) -> dict[str, Tensor]:
 
 @pytest.fixture(scope="module")
 def expected(in_memory: Path) -> Expected:
-    (calm := in_memory / "calm").mkdir()
+    (reference := in_memory / "calm").mkdir()
     states, checkpoints, weights = [], {}, []
-    with durable_engine(calm, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
+    with durable_engine(reference, gated(), placement=PLACEMENTS["moments in RAM"]) as engine:
         for number in range(STEPS + 1):
             states.append(state_of(engine))
-            engine.save_weights(calm / f"weights{number}")
-            weights.append(weights_in(calm / f"weights{number}"))
+            engine.save_weights(reference / f"weights{number}")
+            weights.append(weights_in(reference / f"weights{number}"))
             if number:
-                engine.save_checkpoint(calm / "saved", f"step{number}", wait=True)
-                checkpoints[f"step{number}"] = content(calm / "saved", f"step{number}")
+                engine.save_checkpoint(reference / "saved", f"step{number}", wait=True)
+                checkpoints[f"step{number}"] = content(reference / "saved", f"step{number}")
             step(engine)
-    tree, calls = RecordedTree(empty_world(in_memory / "world")), 0
+    tree, calls = RecordedTree(make_world(in_memory / "world")), 0
 
     def count(name: str) -> None:
         nonlocal calls
         calls += 1
 
     with tree.recording(count):
-        live(tree.root, tree.mark)
+        train_and_save(tree.root, tree.mark)
     shutil.rmtree(tree.root)  # crash states are created there, because runs store absolute paths
     return Expected(states, checkpoints, weights, tree, calls)
 
@@ -127,15 +127,15 @@ def expected(in_memory: Path) -> Expected:
 UNCHECKED = ("weights", "metrics", "config.yaml", "lock")
 
 
-def flip(world: Path, choose: random.Random) -> str:
-    there = [path for path in sorted(world.rglob("*")) if path.is_file() and path.stat().st_size]
-    names = {path: str(path.relative_to(world)) for path in there}
-    files = [path for path in there if not any(word in names[path] for word in UNCHECKED)]
+def flip(world: Path, rng: random.Random) -> str:
+    paths = [path for path in sorted(world.rglob("*")) if path.is_file() and path.stat().st_size]
+    names = {path: str(path.relative_to(world)) for path in paths}
+    files = [path for path in paths if not any(word in names[path] for word in UNCHECKED)]
     if not files:
         return ""
-    path = choose.choice(files)
+    path = rng.choice(files)
     data = bytearray(path.read_bytes())
-    data[choose.randrange(len(data))] ^= 1 << choose.randrange(8)
+    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     path.write_bytes(data)
     return str(path.relative_to(world))
 
@@ -146,25 +146,25 @@ def last(promises: list[str], what: str) -> int:
 
 def check(world: Path, promises: list[str], expected: Expected, flipped: str) -> str:
     """Check all files against the promises; return "exact", or "refused" after a flipped bit."""
-    said = [
+    results = [
         check_state(world, promises, expected),
         check_checkpoint(world, promises, expected, any_tag=flipped == "saved/latest"),
         check_weights(world, promises, expected),
         check_run(world, promises),
     ]
-    refused = [words for words in said if words]
+    refused = [result for result in results if result]
     assert not refused or flipped, refused
     return "refused" if refused else "exact"
 
 
 def check_state(world: Path, promises: list[str], expected: Expected) -> str:
-    done = last(promises, "step")
+    promised = last(promises, "step")
     try:
         paths = [world / "d0", world / "d1"]
-        with durable_engine(paths, gated(), **MORE, resume="auto") as engine:
+        with durable_engine(paths, gated(), **OPTIONS, resume="auto") as engine:
             found = engine.global_steps
             # The commit of the last step may be in progress until close() returns.
-            assert found >= done - ("closed" not in promises), (found, done)
+            assert found >= promised - ("closed" not in promises), (found, promised)
             assert equal(state_of(engine), expected.states[found]), f"another state of {found}"
             if found < STEPS:
                 step(engine)
@@ -193,14 +193,14 @@ def check_checkpoint(world: Path, promises: list[str], expected: Expected, *, an
 
 
 def check_weights(world: Path, promises: list[str], expected: Expected) -> str:
-    done = last(promises, "weights")
+    promised = last(promises, "weights")
     try:
         found = weights_in(world / "weights")
     except InfinityError as error:
-        return f"weights: {error}" if done else ""
-    which = [n for n, one in enumerate(expected.weights) if same_content(found, one)]
-    assert which, "weights of no step"
-    assert which[0] >= done, (which, done)
+        return f"weights: {error}" if promised else ""
+    steps = [n for n, weights in enumerate(expected.weights) if same_content(found, weights)]
+    assert steps, "weights of no step"
+    assert steps[0] >= promised, (steps, promised)
     return ""
 
 
@@ -219,53 +219,55 @@ def check_run(world: Path, promises: list[str]) -> str:
     return ""
 
 
-def bad_end(seed: int, root: Path, expected: Expected) -> str:
+def simulate_failure(seed: int, root: Path, expected: Expected) -> str:
     """Simulate the failure of a seed; return its kind and the result of the checks."""
-    choose = random.Random(seed)
-    kind = choose.choice(("kill", "kill", "power", "power", "power", "call"))
+    rng = random.Random(seed)
+    kind = rng.choice(("kill", "kill", "power", "power", "power", "call"))
     world, flipped = root if kind == "call" else expected.tree.root, ""
     try:
         if kind == "call":
-            promises = failing_call(world, choose, expected)
+            promises = failing_call(world, rng, expected)
         else:
-            cut = choose.randint(expected.tree.num_safe, len(expected.tree.log))
-            expected.tree.left(cut, world, choose if kind == "power" else None)
+            cut = rng.randint(expected.tree.num_safe, len(expected.tree.log))
+            expected.tree.left(cut, world, rng if kind == "power" else None)
             promises = expected.tree.marks(cut)
-            if choose.random() < 0.3:
-                flipped = flip(world, choose)
+            if rng.random() < 0.3:
+                flipped = flip(world, rng)
         how = f"{kind} and flip" if flipped else kind
         return f"{how}: {check(world, promises, expected, flipped)}"
     except Exception as error:
-        again = f"INFINITY_SEED={seed} python -m pytest tests/faults/test_simulation.py -k replay"
-        what = f"seed {seed} ({kind}, flipped {flipped!r})"
-        raise AssertionError(f"{what}: {error}; {again}") from error
+        command = f"INFINITY_SEED={seed} python -m pytest tests/faults/test_simulation.py -k replay"
+        label = f"seed {seed} ({kind}, flipped {flipped!r})"
+        raise AssertionError(f"{label}: {error}; {command}") from error
     finally:
         shutil.rmtree(world, ignore_errors=True)
 
 
-def failing_call(world: Path, choose: random.Random, expected: Expected) -> list[str]:
+def failing_call(world: Path, rng: random.Random, expected: Expected) -> list[str]:
     """Train while one system call, or all after it, fails; return the promises made before."""
-    left, stays = choose.randrange(expected.calls), choose.random() < 0.5
-    number = choose.choice((errno.EIO, errno.ENOSPC))
+    remaining, persistent = rng.randrange(expected.calls), rng.random() < 0.5
+    error_number = rng.choice((errno.EIO, errno.ENOSPC))
     promises: list[str] = []
 
     def count(name: str) -> None:
-        nonlocal left
-        left -= 1
-        if left == -1 or (stays and left < 0 and name not in ("open", "unlink", "rmdir")):
-            raise OSError(number, os.strerror(number), f"at {name}")
+        nonlocal remaining
+        remaining -= 1
+        if remaining == -1 or (
+            persistent and remaining < 0 and name not in ("open", "unlink", "rmdir")
+        ):
+            raise OSError(error_number, os.strerror(error_number), f"at {name}")
 
-    tree = RecordedTree(empty_world(world))
+    tree = RecordedTree(make_world(world))
     with suppress(InfinityError), tree.recording(count):
-        live(world, promises.append)
+        train_and_save(world, promises.append)
     return promises
 
 
 # --- seeds ---------------------------------------------------------------------------------------
 
 
-def seeded(seeds: range, root: Path, expected: Expected) -> Counter[str]:
-    return many(seeds, lambda seed: bad_end(seed, root / str(seed), expected))
+def simulate_seeds(seeds: range, root: Path, expected: Expected) -> Counter[str]:
+    return many(seeds, lambda seed: simulate_failure(seed, root / str(seed), expected))
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, BATCH))
@@ -273,7 +275,7 @@ def test_crashed_or_failed_run_keeps_its_promises(
     in_memory: Path, expected: Expected, first: int
 ) -> None:
     torch.set_num_threads(1)
-    seen = seeded(range(first, first + BATCH), in_memory, expected)
+    seen = simulate_seeds(range(first, first + BATCH), in_memory, expected)
     assert sum(seen.values()) == BATCH
     assert {"kill: exact", "power: exact", "call: exact"} <= seen.keys(), seen
 
@@ -284,11 +286,11 @@ def test_crashed_or_failed_run_keeps_its_promises(
 def test_crashed_or_failed_run_keeps_its_promises_many_seeds(
     in_memory: Path, expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = seeded(range(first, first + 1000), in_memory, expected)
+    seen = simulate_seeds(range(first, first + 1000), in_memory, expected)
     with capsys.disabled():
         print(f"\n{first}: {dict(sorted(seen.items()))}")
 
 
 @pytest.mark.skipif("INFINITY_SEED" not in os.environ, reason="INFINITY_SEED names one")
 def test_replay(in_memory: Path, expected: Expected) -> None:
-    bad_end(int(os.environ["INFINITY_SEED"]), in_memory / "one", expected)
+    simulate_failure(int(os.environ["INFINITY_SEED"]), in_memory / "one", expected)

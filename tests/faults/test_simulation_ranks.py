@@ -36,7 +36,7 @@ FILES = (*COMMIT_NAMES, "checksums.bin", "plan.json", "run.json", "lock", "state
 Weights = dict[str, Tensor]
 
 
-def go_on(
+def resume_and_train(
     world: Path,
     steps: int | None = None,
     shift: int = 0,
@@ -79,19 +79,19 @@ class Expected:
 def expected(in_memory: Path) -> Expected:
     world, fork = in_memory / "world", in_memory / "fork"
     world.mkdir()
-    begun = go_on(world, 1)
+    committed = resume_and_train(world, 1)
     shutil.copytree(world, fork)
     tree = RecordedTree(world)
     with tree.recording():
-        first = go_on(world, STEPS, promise=tree.mark)
+        first = resume_and_train(world, STEPS, promise=tree.mark)
     shutil.rmtree(world)
     fork.rename(world)  # runs store absolute paths
-    second = go_on(world, STEPS, shift=50)
+    second = resume_and_train(world, STEPS, shift=50)
     world.rename(fork)
     tree.left(len(tree.log), world, None)
-    first |= go_on(world)  # the moments affect the weights one step later
+    first |= resume_and_train(world)  # the moments affect the weights one step later
     shutil.rmtree(world)
-    return Expected(tree, fork, [begun | first, begun | second])
+    return Expected(tree, fork, [committed | first, committed | second])
 
 
 def directory_of(world: Path, rank: int) -> Path:
@@ -99,65 +99,67 @@ def directory_of(world: Path, rank: int) -> Path:
     return found
 
 
-def replace_some(world: Path, choose: random.Random, expected: Expected) -> list[str]:
+def replace_some(world: Path, rng: random.Random, expected: Expected) -> list[str]:
     """Replace some files by those of another time, history or rank; return which."""
-    source = choose.choice(("time", "history", "rank", "rank's directory"))
-    rank = choose.randrange(COUNT)
-    aside, elsewhere = world.with_name("elsewhere"), rank
+    source = rng.choice(("time", "history", "rank", "rank's directory"))
+    rank = rng.randrange(COUNT)
+    source_world, source_rank = world.with_name("elsewhere"), rank
     if source == "time":
-        cut = choose.randint(expected.tree.num_safe, len(expected.tree.log))
-        expected.tree.left(cut, aside, None)
+        cut = rng.randint(expected.tree.num_safe, len(expected.tree.log))
+        expected.tree.left(cut, source_world, None)
     elif source == "history":
-        shutil.copytree(expected.fork, aside)
+        shutil.copytree(expected.fork, source_world)
     else:
-        shutil.copytree(world, aside)
-        elsewhere = 1 - rank
-    files = choose.sample(FILES, choose.choice((1, 2, 2, 3)))
-    if source == "rank's directory" or choose.random() < 0.2:
+        shutil.copytree(world, source_world)
+        source_rank = 1 - rank
+    files = rng.sample(FILES, rng.choice((1, 2, 2, 3)))
+    if source == "rank's directory" or rng.random() < 0.2:
         shutil.rmtree(directory_of(world, rank))
-        there = directory_of(aside, elsewhere)
-        shutil.copytree(there, world / f"rank-{rank}" / there.name)
+        source_path = directory_of(source_world, source_rank)
+        shutil.copytree(source_path, world / f"rank-{rank}" / source_path.name)
         files = ["all"]
     else:
         for name in files:
-            there = directory_of(aside, elsewhere) / name
-            shutil.copyfile(there, directory_of(world, rank) / name)
-    shutil.rmtree(aside)
+            source_path = directory_of(source_world, source_rank) / name
+            shutil.copyfile(source_path, directory_of(world, rank) / name)
+    shutil.rmtree(source_world)
     return [source, f"rank {rank}", *files]
 
 
-def bad_end(seed: int, expected: Expected) -> str:
-    choose, tree = random.Random(seed), expected.tree
+def simulate_failure(seed: int, expected: Expected) -> str:
+    rng, tree = random.Random(seed), expected.tree
     world, replaced = tree.root, []
-    cut = choose.randint(tree.num_safe, len(tree.log))
-    tree.left(cut, world, choose if choose.random() < 0.5 else None)
+    cut = rng.randint(tree.num_safe, len(tree.log))
+    tree.left(cut, world, rng if rng.random() < 0.5 else None)
     promised = max((int(mark.split()[1]) for mark in tree.marks(cut)), default=1)
     try:
-        if choose.random() < 0.7:
-            replaced = replace_some(world, choose, expected)
+        if rng.random() < 0.7:
+            replaced = replace_some(world, rng, expected)
         return check(world, promised, replaced, expected)
     except Exception as error:
-        again = f"INFINITY_SEED={seed} python -m pytest {Path(__file__).name} -k replay"
-        raise AssertionError(f"seed {seed}, replaced {replaced}: {error}; {again}") from error
+        command = f"INFINITY_SEED={seed} python -m pytest {Path(__file__).name} -k replay"
+        raise AssertionError(f"seed {seed}, replaced {replaced}: {error}; {command}") from error
     finally:
         shutil.rmtree(world)
 
 
 def check(world: Path, promised: int, replaced: list[str], expected: Expected) -> str:
     try:
-        states = go_on(world)
+        states = resume_and_train(world)
         found = min(states)
         # A step is committed once `step()` of the next one, or close(), has returned.
         assert found >= (1 if replaced else max(1, promised - 1)), (found, promised)
-        of = [
+        matching_histories = [
             n
             for n, steps in enumerate(expected.states)
-            if found in steps and same(states[found], steps[found])
+            if found in steps and equal(states[found], steps[found])
         ]
-        assert of, f"wrong weights after update {found}"
-        if 0 in of:  # go_on() trained with the batches of the first history
+        assert matching_histories, f"wrong weights after update {found}"
+        if (
+            0 in matching_histories
+        ):  # resume_and_train() trained with the batches of the first history
             later = expected.states[0][found + 1]
-            assert same(states[found + 1], later), "wrong weights one step later"
+            assert equal(states[found + 1], later), "wrong weights one step later"
     except InfinityError:
         if not replaced:
             raise
@@ -168,17 +170,17 @@ def check(world: Path, promised: int, replaced: list[str], expected: Expected) -
     return "exact"
 
 
-def same(one: Weights, other: Weights) -> bool:
+def equal(one: Weights, other: Weights) -> bool:
     return all(torch.equal(value, other[name]) for name, value in one.items())
 
 
-def seeded(seeds: range, expected: Expected) -> Counter[str]:
-    return many(seeds, lambda seed: bad_end(seed, expected))
+def simulate_seeds(seeds: range, expected: Expected) -> Counter[str]:
+    return many(seeds, lambda seed: simulate_failure(seed, expected))
 
 
 @pytest.mark.filterwarnings("ignore::infinity.errors.InfinityWarning")
 def test_crashed_ranks_resume_exactly_or_are_refused(expected: Expected) -> None:
-    assert seeded(range(QUICK), expected).keys() == {"exact", "refused"}
+    assert simulate_seeds(range(QUICK), expected).keys() == {"exact", "refused"}
 
 
 @pytest.mark.big
@@ -188,11 +190,11 @@ def test_crashed_ranks_resume_exactly_or_are_refused(expected: Expected) -> None
 def test_crashed_ranks_resume_exactly_or_are_refused_many_seeds(
     expected: Expected, first: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    seen = seeded(range(first, first + 1000), expected)
+    seen = simulate_seeds(range(first, first + 1000), expected)
     with capsys.disabled():
         print(f"\n{first}: {dict(seen)}")
 
 
 @pytest.mark.skipif("INFINITY_SEED" not in os.environ, reason="INFINITY_SEED names one")
 def test_replay(expected: Expected) -> None:
-    bad_end(int(os.environ["INFINITY_SEED"]), expected)
+    simulate_failure(int(os.environ["INFINITY_SEED"]), expected)

@@ -36,7 +36,7 @@ from infinity.errors import EngineClosedError, ResidencyError
 from infinity.storage.reservations import PROCESS
 
 
-def elsewhere(do: Callable[[], Any]) -> BaseException | None:
+def in_other_thread(do: Callable[[], Any]) -> BaseException | None:
     """Run a call in another thread and wait for it; return the exception it raised."""
     raised: list[BaseException] = []
 
@@ -52,7 +52,7 @@ def elsewhere(do: Callable[[], Any]) -> BaseException | None:
     return raised[0] if raised else None
 
 
-def calls(engine: Engine, path: Path) -> dict[str, Callable[[], Any]]:
+def engine_calls(engine: Engine, path: Path) -> dict[str, Callable[[], Any]]:
     module = engine.module
     weight = next(iter(module.parameters()))
     return {
@@ -79,7 +79,7 @@ def calls(engine: Engine, path: Path) -> dict[str, Callable[[], Any]]:
     }
 
 
-class Meddled:
+class CallsFromOtherThread:
     """Hook that makes all calls from another thread, once, while a call is in progress."""
 
     def __init__(self, engine: Engine, path: Path) -> None:
@@ -88,8 +88,8 @@ class Meddled:
 
     def __call__(self, *_: Any) -> None:
         if not self.outcomes:
-            for name, call in calls(self.engine, self.path).items():
-                self.outcomes[name] = elsewhere(call)
+            for name, call in engine_calls(self.engine, self.path).items():
+                self.outcomes[name] = in_other_thread(call)
 
     def state_dict(self) -> dict[str, Any]:
         """Called during a save, as registered state."""
@@ -119,43 +119,43 @@ def test_call_from_second_thread_during_a_call_is_refused(
         losses = train(engine, 3)
         expected = masters(engine)
     with small_engine(nvme, placement) as engine:
-        meddled = Meddled(engine, tmp_path)
-        seen = train(engine, 1)
+        intruder = CallsFromOtherThread(engine, tmp_path)
+        found = train(engine, 1)
         block = engine.module.blocks[1]
         if during in ("forward", "module"):
-            handle = block.register_forward_hook(meddled)
+            handle = block.register_forward_hook(intruder)
         else:
 
-            def in_the_backward(module: Any, args: Any, output: Tensor) -> None:
+            def add_backward_hook(module: Any, args: Any, output: Tensor) -> None:
                 if "backward" in during and output.requires_grad:
-                    output.register_hook(meddled)
+                    output.register_hook(intruder)
 
-            handle = block.register_forward_hook(in_the_backward)
+            handle = block.register_forward_hook(add_backward_hook)
         loss = engine.module(batch(1)) if during == "module" else engine(batch(1))
         if during == "users_backward":
             loss.backward()
         else:
             engine.backward(loss)
         if during == "save":
-            engine.register_state("meddled", meddled)
+            engine.register_state("intruder", intruder)
             engine.save_checkpoint(tmp_path / "first", wait=True)
         handle.remove()
         engine.step()
-        seen += [float(loss.detach()), *train(engine, 1, first=2)]
-        meddled.assert_refused()
-        assert seen == losses
+        found += [float(loss.detach()), *train(engine, 1, first=2)]
+        intruder.assert_refused()
+        assert found == losses
         assert same(masters(engine), expected)
 
 
 def test_engine_call_inside_scheduler_step_is_refused(tmp_path: Path) -> None:
     """The scheduler is stepped inside `engine.step()`."""
-    refused: list[ResidencyError] = []
+    errors: list[ResidencyError] = []
 
     def factor(step: int) -> float:
         if step:
             with pytest.raises(ResidencyError, match="from inside a step") as caught:
                 engines[0](batch(7))
-            refused.append(caught.value)
+            errors.append(caught.value)
         return 1.0
 
     engines: list[Engine] = []
@@ -163,7 +163,7 @@ def test_engine_call_inside_scheduler_step_is_refused(tmp_path: Path) -> None:
     with small_engine(tmp_path, arguments=schedule) as engine:
         engines.append(engine)
         train(engine, 2)
-        assert len(refused) == 2
+        assert len(errors) == 2
         engines.clear()
 
 
@@ -171,18 +171,21 @@ def test_calls_may_move_between_threads(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         losses = train(engine, 3)
         expected = masters(engine)
-    seen: list[float] = []
+    found: list[float] = []
     with small_engine(tmp_path) as engine:
-        held: list[Tensor] = []
+        pending_losses: list[Tensor] = []
         for index in range(3):
-            assert elsewhere(lambda index=index: held.append(engine(batch(index)))) is None
-            loss = held.pop()
-            engine.backward(loss) if index % 2 else elsewhere(lambda: engine.backward(loss))  # noqa: B023
-            assert elsewhere(engine.step) is None
-            seen.append(float(loss.detach()))
-        assert seen == losses
+            assert (
+                in_other_thread(lambda index=index: pending_losses.append(engine(batch(index))))
+                is None
+            )
+            loss = pending_losses.pop()
+            engine.backward(loss) if index % 2 else in_other_thread(lambda: engine.backward(loss))  # noqa: B023
+            assert in_other_thread(engine.step) is None
+            found.append(float(loss.detach()))
+        assert found == losses
         assert same(masters(engine), expected)
-        assert elsewhere(engine.close) is None
+        assert in_other_thread(engine.close) is None
 
 
 def test_failed_backward_releases_the_engine(tmp_path: Path) -> None:
@@ -197,8 +200,8 @@ def test_failed_backward_releases_the_engine(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="the user's own"):
             loss.backward()
         handle.remove()
-        assert elsewhere(engine.zero_grad) is None
-        assert elsewhere(lambda: train(engine, 1)) is None
+        assert in_other_thread(engine.zero_grad) is None
+        assert in_other_thread(lambda: train(engine, 1)) is None
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED, ON_DEVICE])
@@ -209,11 +212,11 @@ def test_unlocked_threads_get_errors_and_exact_results(
     with small_engine(tmp_path, placement) as engine:
         losses = train(engine, 6)
         expected = masters(engine)
-    over, wrong, counts = threading.Event(), [], {"ran": 0, "refused": 0}
+    finished, errors, counts = threading.Event(), [], {"ran": 0, "refused": 0}
     with small_engine(tmp_path, placement) as engine:
 
         def evaluate() -> None:
-            while not over.is_set():
+            while not finished.is_set():
                 try:
                     with torch.no_grad():
                         engine(batch(3))
@@ -221,10 +224,10 @@ def test_unlocked_threads_get_errors_and_exact_results(
                 except ResidencyError:
                     counts["refused"] += 1
                 except BaseException as error:
-                    wrong.append(error)
+                    errors.append(error)
                     return
 
-        def insist(call: Callable[[], Any]) -> Any:
+        def retry(call: Callable[[], Any]) -> Any:
             while True:
                 with suppress(ResidencyError):
                     return call()
@@ -232,17 +235,17 @@ def test_unlocked_threads_get_errors_and_exact_results(
         thread = threading.Thread(target=evaluate)
         thread.start()
         try:
-            seen = []
+            found = []
             for index in range(6):
-                loss = insist(lambda index=index: engine(batch(index)))
-                insist(lambda loss=loss: engine.backward(loss))
-                insist(engine.step)
-                seen.append(float(loss.detach()))
+                loss = retry(lambda index=index: engine(batch(index)))
+                retry(lambda loss=loss: engine.backward(loss))
+                retry(engine.step)
+                found.append(float(loss.detach()))
         finally:
-            over.set()
+            finished.set()
             thread.join()
-        assert not wrong
-        assert seen == losses
+        assert not errors
+        assert found == losses
         assert same(masters(engine), expected)
 
 
@@ -250,7 +253,7 @@ def test_unlocked_threads_get_errors_and_exact_results(
 
 
 @pytest.mark.parametrize(
-    ("when", "place", "asks"),
+    ("when", "tier", "reads_state"),
     diagonal(
         ["made", "forward", "backward", "step", "reached", "saving"],
         ["disk", "device", "accelerator"],
@@ -258,18 +261,18 @@ def test_unlocked_threads_get_errors_and_exact_results(
     ),
 )
 def test_dropped_engine_releases_everything_but_weights(
-    tmp_path: Path, place: str, when: str, asks: bool
+    tmp_path: Path, tier: str, when: str, reads_state: bool
 ) -> None:
     before, reserved = (threads(), native_threads(), descriptors()), PROCESS.ram()
     nvme = tmp_path / "nvme"
     nvme.mkdir()
     model = small_model()
-    arguments = {"device": FakeAccelerator(1)} if place == "accelerator" else {}
-    placement = ON_DEVICE if place == "device" else ON_DISK
-    given = settings(nvme, placement, step_log=str(tmp_path / "step_log"))
-    engine = infinity.initialize(model, given, **arguments)[0]
+    arguments = {"device": FakeAccelerator(1)} if tier == "accelerator" else {}
+    placement = ON_DEVICE if tier == "device" else ON_DISK
+    config = settings(nvme, placement, step_log=str(tmp_path / "step_log"))
+    engine = infinity.initialize(model, config, **arguments)[0]
     optimizer = engine.optimizer
-    kept: list[Any] = []
+    held: list[Any] = []
     if when in ("backward", "step", "saving"):
         engine.backward(engine(batch(0)))
     if when in ("step", "saving"):
@@ -277,17 +280,17 @@ def test_dropped_engine_releases_everything_but_weights(
     if when == "saving":
         engine.save_checkpoint(tmp_path / "saved")
     if when == "forward":
-        kept.append(engine(batch(0)))
+        held.append(engine(batch(0)))
     if when == "reached":
-        kept.append(model.norm.weight)
-    expected = {} if not asks else {n: v.clone() for n, v in engine.state_dict().items()}
+        held.append(model.norm.weight)
+    expected = {} if not reads_state else {n: v.clone() for n, v in engine.state_dict().items()}
     weights = sum(unit.shard_bytes for unit in engine.plan.units)
     assert PROCESS.ram() - reserved > weights
     del engine
     assert PROCESS.ram() - reserved <= weights
     with pytest.raises(EngineClosedError, match="was dropped"):
         optimizer.step()
-    if asks:
+    if reads_state:
         assert same(dict(model.state_dict()), expected)
         assert all(type(module._parameters) is dict for module in model.modules())
         copy.deepcopy(model)(batch(0)).backward()
@@ -295,7 +298,9 @@ def test_dropped_engine_releases_everything_but_weights(
         del model
     assert PROCESS.ram() == reserved
     # Joined threads stay in /proc a little longer, also those of earlier tests.
-    for left, were in zip((threads, native_threads, descriptors), before, strict=True):
-        assert wait_until(lambda left=left, were=were: left() <= were), left() - were
+    for count, previous in zip((threads, native_threads, descriptors), before, strict=True):
+        assert wait_until(lambda count=count, previous=previous: count() <= previous), (
+            count() - previous
+        )
     assert not os.listdir(nvme)
-    assert "Engine" not in {type(getattr(x, "_infinity_engine", None)).__name__ for x in kept}
+    assert "Engine" not in {type(getattr(x, "_infinity_engine", None)).__name__ for x in held}

@@ -50,14 +50,14 @@ def test_update_equals_cpu_kernels(gpu, cpu, rule: str) -> None:
         source = Rooms(seed=7)
         for aligned, wild in itertools.product((True, False), repeat=2):
             params_by_index = itertools.cycle(HYPERS[rule])
-            rooms = [
+            states = [
                 source.make(n, weight, gradient, h, format, aligned=aligned, wild=wild)
                 for n, h in zip(SIZES, params_by_index, strict=False)
             ]
-            there = [room.copy("cuda:0") for room in rooms]
-            gpu.update_all([room.piece for room in there])
-            cpu.update_all([room.piece for room in rooms])
-            same = [a.same_bytes(b) for a, b in zip(rooms, there, strict=True)]
+            on_gpu = [state.copy("cuda:0") for state in states]
+            gpu.update_all([state.piece for state in on_gpu])
+            cpu.update_all([state.piece for state in states])
+            same = [a.same_bytes(b) for a, b in zip(states, on_gpu, strict=True)]
             if not all(same):
                 wrong.append((combination, aligned, wild, same))
     assert wrong == []
@@ -65,27 +65,27 @@ def test_update_equals_cpu_kernels(gpu, cpu, rule: str) -> None:
 
 @pytest.mark.parametrize("step_count", [20])
 def test_update_equals_cpu_kernels_after_many_steps(gpu, cpu, step_count: int) -> None:
-    room = Rooms(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
-    there = room.copy("cuda:0")
+    state = Rooms(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
+    on_gpu = state.copy("cuda:0")
     for step in range(1, step_count + 1):
-        room.step = there.step = step
-        cpu.update_all([room.piece])
-        gpu.update_all([there.piece])
-    assert room.same_bytes(there)
+        state.step = on_gpu.step = step
+        cpu.update_all([state.piece])
+        gpu.update_all([on_gpu.piece])
+    assert state.same_bytes(on_gpu)
 
 
 @pytest.mark.parametrize("count", [40, 300, 700])
 def test_update_of_many_parameters_and_groups(gpu, cpu, count: int) -> None:
     source = Rooms(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
-    rooms = [
+    states = [
         source.make(977 * k % 9001 + 1, BF16, BF16, params_by_index[k % 4], MomentFormat.FP32)
         for k in range(count)
     ]
-    there = [room.copy("cuda:0") for room in rooms]
-    gpu.update_all([room.piece for room in there])
-    cpu.update_all([room.piece for room in rooms])
-    assert all(a.same_bytes(b) for a, b in zip(rooms, there, strict=True))
+    on_gpu = [state.copy("cuda:0") for state in states]
+    gpu.update_all([state.piece for state in on_gpu])
+    cpu.update_all([state.piece for state in states])
+    assert all(a.same_bytes(b) for a, b in zip(states, on_gpu, strict=True))
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
@@ -93,45 +93,45 @@ def test_square_sums_equal_cpu_kernels(gpu, cpu, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [0, 1, 4095, 4097, SQUARE_TILE, SQUARE_TILE + 1, 1026 * SQUARE_TILE + 9, 5]
     tensors = [torch.randn(n, generator=generator).to(dtype) for n in sizes]
-    there = [tensor.cuda() for tensor in tensors]
+    on_gpu = [tensor.cuda() for tensor in tensors]
     sums = torch.empty(len(sizes), dtype=torch.float64, device="cuda:0")
-    gpu.square_sums(there, sums)
+    gpu.square_sums(on_gpu, sums)
     assert sums.tolist() == [cpu.square_sum(tensor) for tensor in tensors]
-    there[-1][2] = torch.nan
-    assert gpu.square_sum(there[-1]) != gpu.square_sum(there[-1])
+    on_gpu[-1][2] = torch.nan
+    assert gpu.square_sum(on_gpu[-1]) != gpu.square_sum(on_gpu[-1])
 
 
 def test_update_is_enqueued_on_current_stream(gpu, cpu) -> None:
-    room = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
-    there = room.copy("cuda:0")
-    gpu.update_all([room.copy("cuda:0").piece])  # compiles and loads the kernels
+    state = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
+    on_gpu = state.copy("cuda:0")
+    gpu.update_all([state.copy("cuda:0").piece])  # compiles and loads the kernels
     torch.cuda.synchronize()
     stream = torch.cuda.Stream()
-    gradient = there["gradient"].clone()
-    there["gradient"].zero_()
+    gradient = on_gpu["gradient"].clone()
+    on_gpu["gradient"].zero_()
     torch.cuda.synchronize()
     large = torch.ones(8192, 8192, device="cuda:0")
     torch.cuda.synchronize()
     with torch.cuda.stream(stream):
         for _ in range(100):
             torch.mm(large, large)  # some 2 s of fp32 in all
-        there["gradient"].copy_(gradient)
-        gpu.update_all([there.piece])
+        on_gpu["gradient"].copy_(gradient)
+        gpu.update_all([on_gpu.piece])
         queued = not stream.query()
     assert queued  # the host did not wait
     stream.synchronize()
-    cpu.update_all([room.piece])
-    assert room.same_bytes(there)
+    cpu.update_all([state.piece])
+    assert state.same_bytes(on_gpu)
 
 
 def test_update_launched_from_another_thread(gpu, cpu) -> None:
-    room = Rooms(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
-    there = room.copy("cuda:0")
+    state = Rooms(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
+    on_gpu = state.copy("cuda:0")
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            gpu.update_all([there.piece])
+            gpu.update_all([on_gpu.piece])
             torch.cuda.synchronize()
         except BaseException as error:
             errors.append(error)
@@ -139,9 +139,9 @@ def test_update_launched_from_another_thread(gpu, cpu) -> None:
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
-    cpu.update_all([room.piece])
+    cpu.update_all([state.piece])
     assert errors == []
-    assert room.same_bytes(there)
+    assert state.same_bytes(on_gpu)
 
 
 def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch) -> None:

@@ -34,11 +34,11 @@ pytestmark = [
 ]
 KINDS = ("weights", "moments", "gradients")
 ON_DEVICE, IN_RAM, ON_DISK = (dict.fromkeys(KINDS, tier) for tier in ("device", "host", "disk"))
-PLACES = {"ram": IN_RAM, "disk": ON_DISK, "weights_on_device": {**IN_RAM, "weights": "device"}}
+PLACEMENTS = {"ram": IN_RAM, "disk": ON_DISK, "weights_on_device": {**IN_RAM, "weights": "device"}}
 STEPS = 8
 
 
-def make(path: Path, placement: dict[str, str], **more: Any) -> infinity.Engine:
+def make(path: Path, placement: dict[str, str], **options: Any) -> infinity.Engine:
     config = {
         "nvme_path": str(path),
         "precision": "bf16",
@@ -47,7 +47,7 @@ def make(path: Path, placement: dict[str, str], **more: Any) -> infinity.Engine:
         "prefetch_units": 1,
     }
     model = small_model(num_blocks=6, width=128)
-    engine, *_ = infinity.initialize(model, {**config, **more}, device="cuda")
+    engine, *_ = infinity.initialize(model, {**config, **options}, device="cuda")
     return engine
 
 
@@ -63,15 +63,15 @@ def train(
     placement: dict[str, str],
     autocast: bool = False,
     streams: Sequence[torch.cuda.Stream | None] = (None, None),
-    **more: Any,
+    **options: Any,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Train with forward and backward on two `streams`; return losses and final master weights."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     losses = []
-    with make(path, placement, **more) as engine:
-        given = batches()[: STEPS * engine.plan.micro_batches]
+    with make(path, placement, **options) as engine:
+        token_batches = batches()[: STEPS * engine.plan.micro_batches]
         torch.cuda.synchronize()
-        for tokens in given:
+        for tokens in token_batches:
             cast = torch.autocast("cuda", torch.bfloat16) if autocast else nullcontext()
             with torch.cuda.stream(streams[0]), cast:
                 loss = engine(tokens)
@@ -93,18 +93,18 @@ def assert_same(one: Any, other: Any) -> None:
     assert [name for name, value in one[1].items() if not torch.equal(value, other[1][name])] == []
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_streamed_updates_match_on_device_updates(
-    tmp_path: Path, place: str, micro_batches: int
+    tmp_path: Path, placement: str, micro_batches: int
 ) -> None:
-    more = {"gradient_accumulation_steps": micro_batches}
-    expected = train(tmp_path, ON_DEVICE, **more)
+    options = {"gradient_accumulation_steps": micro_batches}
+    expected = train(tmp_path, ON_DEVICE, **options)
     for update in ("cpu", "device"):
-        assert_same(train(tmp_path, PLACES[place], update=update, **more), expected)
-    with make(tmp_path, PLACES[place], update="device") as engine:
-        places = {update_place(engine.plan, unit.index) for unit in engine.plan.units}
-    assert places == {UpdatePlace.STREAMED}
+        assert_same(train(tmp_path, PLACEMENTS[placement], update=update, **options), expected)
+    with make(tmp_path, PLACEMENTS[placement], update="device") as engine:
+        update_places = {update_place(engine.plan, unit.index) for unit in engine.plan.units}
+    assert update_places == {UpdatePlace.STREAMED}
 
 
 @pytest.mark.parametrize("offload", ["none", "host", "disk"])
@@ -115,47 +115,49 @@ def test_offloaded_recomputation_inputs_do_not_change_results(tmp_path: Path, of
 
 
 @pytest.mark.parametrize(
-    "more",
+    "options",
     [
         pytest.param({"activations": {"slices": 2}}, id="slices"),
         pytest.param({"compile": True}, id="compiled", marks=pytest.mark.timeout(150)),
         pytest.param({"precision": "fp32", "autocast": True}, id="autocast"),
     ],
 )
-def test_placement_does_not_change_results(tmp_path: Path, more: dict[str, Any]) -> None:
-    assert_same(train(tmp_path, IN_RAM, **more), train(tmp_path, ON_DEVICE, **more))
+def test_placement_does_not_change_results(tmp_path: Path, options: dict[str, Any]) -> None:
+    assert_same(train(tmp_path, IN_RAM, **options), train(tmp_path, ON_DEVICE, **options))
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("update", ["cpu", "device"])
-def test_side_streams_do_not_change_results(tmp_path: Path, place: str, update: str) -> None:
+def test_side_streams_do_not_change_results(tmp_path: Path, placement: str, update: str) -> None:
     streams = [torch.cuda.Stream() for _ in range(2)]
-    found = train(tmp_path, PLACES[place], streams=streams, update=update)
+    found = train(tmp_path, PLACEMENTS[placement], streams=streams, update=update)
     assert_same(found, train(tmp_path, ON_DEVICE))
 
 
-@pytest.mark.parametrize("place", ["ram", "disk"])
-def test_forwards_on_alternating_streams(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("placement", ["ram", "disk"])
+def test_forwards_on_alternating_streams(tmp_path: Path, placement: str) -> None:
     """Weights are copied into slots that another stream may still read."""
-    given, streams = batches(), [torch.cuda.Stream() for _ in range(2)]
+    token_batches, streams = batches(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    with make(tmp_path, PLACES[place]) as engine, torch.no_grad():
+    with make(tmp_path, PLACEMENTS[placement]) as engine, torch.no_grad():
         engine.eval()
         found = []
-        for index, tokens in enumerate(given):
+        for index, tokens in enumerate(token_batches):
             with torch.cuda.stream(streams[index % 2]):
                 found.append(engine(tokens))
         torch.cuda.synchronize()
-        assert [one.item() for one in found] == [engine(tokens).item() for tokens in given]
+        assert [loss.item() for loss in found] == [
+            engine(tokens).item() for tokens in token_batches
+        ]
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_backward_called_on_the_loss(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_backward_called_on_the_loss(tmp_path: Path, placement: str) -> None:
     """The backward runs on an autograd thread; nothing it leaves may keep weights resident."""
-    expected = train(tmp_path, PLACES[place])[0]
+    expected = train(tmp_path, PLACEMENTS[placement])[0]
     gc.disable()
     try:
-        with make(tmp_path, PLACES[place]) as engine:
+        with make(tmp_path, PLACEMENTS[placement]) as engine:
             losses = []
             for tokens in batches()[:STEPS]:
                 loss = engine(tokens)
@@ -174,7 +176,7 @@ def test_backward_called_on_the_loss(tmp_path: Path, place: str) -> None:
 def test_copy_streams_are_not_handed_out_to_users() -> None:
     """torch hands out 32 streams per priority, in rotation."""
     with closing(find_device("cuda")) as device:
-        ours = [
+        copy_streams = [
             device._h2d_stream,
             device._d2h_stream,
             device._unordered_h2d_stream,
@@ -183,7 +185,7 @@ def test_copy_streams_are_not_handed_out_to_users() -> None:
         ]
         found = {torch.cuda.Stream().cuda_stream for _ in range(70)}
         assert len(found) == 32
-        assert found.isdisjoint(stream.cuda_stream for stream in ours)
+        assert found.isdisjoint(stream.cuda_stream for stream in copy_streams)
 
 
 def test_graph_capture_is_refused_and_training_continues(tmp_path: Path) -> None:
@@ -209,9 +211,9 @@ def test_step_waits_once_and_allocates_nothing(
     waits: Counter[str] = Counter()
     wait, synchronize = CudaEvent.wait, torch.cuda.synchronize
 
-    def counted(self: CudaEvent) -> None:
-        of_copies = any(frame.name == "send" for frame in traceback.extract_stack())
-        if not threading.current_thread().name.startswith("infinity") and not of_copies:
+    def counted_wait(self: CudaEvent) -> None:
+        is_copy_wait = any(frame.name == "send" for frame in traceback.extract_stack())
+        if not threading.current_thread().name.startswith("infinity") and not is_copy_wait:
             waits["event"] += 1
         wait(self)
 
@@ -219,9 +221,9 @@ def test_step_waits_once_and_allocates_nothing(
         waits["synchronize"] += 1
         synchronize(*arguments)
 
-    monkeypatch.setattr(CudaEvent, "wait", counted)
+    monkeypatch.setattr(CudaEvent, "wait", counted_wait)
     monkeypatch.setattr(torch.cuda, "synchronize", counted_synchronize)
-    given = batches()
+    token_batches = batches()
     with make(tmp_path, IN_RAM) as engine:
         allocated = []
         try:
@@ -229,7 +231,7 @@ def test_step_waits_once_and_allocates_nothing(
                 if index == 3:
                     waits.clear()
                     torch.cuda.set_sync_debug_mode("error")  # raise on synchronizing operations
-                engine.backward(engine(given[index]))
+                engine.backward(engine(token_batches[index]))
                 engine.step()
                 allocated.append(torch.cuda.memory_stats()["num_device_alloc"])
         finally:

@@ -23,21 +23,21 @@ def test_fused_adam_equals_cpu_adam(dtype: torch.dtype) -> None:
     host = [nn.Parameter(torch.randn(s, generator=generator).to(dtype)) for s in SHAPES]
     device = [nn.Parameter(p.detach().cuda()) for p in host]
     options = {"lr": 1e-2}
-    one, other = infinity.CPUAdam(host, **options), infinity.FusedAdam(device, **options)
+    cpu_adam, fused_adam = infinity.CPUAdam(host, **options), infinity.FusedAdam(device, **options)
     for _ in range(5):
         for p, q in zip(host, device, strict=True):
             p.grad = torch.randn(p.shape, generator=generator).to(dtype)
             q.grad = p.grad.cuda()
-        one.step()
-        other.step()
+        cpu_adam.step()
+        fused_adam.step()
     for p, q in zip(host, device, strict=True):
         assert torch.equal(p.detach(), q.detach().cpu())
-        for name, value in one.state[p].items():
-            assert torch.equal(value, other.state[q][name].cpu()), name
-    moved = copy.deepcopy(other.state_dict())
-    back = infinity.CPUAdam(host, **options)
-    back.load_state_dict(moved)  # state is moved to the device of the parameters
-    assert all(value.is_cpu for value in back.state[host[0]].values())
+        for name, value in cpu_adam.state[p].items():
+            assert torch.equal(value, fused_adam.state[q][name].cpu()), name
+    state = copy.deepcopy(fused_adam.state_dict())
+    reloaded = infinity.CPUAdam(host, **options)
+    reloaded.load_state_dict(state)  # state is moved to the device of the parameters
+    assert all(value.is_cpu for value in reloaded.state[host[0]].values())
 
 
 def test_fused_adam_with_parameters_on_both_devices() -> None:

@@ -46,9 +46,9 @@ property_test = settings(
 @pytest.fixture(scope="module")
 def pools() -> Iterator[list[CpuKernels]]:
     """One pool for each instruction set and thread count."""
-    made = [CpuKernels(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
-    yield made
-    for pool in made:
+    kernels = [CpuKernels(threads, isa) for isa in _adam.isas() for threads in (1, 2, 3, 5)]
+    yield kernels
+    for pool in kernels:
         pool.close()
 
 
@@ -78,12 +78,12 @@ def test_update_equals_reference(
     first = block * MOMENT_BLOCK
     if kind is not MomentFormat.INT8:
         first += seed % MOMENT_BLOCK
-    given_ = (gradient, rule_params, step, grad_scale, key, first)
+    arguments = (gradient, rule_params, step, grad_scale, key, first)
     want = state.copy()
-    reference_update(want.weight, want.master_state, want.moments, *given_)
+    reference_update(want.weight, want.master_state, want.moments, *arguments)
     for pool in pools:
         got = state.copy()
-        update_one(pool, got.weight, got.master_state, got.moments, *given_)
+        update_one(pool, got.weight, got.master_state, got.moments, *arguments)
         assert_same(got.tensors, want.tensors)
 
 
@@ -129,15 +129,15 @@ def test_update_does_not_depend_on_piece_boundaries(
 ) -> None:
     """Updating consecutive pieces, in one job or in several, equals updating the whole tensor."""
     source = Source(seed)
-    whole = source.whole_state(n, "split", rule_params, kind)
+    full = source.whole_state(n, "split", rule_params, kind)
     gradient = source.floats(n, BF16)
-    pieces, alone = whole.copy(), whole.copy()
+    in_one_job, separately = full.copy(), full.copy()
     step, scale, key, first = 5, 0.25, 77, 2**32 - 2048
     update_one(
         pools[-1],
-        whole.weight,
-        whole.master_state,
-        whole.moments,
+        full.weight,
+        full.master_state,
+        full.moments,
         gradient,
         rule_params,
         step,
@@ -146,17 +146,23 @@ def test_update_does_not_depend_on_piece_boundaries(
         first,
     )
     grain = MOMENT_BLOCK if kind is MomentFormat.INT8 else 1
-    marks = sorted({min(n, cut // grain * grain) for cut in cuts} | {0, n})
-    made = []
-    for start, end in pairwise(marks):
-        part = pieces.part(start, end)
-        rest = (gradient[start:end], rule_params, step, scale, key, first + start)
-        made.append(Piece(part.weight, part.master_state, part.moments, *rest))
-        other = alone.part(start, end)
-        update_one(pools[0], other.weight, other.master_state, other.moments, *rest)
-    pools[-1].update_all(made)
-    assert_same(pieces.tensors, whole.tensors)
-    assert_same(alone.tensors, whole.tensors)
+    boundaries = sorted({min(n, cut // grain * grain) for cut in cuts} | {0, n})
+    job = []
+    for start, end in pairwise(boundaries):
+        state = in_one_job.part(start, end)
+        arguments = (gradient[start:end], rule_params, step, scale, key, first + start)
+        job.append(Piece(state.weight, state.master_state, state.moments, *arguments))
+        separate_state = separately.part(start, end)
+        update_one(
+            pools[0],
+            separate_state.weight,
+            separate_state.master_state,
+            separate_state.moments,
+            *arguments,
+        )
+    pools[-1].update_all(job)
+    assert_same(in_one_job.tensors, full.tensors)
+    assert_same(separately.tensors, full.tensors)
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
@@ -245,9 +251,9 @@ def test_split_and_join_equal_reference(pools, seed, n) -> None:
         pool.split(master, *got)
         np.testing.assert_array_equal(bits(got[0]), bits(weight))
         np.testing.assert_array_equal(bits(got[1]), bits(residual))
-        back = torch.empty(n)
-        pool.join(*got, back)
-        np.testing.assert_array_equal(bits(back), bits(join_master(*got)))
+        joined = torch.empty(n)
+        pool.join(*got, joined)
+        np.testing.assert_array_equal(bits(joined), bits(join_master(*got)))
 
 
 # The split layout, tested against its definition.
@@ -256,16 +262,16 @@ def test_split_and_join_equal_reference(pools, seed, n) -> None:
 def check_split(pool: CpuKernels, patterns: np.ndarray) -> None:
     n = patterns.size
     weight, residual = torch.empty(n, dtype=BF16), torch.empty(n, dtype=torch.int16)
-    back = torch.empty(n)
+    joined = torch.empty(n)
     pool.split(torch.from_numpy(patterns.view(np.float32)), weight, residual)
-    pool.join(weight, residual, back)
+    pool.join(weight, residual, joined)
     nan = (patterns & np.uint32(0x7FFFFFFF)) > np.uint32(0x7F800000)
     stored = np.where(nan, np.uint32(0x7FC00000), patterns)
-    assert np.array_equal(bits(back).view(np.uint32), stored)
+    assert np.array_equal(bits(joined).view(np.uint32), stored)
     high = (stored + np.uint32(0x8000)) >> np.uint32(16)
     assert np.array_equal(bits(weight).view(np.uint16), high.astype(np.uint16))
-    rest = bits(residual).astype(np.int32).view(np.uint32)
-    assert np.array_equal((high << np.uint32(16)) + rest, stored)
+    offset = bits(residual).astype(np.int32).view(np.uint32)
+    assert np.array_equal((high << np.uint32(16)) + offset, stored)
     assert (bits(weight)[nan] == 0x7FC0).all()
     assert not bits(residual)[nan].any()
 

@@ -63,21 +63,21 @@ def test_close_during_calls_finishes_them_and_rejects_later_ones() -> None:
     values = Source(6).floats(300_000, torch.float32, wild=False)
     want = reference_square_sum(values)
     pool = CpuKernels(4)
-    under_way = [threading.Event() for _ in range(4)]
+    started = [threading.Event() for _ in range(4)]
 
-    def until_closed(begun: threading.Event) -> None:
+    def call_until_closed(event: threading.Event) -> None:
         while True:
             assert pool.square_sum(values) == want
-            begun.set()
+            event.set()
 
-    def work(begun: threading.Event) -> None:
+    def work(event: threading.Event) -> None:
         with pytest.raises((EngineClosedError, RuntimeError)):
-            until_closed(begun)
+            call_until_closed(event)
 
     with ThreadPoolExecutor(4) as executor:
-        futures = [executor.submit(work, begun) for begun in under_way]
+        futures = [executor.submit(work, event) for event in started]
         try:
-            assert all(begun.wait(600) for begun in under_way)
+            assert all(event.wait(600) for event in started)
         finally:
             pool.close()
         for future in futures:
@@ -101,7 +101,7 @@ def test_flush_denormal_does_not_change_results() -> None:
     assert_same(state, want)
 
 
-def in_child(body: Callable[[], None]) -> int:
+def run_in_child(body: Callable[[], None]) -> int:
     pid = os.fork()
     if pid == 0:
         status = 1
@@ -131,7 +131,7 @@ def test_pool_in_forked_child_raises_and_does_not_hang() -> None:
         assert fresh.square_sum(n=200_000, source=address, source_dtype=_adam.FP32) == 200_000.0
         fresh.close()
 
-    assert in_child(child) == 0
+    assert run_in_child(child) == 0
     assert pools[0].square_sum(n=10, source=address, source_dtype=_adam.FP32) == 10.0
 
 

@@ -21,7 +21,7 @@ from infinity.optim.moments import Moment
 def errors_in_ulps(
     before: list[np.ndarray],
     after: list[np.ndarray],
-    ours: list[np.ndarray],
+    results: list[np.ndarray],
     step_scalars: tuple[float, ...],
 ) -> list[float]:
     """Return the largest difference of (p, m, v), in ulps of the largest term of their sums.
@@ -39,8 +39,8 @@ def errors_in_ulps(
     update = step_size * m_term / (np.sqrt(after[2].astype(np.float64)) / correction + eps)
     p_term = np.maximum(p * decay, 3.0 * update)
     return [
-        float((np.abs(one.astype(np.float64) - other) / (2.0**-23 * term + 2.0**-149)).max())
-        for one, other, term in zip(ours, after, (p_term, m_term, v_term), strict=True)
+        float((np.abs(result.astype(np.float64) - expected) / (2.0**-23 * term + 2.0**-149)).max())
+        for result, expected, term in zip(results, after, (p_term, m_term, v_term), strict=True)
     ]
 
 
@@ -63,23 +63,34 @@ def test_adam_agrees_with_torch_within_ulps(rule_params, split) -> None:
             gradient = source.floats(n, torch.float32, wild=False)
             master = weight.detach().clone()
             before = [t.numpy().copy() for t in (master, *moments, gradient)]
-            ours = [moment.clone() for moment in moments]
+            native_moments = [moment.clone() for moment in moments]
             if split:
-                halves = split_master(master)
+                split_halves = split_master(master)
                 update_one(
-                    pool, *halves, [Moment(one) for one in ours], gradient, rule_params, step
+                    pool,
+                    *split_halves,
+                    [Moment(moment) for moment in native_moments],
+                    gradient,
+                    rule_params,
+                    step,
                 )
-                master = join_master(*halves)
+                master = join_master(*split_halves)
             else:
                 update_one(
-                    pool, master, None, [Moment(one) for one in ours], gradient, rule_params, step
+                    pool,
+                    master,
+                    None,
+                    [Moment(moment) for moment in native_moments],
+                    gradient,
+                    rule_params,
+                    step,
                 )
             weight.grad = gradient.clone()
             optimizer.step()
             state = optimizer.state[weight]
             moments = [state["exp_avg"].clone(), state["exp_avg_sq"].clone()]
             after = [t.detach().numpy() for t in (weight, *moments)]
-            results = [t.numpy() for t in (master, *ours)]
+            results = [t.numpy() for t in (master, *native_moments)]
             found = errors_in_ulps(before, after, results, rule_params.scalars(step))
             worst = [max(pair) for pair in zip(worst, found, strict=True)]
     assert max(worst) <= 2.5, worst
@@ -98,20 +109,20 @@ for hyper in (AdamW(lr=1e-2, weight_decay=0.1), Adam(lr=1e-2, weight_decay=0.01)
     weight = torch.nn.Parameter(torch.randn(20_000) * 0.1)
     kind = torch.optim.AdamW if hyper.decoupled else torch.optim.Adam
     optimizer = kind([weight], lr=hyper.lr, weight_decay=hyper.weight_decay, foreach=False)
-    ours = [weight.detach().clone(), None, torch.zeros(20_000), torch.zeros(20_000)]
+    reference = [weight.detach().clone(), None, torch.zeros(20_000), torch.zeros(20_000)]
     for step in range(1, 11):
         weight.grad = torch.randn(20_000)
-        moments = [Moment(ours[2]), Moment(ours[3])]
-        reference_update(ours[0], None, moments, weight.grad, hyper, step)
+        moments = [Moment(reference[2]), Moment(reference[3])]
+        reference_update(reference[0], None, moments, weight.grad, hyper, step)
         optimizer.step()
         state = optimizer.state[weight]
-        theirs = [weight.detach(), None, state["exp_avg"], state["exp_avg_sq"]]
-        right = theirs[3].sqrt().numpy() == numpy.sqrt(theirs[3].numpy())
-        for i, rows in ((0, right), (2, slice(None)), (3, slice(None))):
-            one, other = (t.numpy().view(numpy.int32)[rows] for t in (ours[i], theirs[i]))
-            if (one != other).any():
-                different.append((step, "weight - m v".split()[i], int((one != other).sum())))
-        ours = [None if t is None else t.clone() for t in theirs]
+        torch_state = [weight.detach(), None, state["exp_avg"], state["exp_avg_sq"]]
+        exact_roots = torch_state[3].sqrt().numpy() == numpy.sqrt(torch_state[3].numpy())
+        for i, rows in ((0, exact_roots), (2, slice(None)), (3, slice(None))):
+            got, want = (t.numpy().view(numpy.int32)[rows] for t in (reference[i], torch_state[i]))
+            if (got != want).any():
+                different.append((step, "weight - m v".split()[i], int((got != want).sum())))
+        reference = [None if t is None else t.clone() for t in torch_state]
 sys.exit(f"(step, of, elements that differ): {different}" if different else 0)
 """
 

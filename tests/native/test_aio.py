@@ -84,14 +84,14 @@ def test_engine_is_shared_by_many_threads(engine: Engine, tmp_path: Path) -> Non
 
     def work(index: int) -> None:
         try:
-            for turn in range(25):
-                data = noise(size, seed=100 * index + turn)
+            for iteration in range(25):
+                data = noise(size, seed=100 * index + iteration)
                 source = Buffer(size, data)
                 target = Buffer(size)
                 engine.submit(WRITE, [(file, index * size, size, source.address)]).wait()
                 engine.submit(READ, [(file, index * size, size, target.address)]).wait()
                 if target.bytes() != data:
-                    problems.append((index, turn))
+                    problems.append((index, iteration))
         except Exception as error:
             problems.append(error)
 

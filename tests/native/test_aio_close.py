@@ -105,8 +105,8 @@ def test_engine_in_forked_child_raises(backend: str, tmp_path: Path) -> None:
                 status |= 2 * ("process" not in str(error))
         del call, calls, engine, ticket, file
         gc.collect()
-        own = Engine(backend=backend)
-        own.close()
+        child_engine = Engine(backend=backend)
+        child_engine.close()
         os._exit(status)
     ended: list[int] = []
 

@@ -86,11 +86,11 @@ def test_engine_leaks_no_descriptors_or_threads(backend: str, tmp_path: Path) ->
     target = Buffer(BLOCK)
     (tmp_path / "f").write_bytes(bytes(BLOCK))
     files, threads = descriptors(), native_threads()
-    for turn in range(12):
-        engine = slow_engine(backend, 10**9) if turn % 2 else Engine(backend=backend)
+    for iteration in range(12):
+        engine = slow_engine(backend, 10**9) if iteration % 2 else Engine(backend=backend)
         file = File(str(tmp_path / "f"), direct="off")
         ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)])
-        if turn % 3:
+        if iteration % 3:
             engine.close()
         del engine, file, ticket
     assert wait_until(lambda: native_threads() <= threads), native_threads() - threads
@@ -98,7 +98,7 @@ def test_engine_leaks_no_descriptors_or_threads(backend: str, tmp_path: Path) ->
 
 
 @pytest.fixture
-def on_two_devices(tmp_path: Path) -> Iterator[list[File]]:
+def files_on_two_devices(tmp_path: Path) -> Iterator[list[File]]:
     memory = Path("/dev/shm")
     if not memory.is_dir() or os.stat(memory).st_dev == os.stat(tmp_path).st_dev:
         pytest.skip("one device only")
@@ -111,55 +111,61 @@ def on_two_devices(tmp_path: Path) -> Iterator[list[File]]:
     second.close()
 
 
-def count_of_devices(engine: Engine, files: list[File], backend: str) -> None:
+def check_device_counters(engine: Engine, files: list[File], backend: str) -> None:
     """Read both files and write one; check the counters of each device."""
     target = Buffer(16 * BLOCK)
-    both = [(file, 0, 8 * BLOCK, target.address + i * 8 * BLOCK) for i, file in enumerate(files)]
+    segments = [
+        (file, 0, 8 * BLOCK, target.address + i * 8 * BLOCK) for i, file in enumerate(files)
+    ]
     assert engine.device_counters() == {}
-    assert engine.submit(READ, both).wait()
-    assert engine.submit(WRITE, both[:1]).wait()
+    assert engine.submit(READ, segments).wait()
+    assert engine.submit(WRITE, segments[:1]).wait()
     devices = engine.device_counters()
     assert set(devices) == {file.device for file in files}
     for file, num_written in zip(files, (8, 0), strict=True):
-        now = devices[file.device]
-        assert now["backend"] == backend
-        assert (now["read_requests"], now["write_requests"]) == (8, num_written)
-        assert (now["read_bytes"], now["write_bytes"]) == (8 * BLOCK, num_written * BLOCK)
-        assert now["queued_blocks"] == now["in_flight_blocks"] == 0
-        assert now["read_queue_ns"] > 0 < now["read_device_ns"]
-        assert now["read_device_ns"] + now["write_device_ns"] <= now["busy_ns"] * 1.01
+        counters = devices[file.device]
+        assert counters["backend"] == backend
+        assert (counters["read_requests"], counters["write_requests"]) == (8, num_written)
+        assert (counters["read_bytes"], counters["write_bytes"]) == (8 * BLOCK, num_written * BLOCK)
+        assert counters["queued_blocks"] == counters["in_flight_blocks"] == 0
+        assert counters["read_queue_ns"] > 0 < counters["read_device_ns"]
+        assert (
+            counters["read_device_ns"] + counters["write_device_ns"] <= counters["busy_ns"] * 1.01
+        )
     totals = engine.counters()
     for key in ("read_bytes", "write_bytes", "read_requests", "read_queue_ns"):
-        assert totals[key] == sum(int(now[key]) for now in devices.values())
+        assert totals[key] == sum(int(counters[key]) for counters in devices.values())
 
 
-def test_device_counters(backend: str, on_two_devices: list[File]) -> None:
+def test_device_counters(backend: str, files_on_two_devices: list[File]) -> None:
     engine = Engine(backend=backend, block_size=BLOCK, queue_depth=1)
-    count_of_devices(engine, on_two_devices, backend)
+    check_device_counters(engine, files_on_two_devices, backend)
     engine.close()
 
 
-def test_devices_transfer_concurrently(backend: str, on_two_devices: list[File]) -> None:
+def test_devices_transfer_concurrently(backend: str, files_on_two_devices: list[File]) -> None:
     engine = held_engine(backend, queue_depth=1)
     target = Buffer(2 * BLOCK)
-    both = [(f, 0, BLOCK, target.address + i * BLOCK) for i, f in enumerate(on_two_devices)]
-    ticket = engine.submit(READ, both)
+    segments = [
+        (f, 0, BLOCK, target.address + i * BLOCK) for i, f in enumerate(files_on_two_devices)
+    ]
+    ticket = engine.submit(READ, segments)
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 2)
     counted = engine.device_counters().values()
-    assert [now["in_flight_blocks"] for now in counted] == [1, 1]
+    assert [counters["in_flight_blocks"] for counters in counted] == [1, 1]
     engine.close()
     assert ticket.wait(LONG_S)
 
 
 @pytest.mark.clock
-def test_device_times_of_slow_engine(backend: str, on_two_devices: list[File]) -> None:
+def test_device_times_of_slow_engine(backend: str, files_on_two_devices: list[File]) -> None:
     engine = slow_engine(backend, 64 * BLOCK, queue_depth=1)
-    count_of_devices(engine, on_two_devices, backend)
+    check_device_counters(engine, files_on_two_devices, backend)
     devices = engine.device_counters().values()
-    for now in devices:
+    for counters in devices:
         # At depth 1 the k-th block queues for k - 1 others: 28 block times in all.
-        assert 20 / 64 < int(now["read_queue_ns"]) / 1e9 < 2.0
-        assert 0.1 < int(now["read_device_ns"]) / 1e9 < 1.0
+        assert 20 / 64 < int(counters["read_queue_ns"]) / 1e9 < 2.0
+        assert 0.1 < int(counters["read_device_ns"]) / 1e9 < 1.0
     busy_ns = engine.counters()["busy_ns"]
-    assert busy_ns < 0.9 * sum(int(now["busy_ns"]) for now in devices)
+    assert busy_ns < 0.9 * sum(int(counters["busy_ns"]) for counters in devices)
     engine.close()

@@ -19,7 +19,7 @@ def crc_by_table(data: bytes, initial: int = 0) -> int:
     return state ^ 0xFFFFFFFF
 
 
-def table() -> list[int]:
+def make_table() -> list[int]:
     entries = []
     for byte in range(256):
         state = byte
@@ -29,7 +29,7 @@ def table() -> list[int]:
     return entries
 
 
-TABLE = table()
+TABLE = make_table()
 
 
 def crc(data: bytes, initial: int = 0, shift: int = 0) -> int:

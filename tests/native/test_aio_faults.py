@@ -47,8 +47,8 @@ def outcomes(engine: Engine, op: int, file: File, buffer: Buffer) -> list[int]:
 
 
 def wrong_blocks(got: bytes, want: bytes = DATA) -> list[int]:
-    pieces = range(0, len(want), BLOCK)
-    return [i // BLOCK for i in pieces if got[i : i + BLOCK] != want[i : i + BLOCK]]
+    starts = range(0, len(want), BLOCK)
+    return [i // BLOCK for i in starts if got[i : i + BLOCK] != want[i : i + BLOCK]]
 
 
 @pytest.mark.parametrize(("kind", "number"), [("eio", errno.EIO), ("enospc", errno.ENOSPC)])
@@ -104,10 +104,10 @@ def test_reorder_fault_changes_completion_order(backend: str, tmp_path: Path) ->
     target = Buffer(len(DATA))
     engine = faulty(backend, "seed=3,kinds=reorder,rate=0.4", queue_depth=2)
     overtaken = 0
-    for turn in range(30):
+    for pair_index in range(30):
         pair = [
-            engine.submit(READ, [(file, at * BLOCK, BLOCK, target.address + at * BLOCK)])
-            for at in (2 * turn, 2 * turn + 1)
+            engine.submit(READ, [(file, block * BLOCK, BLOCK, target.address + block * BLOCK)])
+            for block in (2 * pair_index, 2 * pair_index + 1)
         ]
         assert wait_all(pair)
         earlier, later = (ticket.times_ns[2] for ticket in pair)  # polling done() could miss it

@@ -31,16 +31,20 @@ def mount_type(path: Path) -> str:
 
 
 def test_file_reports_file_system_and_device(tmp_path: Path) -> None:
-    places = [tmp_path, Path("/dev/shm"), Path("/proc/self")]
-    for place in (place for place in places if mount_type(place)):
-        path = place / "status" if place.name == "self" else place / f"aio-test-{os.getpid()}"
+    directories = [tmp_path, Path("/dev/shm"), Path("/proc/self")]
+    for directory in (directory for directory in directories if mount_type(directory)):
+        path = (
+            directory / "status"
+            if directory.name == "self"
+            else directory / f"aio-test-{os.getpid()}"
+        )
         if not path.exists():
             path.write_bytes(b"x")
         file = File(str(path), read_only=True)
         expected = {"overlay": "overlayfs", "fuseblk": "fuse", "devtmpfs": "tmpfs"}.get(
-            mount_type(place)
+            mount_type(directory)
         )
-        assert file.file_system == (expected or mount_type(place))
+        assert file.file_system == (expected or mount_type(directory))
         device = os.stat(path).st_dev
         assert file.device == f"{os.major(device)}:{os.minor(device)}"
         assert file.direct == (file.direct_reason == "")
@@ -68,14 +72,14 @@ def test_round_trip_in_scattered_extents(
     file = make_file(path, noise(8 * EXTENT), direct=direct)
     step = max(file.offset_alignment, file.memory_alignment)
     padded = -(-nbytes // step) * step
-    places = rng.sample(range(8), k=-(-padded // EXTENT))
+    extents = rng.sample(range(8), k=-(-padded // EXTENT))
     data = noise(nbytes, seed=3)
     source, target = Buffer(padded, data), Buffer(padded)
 
     def segments(buffer: Buffer) -> list[tuple[File, int, int, int]]:
         return [
-            (file, place * EXTENT, min(EXTENT, padded - start), buffer.address + start)
-            for place, start in zip(places, range(0, padded, EXTENT), strict=True)
+            (file, extent * EXTENT, min(EXTENT, padded - start), buffer.address + start)
+            for extent, start in zip(extents, range(0, padded, EXTENT), strict=True)
         ]
 
     expected = bytearray(path.read_bytes())

@@ -51,7 +51,7 @@ def disk(backend: str, tmp_path: Path) -> Iterator[SlowDisk]:
     disk.close()
 
 
-def queued(disk: SlowDisk, submit: Callable[[], list[Ticket]]) -> list[Ticket]:
+def submit_while_busy(disk: SlowDisk, submit: Callable[[], list[Ticket]]) -> list[Ticket]:
     """Return tickets that were all submitted while the disk was busy with other requests."""
     for count in (1, 3, 9, 27, 81):  # more if this machine is busy; the last takes four seconds
         first = [disk.submit(20, URGENT) for _ in range(count)]
@@ -62,21 +62,21 @@ def queued(disk: SlowDisk, submit: Callable[[], list[Ticket]]) -> list[Ticket]:
     pytest.fail("this machine is slower than the slow disk")
 
 
-def order(tickets: Sequence[Ticket]) -> list[int]:
+def completion_order(tickets: Sequence[Ticket]) -> list[int]:
     """Return the indices of the tickets in order of completion."""
     assert wait_until(lambda: all(ticket.done() for ticket in tickets))
-    return sorted(range(len(tickets)), key=lambda index: ended(tickets[index]))
+    return sorted(range(len(tickets)), key=lambda index: end_time(tickets[index]))
 
 
-def ended(ticket: Ticket) -> int:
+def end_time(ticket: Ticket) -> int:
     assert ticket.times_ns is not None
     return ticket.times_ns[2]
 
 
 def test_priority_classes_complete_in_order(disk: SlowDisk) -> None:
     classes = (BACKGROUND, NORMAL, URGENT, NORMAL)
-    tickets = queued(disk, lambda: [disk.submit(6, priority) for priority in classes])
-    assert order(tickets) == [2, 1, 3, 0]
+    tickets = submit_while_busy(disk, lambda: [disk.submit(6, priority) for priority in classes])
+    assert completion_order(tickets) == [2, 1, 3, 0]
 
 
 def test_default_priority_is_normal(disk: SlowDisk) -> None:
@@ -86,7 +86,7 @@ def test_default_priority_is_normal(disk: SlowDisk) -> None:
         low, default = disk.submit(6, BACKGROUND), disk.engine.submit(READ, [segment])
         return [low, default, disk.submit(6, URGENT)]
 
-    assert order(queued(disk, submit)) == [2, 1, 0]
+    assert completion_order(submit_while_busy(disk, submit)) == [2, 1, 0]
     for priority in (-1, 3):
         with pytest.raises(ValueError, match="priority must be"):
             disk.submit(1, priority)
@@ -96,18 +96,18 @@ def test_no_priority_class_starves(disk: SlowDisk) -> None:
     flood = [disk.submit(NUM_BLOCKS, URGENT) for _ in range(3)]
     others = [disk.submit(2, NORMAL), disk.submit(2, BACKGROUND)]
     assert wait_until(flood[-1].done)
-    assert order([*others, flood[-1]])[-1] == 2
+    assert completion_order([*others, flood[-1]])[-1] == 2
 
 
 def test_wait_promotes_ticket(disk: SlowDisk) -> None:
     def submit() -> list[Ticket]:
         return [*(disk.submit(40, NORMAL) for _ in range(2)), disk.submit(4, BACKGROUND)]
 
-    *others, low = queued(disk, submit)
+    *others, low = submit_while_busy(disk, submit)
     assert low.wait(0.0) is False  # a timeout of 0 does not promote
     assert low.wait(LONG_S)
     assert wait_all(others)
-    assert ended(low) < ended(others[1])
+    assert end_time(low) < end_time(others[1])
 
 
 def test_reads_and_writes_alternate(disk: SlowDisk) -> None:
@@ -116,19 +116,19 @@ def test_reads_and_writes_alternate(disk: SlowDisk) -> None:
     def submit() -> list[Ticket]:
         return [disk.submit(1, NORMAL, op, first=i) for op in (READ, WRITE) for i in range(8)]
 
-    directions = [index // 8 for index in order(queued(disk, submit))]
-    lead = [sum(1 - 2 * one for one in directions[:end]) for end in range(1, 17)]
+    directions = [index // 8 for index in completion_order(submit_while_busy(disk, submit))]
+    lead = [sum(1 - 2 * direction for direction in directions[:end]) for end in range(1, 17)]
     assert max(map(abs, lead)) <= 2, directions
 
 
 def test_cancel_queued_and_running_tickets(backend: str, tmp_path: Path) -> None:
     disk = SlowDisk(backend, tmp_path / "f", blocks_per_s=10)
     running = disk.submit(30, NORMAL)
-    queued = disk.submit(30, NORMAL)
-    assert queued.cancel() is True
-    assert queued.done()
+    waiting = disk.submit(30, NORMAL)
+    assert waiting.cancel() is True
+    assert waiting.done()
     with pytest.raises(AioError, match="cancelled") as caught:
-        queued.wait()
+        waiting.wait()
     assert (caught.value.errno, caught.value.filename) == (errno.ECANCELED, disk.file.path)
     assert wait_until(lambda: disk.engine.counters()["in_flight_blocks"] > 0)
     assert running.cancel() is False  # a block is in flight

@@ -17,7 +17,7 @@ from support.patience import wait_until
 from infinity._aio import READ, WRITE, AioError, Engine, File
 
 STUCK = "seed=1,kinds=stuck,rate=1"
-PATIENCE_S = 0.05
+STUCK_AFTER_S = 0.05
 
 
 def stuck_engine(backend: str, **settings: object) -> Engine:
@@ -25,13 +25,13 @@ def stuck_engine(backend: str, **settings: object) -> Engine:
         backend=backend,
         block_size=BLOCK,
         queue_depth=4,
-        stuck_after_s=PATIENCE_S,
+        stuck_after_s=STUCK_AFTER_S,
         faults=STUCK,
         **settings,  # type: ignore[arg-type]
     )
 
 
-def times_out(call: Callable[[], object]) -> AioError:
+def raises_timeout(call: Callable[[], object]) -> AioError:
     with pytest.raises(AioError) as caught:
         call()
     assert caught.value.errno == errno.ETIMEDOUT
@@ -48,16 +48,16 @@ def test_timeout_error_names_outstanding_requests(backend: str, tmp_path: Path) 
     engine = stuck_engine(backend)
     ticket = engine.submit(WRITE, [(file, BLOCK, 6 * BLOCK, target.address)])
     assert wait_until(lambda: in_flight(engine) == 4)
-    error = times_out(ticket.wait)
+    error = raises_timeout(ticket.wait)
     assert (error.op, error.filename) == ("write", file.path)
     assert (error.offset, error.length) == (BLOCK, BLOCK)
     assert "no answer from the device" in str(error)
-    what = f"write of {BLOCK} bytes at offset {BLOCK} of '{file.path}' for "
-    assert re.search(re.escape(what) + r"\d+\.\d", str(error))
+    text = f"write of {BLOCK} bytes at offset {BLOCK} of '{file.path}' for "
+    assert re.search(re.escape(text) + r"\d+\.\d", str(error))
     assert re.search(r"and \d+ others", str(error))
     assert not ticket.done()
     assert in_flight(engine) == 4
-    times_out(engine.close)
+    raises_timeout(engine.close)
 
 
 def test_close_of_stuck_engine_raises_and_leaks_nothing(backend: str, tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_close_of_stuck_engine_raises_and_leaks_nothing(backend: str, tmp_path: 
         engine = stuck_engine(backend)
         tickets = [engine.submit(READ, [(file, 0, 2 * BLOCK, target.address)]) for _ in range(5)]
         wait_until(lambda engine=engine: in_flight(engine) == 4)  # type: ignore[misc]
-        error = times_out(engine.close)
+        error = raises_timeout(engine.close)
         assert (error.op, error.filename) == ("close", file.path)
         assert all(ticket.done() and ticket.error for ticket in tickets)
         engine.close()  # raises only once
@@ -87,11 +87,11 @@ def test_queued_ticket_behind_stuck_device_times_out(backend: str, tmp_path: Pat
     engine = stuck_engine(backend)
     first = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
     assert wait_until(lambda: in_flight(engine) == 4)
-    behind = engine.submit(READ, [(file, 4 * BLOCK, BLOCK, target.address)])
-    times_out(first.wait)
-    times_out(behind.wait)
-    assert behind.cancel() is True
-    times_out(engine.close)
+    queued = engine.submit(READ, [(file, 4 * BLOCK, BLOCK, target.address)])
+    raises_timeout(first.wait)
+    raises_timeout(queued.wait)
+    assert queued.cancel() is True
+    raises_timeout(engine.close)
 
 
 @pytest.mark.clock
@@ -105,7 +105,7 @@ def test_slow_disk_does_not_trigger_watchdog(backend: str, tmp_path: Path) -> No
     assert slow.wait()
 
 
-class Kept:
+class Referent:
     """Object that supports weak references."""
 
 
@@ -113,26 +113,26 @@ def test_dropped_stuck_ticket_leaks_memory_and_counts_it(backend: str, tmp_path:
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
     engine = stuck_engine(backend)
-    kept = Kept()
-    alive = weakref.ref(kept)
-    ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)], keep=(kept, target))
+    referent = Referent()
+    alive = weakref.ref(referent)
+    ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)], keep=(referent, target))
     assert wait_until(lambda: in_flight(engine) == 1)
-    del kept
+    del referent
     del ticket
     gc.collect()
     assert alive() is not None
     counters = engine.counters()
     assert (counters["leaked_tickets"], counters["leaked_bytes"]) == (1, BLOCK)
-    times_out(engine.close)
+    raises_timeout(engine.close)
 
 
 def test_completed_ticket_releases_kept_objects(engine: Engine, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
-    kept = Kept()
-    alive = weakref.ref(kept)
-    ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)], keep=kept)
-    del kept
+    referent = Referent()
+    alive = weakref.ref(referent)
+    ticket = engine.submit(READ, [(file, 0, BLOCK, target.address)], keep=referent)
+    del referent
     assert alive() is not None
     assert ticket.wait()
     del ticket

@@ -24,17 +24,17 @@ LOSSY = [kind for kind in MomentFormat if not kind.is_exact]
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[CpuKernels]:
-    with CpuKernels(2) as made:
-        yield made
+    with CpuKernels(2) as pool:
+        yield pool
 
 
-def coded(kernels: CpuKernels, values: torch.Tensor, kind: MomentFormat, signed: bool) -> Moment:
+def encode(kernels: CpuKernels, values: torch.Tensor, kind: MomentFormat, signed: bool) -> Moment:
     moment = Moment.zeros(values.numel(), kind)
     kernels.encode(values, moment, signed=signed)
     return moment
 
 
-def decoded(kernels: CpuKernels, moment: Moment, signed: bool) -> torch.Tensor:
+def decode(kernels: CpuKernels, moment: Moment, signed: bool) -> torch.Tensor:
     values = torch.empty(moment.values.numel())
     kernels.decode(moment, values, signed=signed)
     return values
@@ -43,7 +43,7 @@ def decoded(kernels: CpuKernels, moment: Moment, signed: bool) -> torch.Tensor:
 @pytest.mark.parametrize("kind", MomentFormat)
 @pytest.mark.parametrize("signed", [True, False])
 def test_zeroed_moments_decode_to_zero(kernels, kind, signed) -> None:
-    assert torch.equal(decoded(kernels, Moment.zeros(300, kind), signed), torch.zeros(300))
+    assert torch.equal(decode(kernels, Moment.zeros(300, kind), signed), torch.zeros(300))
 
 
 @pytest.mark.parametrize("kind", MomentFormat)
@@ -56,12 +56,12 @@ def test_encode_and_decode_equal_reference(kernels, kind, signed, wild) -> None:
             values.abs_()
         want = Moment.zeros(n, kind)
         write_moment(want, values.numpy(), signed=signed)
-        got = coded(kernels, values, kind, signed)
+        got = encode(kernels, values, kind, signed)
         assert torch.equal(got.values.view(torch.uint8), want.values.view(torch.uint8))
         if got.scales is not None and want.scales is not None:
             assert torch.equal(got.scales.view(torch.int32), want.scales.view(torch.int32))
-        back = decoded(kernels, got, signed)
-        np.testing.assert_array_equal(back.numpy(), read_moment(want, signed=signed))
+        decoded = decode(kernels, got, signed)
+        np.testing.assert_array_equal(decoded.numpy(), read_moment(want, signed=signed))
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -73,9 +73,9 @@ def test_int8_relative_error_is_bounded(kernels, signed) -> None:
     values[::MOMENT_BLOCK] = 1.0
     if signed:
         values[1::2] *= -1
-    back = decoded(kernels, coded(kernels, values, INT8, signed), signed)
-    assert float((back / values - 1).abs().max()) <= 1 / 16 + 1e-6
-    assert torch.equal(back[::MOMENT_BLOCK], values[::MOMENT_BLOCK])  # the largest is exact
+    decoded = decode(kernels, encode(kernels, values, INT8, signed), signed)
+    assert float((decoded / values - 1).abs().max()) <= 1 / 16 + 1e-6
+    assert torch.equal(decoded[::MOMENT_BLOCK], values[::MOMENT_BLOCK])  # the largest is exact
 
 
 @pytest.mark.parametrize("signed", [True, False])
@@ -87,11 +87,11 @@ def test_int8_codes_survive_a_round_trip(kernels, signed) -> None:
         if signed:
             codes[codes == 128] = 0  # -0.0 encodes as 0.0
         moment = Moment(codes, torch.full((4,), scale), INT8)
-        again = coded(kernels, decoded(kernels, moment, signed), INT8, signed)
+        reencoded = encode(kernels, decode(kernels, moment, signed), INT8, signed)
         if scale > 1e-30:
-            assert torch.equal(again.values, codes)
+            assert torch.equal(reencoded.values, codes)
         torch.testing.assert_close(
-            decoded(kernels, again, signed), decoded(kernels, moment, signed), rtol=0, atol=1e-38
+            decode(kernels, reencoded, signed), decode(kernels, moment, signed), rtol=0, atol=1e-38
         )
 
 
@@ -100,9 +100,11 @@ def test_int8_codes_survive_a_round_trip(kernels, signed) -> None:
 def test_non_finite_value_turns_its_int8_block_nan(kernels, signed, bad) -> None:
     values = torch.ones(3 * MOMENT_BLOCK)
     values[MOMENT_BLOCK + 5] = bad
-    moment = coded(kernels, values, INT8, signed)
-    back = decoded(kernels, moment, signed)
-    assert back.isnan().nonzero().flatten().tolist() == list(range(MOMENT_BLOCK, 2 * MOMENT_BLOCK))
+    moment = encode(kernels, values, INT8, signed)
+    decoded = decode(kernels, moment, signed)
+    assert decoded.isnan().nonzero().flatten().tolist() == list(
+        range(MOMENT_BLOCK, 2 * MOMENT_BLOCK)
+    )
     assert int(moment.values[MOMENT_BLOCK : 2 * MOMENT_BLOCK].sum()) == 0
 
 
@@ -115,7 +117,7 @@ def test_nan_gradient_propagates_to_moments_and_weight(kernels) -> None:
         update_one(kernels, weight, None, moments, gradient, ADAMW, 1)
         assert weight.isnan().nonzero().flatten().tolist() == [3]
         for moment, signed in zip(moments, (True, False), strict=True):
-            assert decoded(kernels, moment, signed)[3].isnan()
+            assert decode(kernels, moment, signed)[3].isnan()
 
 
 def test_int8_second_moment_stays_positive(kernels) -> None:
@@ -125,15 +127,15 @@ def test_int8_second_moment_stays_positive(kernels) -> None:
     moments = [Moment.zeros(256, INT8), Moment.zeros(256, INT8)]
     for step in range(1, 30):
         update_one(kernels, weight, None, moments, gradient, ADAMW, step, key=step)
-    assert (decoded(kernels, moments[1], signed=False) > 0).all()
+    assert (decode(kernels, moments[1], signed=False) > 0).all()
     assert float(weight.abs().max()) < 29 * ADAMW.lr * 1.5
 
 
 def test_int8_denormal_moments_round_trip(kernels) -> None:
     values = torch.full((MOMENT_BLOCK,), 2.0**-140)
     for signed in (True, False):
-        back = decoded(kernels, coded(kernels, values, INT8, signed), signed)
-        torch.testing.assert_close(back, values, rtol=0.07, atol=0)
+        decoded = decode(kernels, encode(kernels, values, INT8, signed), signed)
+        torch.testing.assert_close(decoded, values, rtol=0.07, atol=0)
 
 
 @pytest.mark.parametrize("kind", [MomentFormat.BF16_STOCHASTIC, INT8])
@@ -143,15 +145,15 @@ def test_stochastic_rounding_is_unbiased(kernels, kind) -> None:
     n = 64 * MOMENT_BLOCK
     exact = torch.exp2(-torch.linspace(0, 9, n))
     exact[::MOMENT_BLOCK] = 1.0
-    start = coded(kernels, exact, kind, signed=False)
+    start = encode(kernels, exact, kind, signed=False)
     gradient = (0.3 * exact.sqrt()).contiguous()  # the sum is between two representable values
     total = torch.zeros(n, dtype=torch.float64)
     rounds = 400
     for key in range(rounds):
         moment = start.clone()
         update_one(kernels, torch.zeros(n), None, [moment], gradient, rule_params, 1, key=key)
-        total += decoded(kernels, moment, signed=False).double()
-    want = decoded(kernels, start, signed=False).double() + gradient.double() ** 2
+        total += decode(kernels, moment, signed=False).double()
+    want = decode(kernels, start, signed=False).double() + gradient.double() ** 2
     step = want * (2.0**-7 if kind is MomentFormat.BF16_STOCHASTIC else 2.0**-3)
     # A mean of `rounds` values, each off by less than a step: four standard errors.
     error = (total / rounds - want).abs() / step
@@ -166,7 +168,7 @@ def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
         (MomentFormat.BF16_STOCHASTIC, True),
         (MomentFormat.BF16, False),
     ):
-        moment = coded(kernels, torch.ones(4096), kind, signed=False)
+        moment = encode(kernels, torch.ones(4096), kind, signed=False)
         gradient = torch.full((4096,), 1e-3**0.5)
         gradient[::MOMENT_BLOCK] = 0.0  # keeps the scale of the block
         for step in range(1, 1001):
@@ -180,7 +182,7 @@ def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
                 step,
                 key=step,
             )
-        mean = float(decoded(kernels, moment, signed=False).mean())
+        mean = float(decode(kernels, moment, signed=False).mean())
         assert (1.8 < mean < 2.1) if grows else mean == 1.0
 
 
@@ -192,8 +194,8 @@ def test_random_bits_are_uniform_and_independent() -> None:
         uniform = random_for_bf16(bits, moment) / 2.0**16
         assert abs(uniform.mean() - 0.5) < 0.004
         assert abs(uniform.var() - 1 / 12) < 0.002
-        for again in (other, shifted, np.roll(bits, 1), np.roll(bits, 128)):
-            correlation = np.corrcoef(uniform, random_for_bf16(again, moment) / 2.0**16)[0, 1]
+        for other_bits in (other, shifted, np.roll(bits, 1), np.roll(bits, 128)):
+            correlation = np.corrcoef(uniform, random_for_bf16(other_bits, moment) / 2.0**16)[0, 1]
             assert abs(correlation) < 0.01
     low, high = (random_for_bf16(bits, moment) for moment in (0, 1))
     assert abs(np.corrcoef(low, high)[0, 1]) < 0.01
@@ -204,10 +206,10 @@ def test_random_bits_are_uniform_and_independent() -> None:
 @settings(max_examples=30, deadline=None, derandomize=True)
 @given(key=st.integers(0, 2**64 - 1), first=st.integers(0, 2**40), n=st.integers(1, 500))
 def test_random_bits_do_not_depend_on_split(key, first, n) -> None:
-    whole = random_bits(key, first, n)
-    cut = n // 3
-    parts = [random_bits(key, first, cut), random_bits(key, first + cut, n - cut)]
-    np.testing.assert_array_equal(np.concatenate(parts), whole)
+    full = random_bits(key, first, n)
+    middle = n // 3
+    halves = [random_bits(key, first, middle), random_bits(key, first + middle, n - middle)]
+    np.testing.assert_array_equal(np.concatenate(halves), full)
 
 
 @pytest.mark.parametrize("kind", LOSSY)

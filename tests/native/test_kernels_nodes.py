@@ -19,7 +19,7 @@ ALLOWED = sorted(os.sched_getaffinity(0))
 several_cpus = pytest.mark.skipif(len(ALLOWED) < 2, reason="needs two CPUs")
 
 
-def machine(root: Path, *cpu_lists: str) -> str:
+def make_sysfs(root: Path, *cpu_lists: str) -> str:
     for number, cpus in enumerate(cpu_lists):
         folder = root / f"sys/devices/system/node/node{number}"
         folder.mkdir(parents=True)
@@ -29,12 +29,12 @@ def machine(root: Path, *cpu_lists: str) -> str:
 
 
 def test_machine_without_topology_is_one_node(tmp_path) -> None:
-    for root in (str(tmp_path / "nothing"), machine(tmp_path, "4094-4095")):
+    for root in (str(tmp_path / "nothing"), make_sysfs(tmp_path, "4094-4095")):
         assert _adam.Pool(root=root).nodes == [ALLOWED]
 
 
 def test_single_node_pins_no_threads(tmp_path) -> None:
-    root = machine(tmp_path, f"0-{ALLOWED[-1]}")
+    root = make_sysfs(tmp_path, f"0-{ALLOWED[-1]}")
     pool = _adam.Pool(3, root=root)
     assert pool.nodes == [ALLOWED]
     assert pool.node_of_thread == [0, 0, 0]
@@ -43,8 +43,8 @@ def test_single_node_pins_no_threads(tmp_path) -> None:
 
 @several_cpus
 def test_threads_are_spread_over_nodes(tmp_path) -> None:
-    first, rest = str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))
-    root = machine(tmp_path, first, "4090-4095", rest)  # no CPU of the second node is allowed
+    first, others = str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))
+    root = make_sysfs(tmp_path, first, "4090-4095", others)  # no CPU of the second node is allowed
     pool = _adam.Pool(root=root)
     assert pool.nodes == [[ALLOWED[0]], ALLOWED[1:]]
     assert pool.num_threads == len(ALLOWED)
@@ -54,7 +54,7 @@ def test_threads_are_spread_over_nodes(tmp_path) -> None:
 
 @several_cpus
 def test_threads_are_proportional_to_cpus_of_node(tmp_path) -> None:
-    root = machine(tmp_path, str(ALLOWED[0]), str(ALLOWED[1]))
+    root = make_sysfs(tmp_path, str(ALLOWED[0]), str(ALLOWED[1]))
     if len(ALLOWED) > 2:
         pytest.skip("a list that misses CPUs is not used")
     assert _adam.Pool(4, root=root).node_of_thread == [0, 0, 1, 1]
@@ -74,13 +74,13 @@ def pinned_threads(pool: _adam.Pool) -> list[str]:
         match = re.search(r"Cpus_allowed_list:\t(\S+)", status)
         assert match
         found.append(match[1])
-    everything = Path("/proc/self/status").read_text()
-    return sorted(cpus for cpus in found if f"Cpus_allowed_list:\t{cpus}\n" not in everything)
+    process_status = Path("/proc/self/status").read_text()
+    return sorted(cpus for cpus in found if f"Cpus_allowed_list:\t{cpus}\n" not in process_status)
 
 
 @several_cpus
 def test_workers_are_pinned_to_node_and_caller_is_not(tmp_path) -> None:
-    root = machine(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:])))
+    root = make_sysfs(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:])))
     pool = _adam.Pool(len(ALLOWED) + 1, root=root)
     pinned = pinned_threads(pool)
     workers = pool.node_of_thread[1:]
@@ -93,7 +93,7 @@ def test_workers_are_pinned_to_node_and_caller_is_not(tmp_path) -> None:
 @several_cpus
 @pytest.mark.parametrize("kind", MomentFormat)
 def test_results_do_not_depend_on_nodes(tmp_path, kind) -> None:
-    root = Path(machine(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))))
+    root = Path(make_sysfs(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))))
     source = Source(51)
     for n in (5, 40_000, 200_001):
         state = source.whole_state(n, "split", ADAMW, kind, wild=False)

@@ -21,11 +21,11 @@ N = 256
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[CpuKernels]:
-    with CpuKernels(1) as made:
-        yield made
+    with CpuKernels(1) as pool:
+        yield pool
 
 
-def good(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
+def valid_arguments(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
     state = Source(1).whole_state(N, "split", ADAMW, kind, wild=False)
     return {
         "weight": state.weight,
@@ -37,13 +37,13 @@ def good(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
     }
 
 
-def moment(**changes: Any) -> list[Moment]:
+def int8_moments(**changes: Any) -> list[Moment]:
     fresh = Moment.zeros(N, MomentFormat.INT8)
     return [fresh._replace(**changes), Moment.zeros(N, MomentFormat.INT8)]
 
 
 SHARED = torch.zeros(2 * N)
-BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
+INVALID: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"weight": torch.zeros(N)}, ConfigError, "master_state"),
     ({"weight": torch.zeros(N, dtype=torch.float64)}, ConfigError, "weight has dtype"),
     ({"weight": torch.zeros(N - 1, dtype=torch.bfloat16)}, ConfigError, "elements"),
@@ -69,15 +69,15 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
     ({"gradient": SHARED[1 : N + 1], "moments": [Moment(SHARED[:N]), Moment(torch.zeros(N))]},
      ConfigError, "overlap"),
     ({"moments": [Moment(torch.zeros(N)), Moment(torch.zeros(N - 1))]}, ConfigError, "moment 2"),
-    ({"moments": moment(scales=None)}, ConfigError, "no scales"),
-    ({"moments": moment(scales=torch.zeros(1))}, ConfigError, "scales has 1 elements"),
-    ({"moments": moment(values=torch.zeros(N))}, ConfigError, "moment 1 has dtype"),
+    ({"moments": int8_moments(scales=None)}, ConfigError, "no scales"),
+    ({"moments": int8_moments(scales=torch.zeros(1))}, ConfigError, "scales has 1 elements"),
+    ({"moments": int8_moments(values=torch.zeros(N))}, ConfigError, "moment 1 has dtype"),
     (
         {"moments": [Moment(torch.zeros(N)), Moment.zeros(N, MomentFormat.BF16)]},
         ConfigError,
         "different formats",
     ),
-    ({"moments": moment(), "first": 64}, ConfigError, "element 64"),
+    ({"moments": int8_moments(), "first": 64}, ConfigError, "element 64"),
     ({"key": -1}, ConfigError, "key -1"),
     ({"key": 2**64}, ConfigError, "64 bits"),
     ({"first": -128}, ConfigError, "first -128"),
@@ -86,37 +86,37 @@ BAD: list[tuple[dict[str, Any], type[InfinityError], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "error", "words"), BAD, ids=lambda value: str(value)[:40])
-def test_invalid_input_raises_and_changes_nothing(kernels, change, error, words) -> None:
-    arguments = good() | change
+@pytest.mark.parametrize(("change", "error", "pattern"), INVALID, ids=lambda value: str(value)[:40])
+def test_invalid_input_raises_and_changes_nothing(kernels, change, error, pattern) -> None:
+    arguments = valid_arguments() | change
     tensors = [arguments["weight"], arguments["master_state"], arguments["gradient"]]
     tensors += [tensor for m in arguments["moments"] for tensor in (m.values, m.scales)]
-    here = [t for t in tensors if t is not None and t.is_cpu]
-    before = [tensor.clone() for tensor in here]
-    with pytest.raises(error, match=words):
+    on_cpu = [t for t in tensors if t is not None and t.is_cpu]
+    before = [tensor.clone() for tensor in on_cpu]
+    with pytest.raises(error, match=pattern):
         update_one(kernels, **arguments)
-    with pytest.raises(error, match=words):
-        kernels.update_all([Piece(**good()), Piece(**arguments)])
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=pattern):
+        kernels.update_all([Piece(**valid_arguments()), Piece(**arguments)])
+    with pytest.raises(error, match=pattern):
         kernels.prepare([Piece(**arguments)])
-    for tensor, copy in zip(here, before, strict=True):
+    for tensor, copy in zip(on_cpu, before, strict=True):
         assert torch.equal(tensor.nan_to_num(7), copy.nan_to_num(7))
 
 
 def test_invalid_piece_leaves_valid_pieces_unchanged(kernels) -> None:
-    first = good()
+    first = valid_arguments()
     state = [first["weight"], first["master_state"], *(m.values for m in first["moments"])]
     before = [tensor.clone() for tensor in state]
     with pytest.raises(ConfigError, match="step is 0"):
-        kernels.update_all([Piece(**first), Piece(**(good() | {"step": 0}))])
+        kernels.update_all([Piece(**first), Piece(**(valid_arguments() | {"step": 0}))])
     assert all(torch.equal(one, other) for one, other in zip(state, before, strict=True))
 
 
 def test_overlapping_pieces_are_refused(kernels) -> None:
-    piece = Piece(**good())
+    piece = Piece(**valid_arguments())
     with pytest.raises(ConfigError, match="overlap"):
         kernels.update_all([piece, piece])
-    same_gradient = Piece(**(good() | {"gradient": piece.gradient}))
+    same_gradient = Piece(**(valid_arguments() | {"gradient": piece.gradient}))
     kernels.update_all([piece, same_gradient])  # inputs may be shared
 
 
@@ -146,11 +146,11 @@ def test_closed_pool_raises() -> None:
     pool = CpuKernels(1)
     pool.close()
     with pytest.raises(EngineClosedError):
-        update_one(pool, **good())
+        update_one(pool, **valid_arguments())
     with pytest.raises(EngineClosedError):
         pool.decode(Moment(torch.zeros(4)), torch.zeros(4), signed=True)
     with pytest.raises(EngineClosedError):
-        pool.prepare([Piece(**good())])
+        pool.prepare([Piece(**valid_arguments())])
 
 
 def test_native_piece_validates_arguments() -> None:
@@ -158,13 +158,13 @@ def test_native_piece_validates_arguments() -> None:
 
     def piece(**changes: Any) -> _adam.Piece:
         sizes = {"n": 8, "rule": 0, "layout": 0, "format": 0, "gradient_dtype": _adam.FP32}
-        places = {"weight": address, "rest": 0, "moment1": address + 32, "scales1": 0}
-        places |= {"moment2": address + 64, "scales2": 0, "gradient": address + 96}
-        rest = {"key": 0, "first": 0, "scalars": [1.0] * 9}
-        return _adam.Piece(**(sizes | places | rest | changes))
+        addresses = {"weight": address, "rest": 0, "moment1": address + 32, "scales1": 0}
+        addresses |= {"moment2": address + 64, "scales2": 0, "gradient": address + 96}
+        others = {"key": 0, "first": 0, "scalars": [1.0] * 9}
+        return _adam.Piece(**(sizes | addresses | others | changes))
 
     piece()
-    for changes, words in (
+    for changes, pattern in (
         ({"rule": len(_adam.rules())}, "rule"),
         ({"layout": 3}, "layout"),
         ({"format": -1}, "format"),
@@ -176,5 +176,5 @@ def test_native_piece_validates_arguments() -> None:
         ({"format": 3, "first": 1}, "multiple of 128"),
         ({"format": 3}, "scales of moment 1 is null"),
     ):
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises(ValueError, match=pattern):
             piece(**changes)

@@ -17,8 +17,8 @@ from infinity.optim.rules import RULES, SGD, Adagrad, Adam, AdamW, Lion, RulePar
 from infinity.optim.update import KernelUpdater, Tile
 from infinity.types import MomentFormat
 
-Make = Callable[..., torch.optim.Optimizer]
-CASES: list[tuple[RuleParams, Make, dict[str, Any]]] = [
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+CASES: list[tuple[RuleParams, MakeOptimizer, dict[str, Any]]] = [
     (SGD(lr=0.1), torch.optim.SGD, {"lr": 0.1}),
     (
         SGD(lr=0.1, weight_decay=0.01, maximize=True),
@@ -58,35 +58,35 @@ def test_rules_follow_torch_for_ten_steps(rule_params, make, arguments) -> None:
     """Results differ only by the rounding of torch's fused operations."""
     source = Source(41)
     n = 3000
-    theirs = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
-    ours = theirs.detach().clone()
-    optimizer = make([theirs], foreach=False, **arguments)
+    torch_weight = torch.nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(1)))
+    weight = torch_weight.detach().clone()
+    optimizer = make([torch_weight], foreach=False, **arguments)
     moments = [
         Moment(torch.full((n,), value)) for value in rule_params.initial[: rule_params.num_moments]
     ]
     with CpuKernels(1) as kernels:
         for step in range(1, 11):
             gradient = source.floats(n, torch.float32, wild=False)
-            theirs.grad = gradient.clone()
+            torch_weight.grad = gradient.clone()
             optimizer.step()
-            update_one(kernels, ours, None, moments, gradient, rule_params, step)
-            torch.testing.assert_close(ours, theirs.detach(), rtol=2e-5, atol=2e-6)
-    assert not torch.equal(ours, torch.zeros(n))
+            update_one(kernels, weight, None, moments, gradient, rule_params, step)
+            torch.testing.assert_close(weight, torch_weight.detach(), rtol=2e-5, atol=2e-6)
+    assert not torch.equal(weight, torch.zeros(n))
 
 
 def test_lion_equals_its_definition() -> None:
     source = Source(42)
     rule_params = Lion(lr=0.01, weight_decay=0.1)
     p, m = np.zeros(2000), np.zeros(2000)
-    ours, moment = torch.zeros(2000), Moment(torch.zeros(2000))
+    weight, moment = torch.zeros(2000), Moment(torch.zeros(2000))
     with CpuKernels(1) as kernels:
         for step in range(1, 6):
             gradient = source.floats(2000, torch.float32, wild=False)
             g = gradient.double().numpy()
             p = p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
             m = 0.99 * m + 0.01 * g
-            update_one(kernels, ours, None, [moment], gradient, rule_params, step)
-    np.testing.assert_allclose(ours.numpy(), p, rtol=1e-5, atol=1e-7)
+            update_one(kernels, weight, None, [moment], gradient, rule_params, step)
+    np.testing.assert_allclose(weight.numpy(), p, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(moment.values.numpy(), m, rtol=1e-5, atol=1e-7)
 
 
@@ -114,28 +114,30 @@ def test_sgd_momentum_enabled_later_starts_with_gradient() -> None:
     """Torch creates the buffer in the first step with momentum and keeps it in steps without."""
     momenta = (0.0, 0.9, 0.5, 0.0, 0.9)
     parameter = torch.nn.Parameter(torch.linspace(-1, 1, 300))
-    theirs = torch.optim.SGD([parameter], lr=0.1, dampening=0.3)
-    ours, moment = parameter.detach().clone(), Moment.zeros(300, MomentFormat.FP32)
+    torch_sgd = torch.optim.SGD([parameter], lr=0.1, dampening=0.3)
+    weight, moment = parameter.detach().clone(), Moment.zeros(300, MomentFormat.FP32)
     state: dict[str, torch.Tensor] = {}
     with CpuKernels(1) as kernels:
         updater = KernelUpdater(kernels, ["a", "b"], seed=0)
         for step, momentum in enumerate(momenta, 3):
             parameter.grad = torch.sin(torch.arange(300.0) * step)
-            theirs.param_groups[0]["momentum"] = momentum
-            theirs.step()
+            torch_sgd.param_groups[0]["momentum"] = momentum
+            torch_sgd.step()
             rule_params = SGD(lr=0.1, momentum=momentum, dampening=0.3)
             tiles = [
-                Tile(1, (300,), first, ours[first:end], None, (moment.part(first, end),),
+                Tile(1, (300,), first, weight[first:end], None, (moment.part(first, end),),
                      parameter.grad[first:end], rule_params, step)
                 for first, end in ((0, 128), (128, 300))
             ]  # fmt: skip
             for tile in tiles:
                 updater.update([tile], 1.0)
-            torch.testing.assert_close(ours, parameter.detach(), rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(weight, parameter.detach(), rtol=1e-6, atol=1e-7)
             state = updater.state_of(1, rule_params, [moment], (300,), step)
-            assert state.keys() == {k for k, v in theirs.state[parameter].items() if v is not None}
+            assert state.keys() == {
+                k for k, v in torch_sgd.state[parameter].items() if v is not None
+            }
         assert updater.kept() == {1: {"begins": 4}}
-    buffer = theirs.state[parameter]["momentum_buffer"]
+    buffer = torch_sgd.state[parameter]["momentum_buffer"]
     torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=1e-6, atol=1e-7)
 
 

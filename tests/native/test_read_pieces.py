@@ -23,31 +23,33 @@ pytestmark = pytest.mark.skipif(cpu._DLPACK_API is None, reason="torch has no ta
 
 @pytest.fixture(scope="module")
 def kernels() -> Iterator[CpuKernels]:
-    with CpuKernels(1) as made:
-        yield made
+    with CpuKernels(1) as pool:
+        yield pool
 
 
-def pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list[Piece]:
-    source, made = Source(5), []
+def make_pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list[Piece]:
+    source, pieces = Source(5), []
     for number, rule_params in enumerate(HYPERS):
         state = source.whole_state(n, layout, rule_params, kind, wild=False)
         gradient = torch.linspace(-1, 1, n).to((torch.float32, torch.bfloat16)[number % 2])
         moments = state.moments[: rule_params.num_moments]
-        made.append(
+        pieces.append(
             Piece(
                 state.weight, state.master_state, moments, gradient, rule_params, 3, 0.5, 77, first
             )
         )
-    return made
+    return pieces
 
 
-def read(some: list[Piece]) -> list[Any] | None:
-    return cpu._convert_fast(some, cpu._settings(some))
+def convert_fast(pieces: list[Piece]) -> list[Any] | None:
+    return cpu._convert_fast(pieces, cpu._settings(pieces))
 
 
-def stored(some: list[Piece]) -> list[torch.Tensor]:
+def state_tensors(pieces: list[Piece]) -> list[torch.Tensor]:
     tensors = [
-        t for p in some for t in (p.weight, p.master_state, *(x for m in p.moments for x in m[:2]))
+        t
+        for p in pieces
+        for t in (p.weight, p.master_state, *(x for m in p.moments for x in m[:2]))
     ]
     return [t for t in tensors if t is not None]
 
@@ -58,12 +60,12 @@ def stored(some: list[Piece]) -> list[torch.Tensor]:
 def test_fast_and_slow_conversion_agree(
     kernels: CpuKernels, layout: str, kind: MomentFormat, n: int, monkeypatch: Any
 ) -> None:
-    quick, slow = pieces(layout, kind, n), pieces(layout, kind, n)
-    assert len(read(quick) or ()) == len(slow)
-    kernels.update_all(quick)
+    fast, slow = make_pieces(layout, kind, n), make_pieces(layout, kind, n)
+    assert len(convert_fast(fast) or ()) == len(slow)
+    kernels.update_all(fast)
     monkeypatch.setattr(cpu, "_DLPACK_API", None)
     kernels.update_all(slow)
-    for one, two in zip(stored(quick), stored(slow), strict=True):
+    for one, two in zip(state_tensors(fast), state_tensors(slow), strict=True):
         assert torch.equal(one.view(torch.uint8), two.view(torch.uint8))
 
 
@@ -91,30 +93,30 @@ def test_fast_and_slow_conversion_agree(
     ids=str,
 )
 def test_unusual_arguments_use_slow_conversion(changes: dict[str, Any]) -> None:
-    some = pieces("split", MomentFormat.INT8, 300)
-    assert read(some) is not None
-    some[0] = some[0]._replace(**changes)
-    assert read(some) is None
-    assert read(some[1:]) is not None  # no pending exception
+    pieces = make_pieces("split", MomentFormat.INT8, 300)
+    assert convert_fast(pieces) is not None
+    pieces[0] = pieces[0]._replace(**changes)
+    assert convert_fast(pieces) is None
+    assert convert_fast(pieces[1:]) is not None  # no pending exception
 
 
 def test_nn_parameter_uses_slow_conversion(kernels: CpuKernels) -> None:
-    (piece, *_), (other, *_) = (pieces("fp32", MomentFormat.FP32, 300) for _ in range(2))
+    (piece, *_), (other, *_) = (make_pieces("fp32", MomentFormat.FP32, 300) for _ in range(2))
     kernels.update_all([piece])
-    odd = other._replace(weight=nn.Parameter(other.weight, requires_grad=False))
-    assert read([odd]) is None
-    kernels.update_all([odd])
+    with_parameter = other._replace(weight=nn.Parameter(other.weight, requires_grad=False))
+    assert convert_fast([with_parameter]) is None
+    kernels.update_all([with_parameter])
     assert torch.equal(piece.weight, other.weight)
 
 
 def test_fast_conversion_of_no_pieces_and_foreign_api(
     kernels: CpuKernels, monkeypatch: Any
 ) -> None:
-    assert read([]) == []
+    assert convert_fast([]) == []
     kernels.update_all([])
     monkeypatch.setattr(cpu, "_DLPACK_API", object())  # not a capsule
-    some = pieces("fp32", MomentFormat.FP32, 300)
-    assert read(some) is None
-    kernels.update_all(some)
+    pieces = make_pieces("fp32", MomentFormat.FP32, 300)
+    assert convert_fast(pieces) is None
+    kernels.update_all(pieces)
     with pytest.raises(ConfigError, match="overlap"):
-        kernels.update_all([some[0], some[0]])
+        kernels.update_all([pieces[0], pieces[0]])

@@ -14,17 +14,17 @@ from house_rules import (
     MAX_LINE_LENGTH,
     PRIVATE_TORCH,
     Rule,
-    documented,
     exports_exist,
     layering,
+    modules_documented,
     named_files_exist,
-    no_circles,
+    no_import_cycles,
     no_leftovers,
     no_print,
     no_record_stream,
     one_file_assigns_data,
     private_torch_in_one_file,
-    small,
+    size_limits,
 )
 
 import infinity
@@ -77,7 +77,7 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
             "infinity/cli/main.py": "from infinity._initialize import initialize",
         },
     ),
-    no_circles: (
+    no_import_cycles: (
         [
             {"infinity/a.py": "import infinity.b", "infinity/b.py": "from infinity.a import f"},
             {
@@ -114,7 +114,7 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
         ],
         {"infinity/a.py": "stream.record_event()  # a stream's record"},
     ),
-    documented: (
+    modules_documented: (
         [{"infinity/a.py": ""}, {"infinity/a.py": "import b"}],
         {"infinity/a.py": '"""M."""'},
     ),
@@ -122,7 +122,7 @@ RULES: dict[Rule, tuple[list[dict[str, str]], dict[str, str]]] = {
         [{"infinity/__init__.py": "from infinity.a import b\n__all__ = ['b', 'c']"}],
         {"infinity/__init__.py": "from infinity.a import b as c\nd = 1\n__all__ = ['c', 'd']"},
     ),
-    small: (
+    size_limits: (
         [
             {"infinity/a.py": "\n" * (MAX_FILE_LINES + 1)},
             {"infinity/a.py": "#" * (MAX_LINE_LENGTH + 1)},
@@ -171,8 +171,8 @@ def name_of(rule: Rule) -> str:
 def test_package_follows_rule(rule: Rule) -> None:
     if rule is one_file_assigns_data and not (ROOT / DATA_ASSIGNER).exists():
         pytest.skip(f"{DATA_ASSIGNER}, the one file that assigns .data, does not exist yet")
-    broken = rule(sources_below("infinity"))
-    assert not broken, "\n  ".join([f"{name_of(rule)}:", *broken])
+    violations = rule(sources_below("infinity"))
+    assert not violations, "\n  ".join([f"{name_of(rule)}:", *violations])
 
 
 @pytest.mark.parametrize("rule", RULES, ids=name_of)
@@ -192,9 +192,11 @@ def test_data_assigner_file_assigns_data() -> None:
 
 def test_stub_lists_every_public_name() -> None:
     tree = ast.parse((ROOT / "infinity/__init__.pyi").read_text(encoding="utf-8"))
-    told = {a.asname for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names}
-    assert told - {"deepspeed"} == {*infinity._WHERE, "__version__"}
-    assert set(infinity.__all__) <= told
+    exported = {
+        a.asname for node in tree.body if isinstance(node, ast.ImportFrom) for a in node.names
+    }
+    assert exported - {"deepspeed"} == {*infinity._WHERE, "__version__"}
+    assert set(infinity.__all__) <= exported
 
 
 def test_package_sources_are_found() -> None:
@@ -211,5 +213,5 @@ def test_constraints_do_not_pin_torch_dependencies() -> None:
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
     pinned = {line.partition("==")[0].lower() for line in lines if not line.startswith("#")}
     assert "numpy" in pinned
-    brought = ("nvidia-", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton")
-    assert not [name for name in pinned if name == "torch" or name.startswith(brought)]
+    torch_dependencies = ("nvidia-", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton")
+    assert not [name for name in pinned if name == "torch" or name.startswith(torch_dependencies)]

@@ -17,7 +17,9 @@ def report_of(file: str, when: str = "teardown") -> Any:
                            passed=True, failed=False, skipped=False)  # fmt: skip
 
 
-def made(kept: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False) -> tuple[Any, Any]:
+def make_plugin(
+    path: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False
+) -> tuple[Any, Any]:
     """Return a plugin and the lines that it prints."""
     lines: list[str] = []
     reporter = SimpleNamespace(write_line=lines.append)
@@ -26,13 +28,13 @@ def made(kept: Path, monkeypatch: pytest.MonkeyPatch, *, keep: bool = False) -> 
         get_verbosity=lambda: 0,
         pluginmanager=SimpleNamespace(get_plugin=lambda name: reporter),
     )
-    monkeypatch.setattr(progress, "KEPT", kept)
+    monkeypatch.setattr(progress, "KEPT", path)
     return Progress(config), lines  # type: ignore[arg-type]
 
 
 def test_progress_counts_seconds_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (kept := tmp_path / "seconds.json").write_text(json.dumps({"slow.py": 90.0, "quick.py": 10.0}))
-    plugin, lines = made(kept, monkeypatch)
+    (path := tmp_path / "seconds.json").write_text(json.dumps({"slow.py": 90.0, "quick.py": 10.0}))
+    plugin, lines = make_plugin(path, monkeypatch)
     clock = SimpleNamespace(now=100.0)
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock.now)
     ids = ["slow.py::a", "slow.py::b"] + [f"quick.py::{i}" for i in range(600)]
@@ -55,11 +57,11 @@ def test_progress_counts_seconds_of_files(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_seconds_are_written_on_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = tmp_path / "seconds.json"
+    path = tmp_path / "seconds.json"
     for keep in (False, True):
-        plugin, _ = made(kept, monkeypatch, keep=keep)
+        plugin, _ = make_plugin(path, monkeypatch, keep=keep)
         for when in ("setup", "call", "teardown"):
             plugin.pytest_runtest_logreport(report_of("slow.py", when))
         plugin.pytest_sessionfinish()
-        assert kept.exists() == keep
-    assert json.loads(kept.read_text()) == {"slow.py": 0.3}
+        assert path.exists() == keep
+    assert json.loads(path.read_text()) == {"slow.py": 0.3}

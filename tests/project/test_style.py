@@ -81,10 +81,10 @@ def test_names_have_no_markers() -> None:
 
 def test_help_texts_have_no_markers() -> None:
     names = [command.name for command in checkpoint.registered_commands]
-    below = [["checkpoint", name or command.callback.__name__] for name, command in zip(
+    subcommands = [["checkpoint", name or command.callback.__name__] for name, command in zip(
         names, checkpoint.registered_commands, strict=True
     )]  # fmt: skip
-    for arguments in ([], *([verb] for verb in VERBS), *below):
+    for arguments in ([], *([verb] for verb in VERBS), *subcommands):
         text = CliRunner().invoke(app, [*arguments, "--help"]).stdout
         assert MARKERS.findall(text) == [], arguments
 
@@ -145,20 +145,20 @@ def test_page_links_resolve_and_reach_every_page() -> None:
                 assert file.exists(), f"{page.relative_to(ROOT)}: {target}"
                 linked.add(file)
     site = {ROOT / "docs" / f"{name}.md" for name in ("index", "api", *GENERATED)}
-    left = [page for page in pages if page.resolve() not in linked | site]
-    assert [str(page.relative_to(ROOT)) for page in left] == []
+    unreachable = [page for page in pages if page.resolve() not in linked | site]
+    assert [str(page.relative_to(ROOT)) for page in unreachable] == []
 
 
 def test_public_docstrings_have_sections_and_no_markers() -> None:
     groups = public_callables()
     assert all(groups.values())
-    lacking = [
-        one.name
-        for one in (one for found in groups.values() for one in found)
-        if not one.text or not one.has_args or (one.returns and not one.has_returns)
-        or MARKERS.search(one.text)
+    incomplete = [
+        function.name
+        for function in (function for found in groups.values() for function in found)
+        if not function.text or not function.has_args
+        or (function.returns and not function.has_returns) or MARKERS.search(function.text)
     ]  # fmt: skip
-    assert lacking == [], "python tools/docstring_coverage.py --missing"
+    assert incomplete == [], "python tools/docstring_coverage.py --missing"
 
 
 def test_config_page_describes_every_key() -> None:

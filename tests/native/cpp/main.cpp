@@ -11,23 +11,23 @@ namespace {
 
 constexpr unsigned kHangS = 100;
 
-bool is_wanted(const std::string& name, int count, char** words) {
+bool is_wanted(const std::string& name, int count, char** args) {
   for (int i = 1; i < count; ++i) {
-    if (name.find(words[i]) != std::string::npos) return true;
+    if (name.find(args[i]) != std::string::npos) return true;
   }
   return count == 1;
 }
 
 }  // namespace
 
-int main(int count, char** words) {
+int main(int count, char** args) {
   using Clock = std::chrono::steady_clock;
   // A sanitizer may start a thread of its own with the first one; tests count threads.
   std::thread([] {}).join();
   int num_failed = 0;
   int num_run = 0;
   for (const infinity::testing::Case& test : infinity::testing::cases()) {
-    if (!is_wanted(test.name, count, words)) continue;
+    if (!is_wanted(test.name, count, args)) continue;
     const auto start = Clock::now();
     ++num_run;
     ::alarm(kHangS);

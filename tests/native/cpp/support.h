@@ -75,7 +75,7 @@ class Scratch {
   const std::string path_;
 };
 
-inline EngineConfig small(BackendKind backend) {
+inline EngineConfig small_config(BackendKind backend) {
   EngineConfig config;
   config.backend = backend;
   config.block_size = kBlock;
@@ -88,7 +88,7 @@ inline EngineConfig small(BackendKind backend) {
 inline void with_each_backend(const std::function<void(BackendKind)>& body) {
   body(BackendKind::threads);
   try {
-    Engine::start(small(BackendKind::uring));
+    Engine::start(small_config(BackendKind::uring));
   } catch (const IoFailure&) {
     return;  // io_uring is not permitted; the threads were tested
   }
@@ -123,7 +123,7 @@ struct Usage {
 };
 
 // A joined thread may stay in /proc a moment longer.
-inline bool falls_back_to(const Usage& before) {
+inline bool usage_returns_to(const Usage& before) {
   for (int attempt = 0; attempt < 200; ++attempt) {
     if (Usage{} <= before) return true;
     ::usleep(10'000);

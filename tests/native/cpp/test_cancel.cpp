@@ -8,7 +8,7 @@ using namespace infinity::aio::testing;
 
 TEST(cancel_removes_queued_blocks) {
   with_each_backend([](BackendKind backend) {
-    EngineConfig config = small(backend);
+    EngineConfig config = small_config(backend);
     config.queue_depth = 1;
     config.slow_bytes_per_s = 100 * kBlock;
     const auto engine = Engine::start(config);
@@ -34,7 +34,7 @@ TEST(cancel_removes_queued_blocks) {
 
 TEST(cancel_races_with_promote_and_wait) {
   with_each_backend([](BackendKind backend) {
-    const auto engine = Engine::start(small(backend));
+    const auto engine = Engine::start(small_config(backend));
     Scratch scratch(8 * kBlock);
     Buffer buffer(8 * kBlock);
     for (int turn = 0; turn < 60; ++turn) {

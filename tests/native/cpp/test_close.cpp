@@ -11,7 +11,7 @@ using namespace infinity::aio::testing;
 TEST(close_races_with_submitters_and_waiters) {
   with_each_backend([](BackendKind backend) {
     for (int turn = 0; turn < 15; ++turn) {
-      const auto engine = Engine::start(small(backend));
+      const auto engine = Engine::start(small_config(backend));
       Scratch scratch(8 * kBlock);
       std::atomic<int> num_strange{0};
       std::vector<std::thread> threads;
@@ -44,7 +44,7 @@ TEST(close_is_prompt_on_a_slow_disk_and_leaks_nothing) {
   Buffer buffer(64 * kBlock);
   const Usage before;
   with_each_backend([&](BackendKind backend) {
-    EngineConfig config = small(backend);
+    EngineConfig config = small_config(backend);
     config.slow_bytes_per_s = kBlock;  // 64 s
     std::vector<std::shared_ptr<Ticket>> tickets;
     const auto engine = Engine::start(config);
@@ -57,14 +57,14 @@ TEST(close_is_prompt_on_a_slow_disk_and_leaks_nothing) {
     CHECK(std::chrono::steady_clock::now() - start < std::chrono::seconds(5));
     for (const auto& ticket : tickets) CHECK(outcome(*ticket) == ECANCELED);
   });
-  CHECK(falls_back_to(before));
+  CHECK(usage_returns_to(before));
 }
 
 TEST(close_runs_when_the_engine_is_dropped) {
   with_each_backend([](BackendKind backend) {
     Scratch scratch(8 * kBlock);
     Buffer buffer(8 * kBlock);
-    auto engine = Engine::start(small(backend));
+    auto engine = Engine::start(small_config(backend));
     const auto ticket = engine->submit(Op::read, {{scratch.file, 0, 8 * kBlock, buffer.address()}});
     engine.reset();
     CHECK(ticket->done());
@@ -74,7 +74,7 @@ TEST(close_runs_when_the_engine_is_dropped) {
 }
 
 TEST(close_can_be_interrupted) {
-  EngineConfig config = small(BackendKind::threads);
+  EngineConfig config = small_config(BackendKind::threads);
   config.num_threads = 1;
   config.faults = Faults::parse("seed=1,kinds=stuck,rate=1");
   config.stuck_after_s = 0.3;
@@ -91,7 +91,7 @@ TEST(close_can_be_interrupted) {
 
 TEST(close_in_a_forked_child_does_nothing) {
   with_each_backend([](BackendKind backend) {
-    auto engine = Engine::start(small(backend));
+    auto engine = Engine::start(small_config(backend));
     Scratch scratch(kBlock);
     Buffer buffer(kBlock);
     const std::vector<Segment> segments{{scratch.file, 0, kBlock, buffer.address()}};

@@ -10,7 +10,7 @@ using namespace infinity::aio::testing;
 TEST(engine_round_trips_of_many_sizes) {
   with_each_backend([](BackendKind backend) {
     for (const Direct direct : {Direct::off, Direct::automatic}) {
-      const auto engine = Engine::start(small(backend));
+      const auto engine = Engine::start(small_config(backend));
       Scratch scratch(16 * kBlock, direct);
       const uint64_t step = scratch.file->direct() ? 4096 : 1;
       for (const uint64_t length : {step, 3 * step, kBlock, kBlock + step, 3 * kBlock + step}) {
@@ -32,23 +32,23 @@ TEST(engine_round_trips_of_many_sizes) {
 
 TEST(engine_accepts_concurrent_submitters) {
   with_each_backend([](BackendKind backend) {
-    const auto engine = Engine::start(small(backend));
-    constexpr uint64_t kPiece = 3 * kBlock;
-    Scratch scratch(4 * kPiece);
+    const auto engine = Engine::start(small_config(backend));
+    constexpr uint64_t kRange = 3 * kBlock;
+    Scratch scratch(4 * kRange);
     std::atomic<int> num_wrong{0};
     std::vector<std::thread> threads;
     for (uint64_t i = 0; i < 4; ++i) {
       threads.emplace_back([&, i] {
-        Buffer out(kPiece);
-        Buffer in(kPiece);
+        Buffer out(kRange);
+        Buffer in(kRange);
         for (uint64_t turn = 0; turn < 20; ++turn) {
           out.mark(100 * i + turn);
           const auto priority = static_cast<Priority>(turn % 3);
-          const std::vector<Segment> write{{scratch.file, i * kPiece, kPiece, out.address()}};
-          const std::vector<Segment> read{{scratch.file, i * kPiece, kPiece, in.address()}};
+          const std::vector<Segment> write{{scratch.file, i * kRange, kRange, out.address()}};
+          const std::vector<Segment> read{{scratch.file, i * kRange, kRange, in.address()}};
           num_wrong += outcome(*engine->submit(Op::write, write, priority)) != 0;
           num_wrong += outcome(*engine->submit(Op::read, read, priority)) != 0;
-          num_wrong += !in.is_marked(100 * i + turn, 0, kPiece);
+          num_wrong += !in.is_marked(100 * i + turn, 0, kRange);
           static_cast<void>(engine->counters());
           static_cast<void>(engine->device_counters());
           static_cast<void>(engine->outstanding());
@@ -58,8 +58,8 @@ TEST(engine_accepts_concurrent_submitters) {
     for (std::thread& thread : threads) thread.join();
     CHECK(num_wrong == 0);
     const EngineCounters now = engine->counters();
-    CHECK(now.total.bytes[0] == 4 * 20 * kPiece);
-    CHECK(now.total.bytes[1] == 4 * 20 * kPiece);
+    CHECK(now.total.bytes[0] == 4 * 20 * kRange);
+    CHECK(now.total.bytes[1] == 4 * 20 * kRange);
     CHECK(now.total.in_flight_blocks == 0);
     CHECK(now.total.queued_blocks == 0);
     CHECK(engine->device_counters().size() == 1);
@@ -79,7 +79,7 @@ TEST(engine_spreads_a_ticket_over_devices) {
   ::unlink(path.c_str());
   memory->allocate(4 * kBlock);
   with_each_backend([&](BackendKind backend) {
-    const auto engine = Engine::start(small(backend));
+    const auto engine = Engine::start(small_config(backend));
     Scratch scratch(4 * kBlock);
     Buffer out(8 * kBlock);
     Buffer in(8 * kBlock);
@@ -103,7 +103,7 @@ TEST(engine_spreads_a_ticket_over_devices) {
 
 TEST(engine_raises_kernel_errors) {
   with_each_backend([](BackendKind backend) {
-    const auto engine = Engine::start(small(backend));
+    const auto engine = Engine::start(small_config(backend));
     Scratch scratch(4 * kBlock, Direct::off);
     Buffer buffer(8 * kBlock);
     CHECK(outcome(*engine->submit(Op::read, {{scratch.file, 0, 8 * kBlock, buffer.address()}})) ==

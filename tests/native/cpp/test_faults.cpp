@@ -16,7 +16,7 @@ constexpr uint64_t kNumBlocks = 64;
 struct Run {
   Run(BackendKind backend, const std::string& faults, Direct direct = Direct::automatic)
       : scratch(kNumBlocks * kBlock, direct), out(kNumBlocks * kBlock), in(kNumBlocks * kBlock) {
-    EngineConfig config = small(backend);
+    EngineConfig config = small_config(backend);
     config.stuck_after_s = 0.2;
     config.faults = Faults::parse(faults);
     engine = Engine::start(config);
@@ -59,7 +59,7 @@ TEST(faults_parse_validates_text) {
                             "seed=1,rate=", "seed=1,speed=2", "seed=1,"}) {
     CHECK_THROWS(std::invalid_argument, Faults::parse(wrong));
   }
-  EngineConfig config = small(BackendKind::threads);
+  EngineConfig config = small_config(BackendKind::threads);
   config.faults = all;
   CHECK_THROWS(std::invalid_argument, Engine::start(config));  // "stuck" needs a watchdog
 }
@@ -131,7 +131,7 @@ TEST(faults_of_many_seeds_give_data_or_error) {
   const Usage before;
   with_each_backend([&](BackendKind backend) {
     for (int seed = 0; seed < 25; ++seed) {
-      EngineConfig config = small(backend);
+      EngineConfig config = small_config(backend);
       config.stuck_after_s = 0.05;
       config.faults = Faults::parse("seed=" + std::to_string(seed) + ",rate=0.05");
       const auto engine = Engine::start(config);
@@ -160,5 +160,5 @@ TEST(faults_of_many_seeds_give_data_or_error) {
       }
     }
   });
-  CHECK(falls_back_to(before));
+  CHECK(usage_returns_to(before));
 }

@@ -35,7 +35,7 @@ TEST(page_cache_is_empty_after_buffered_transfers) {
     constexpr size_t kBytes = 48u << 20;  // longer than the trail
     Scratch scratch(kBytes, Direct::off);
     if (scratch.file->file_system() == "tmpfs") return;  // its files are in the page cache
-    EngineConfig config = small(backend);
+    EngineConfig config = small_config(backend);
     config.block_size = 1 << 20;
     const auto engine = Engine::start(config);
     Buffer out(kBytes);
@@ -55,7 +55,7 @@ TEST(page_cache_is_empty_after_buffered_transfers) {
 
 TEST(page_cache_write_back_errors_persist) {
   Scratch scratch(kBlock, Direct::off);
-  const auto engine = Engine::start(small(BackendKind::threads));
+  const auto engine = Engine::start(small_config(BackendKind::threads));
   Buffer buffer(kBlock);
   const std::vector<Segment> segments{{scratch.file, 0, kBlock, buffer.address()}};
   CHECK(outcome(*engine->submit(Op::write, segments)) == 0);

@@ -6,9 +6,9 @@ using namespace infinity::aio::testing;
 
 namespace {
 
-struct Slow {
-  explicit Slow(BackendKind backend) : scratch(64 * kBlock), buffer(64 * kBlock) {
-    EngineConfig config = small(backend);
+struct SlowDisk {
+  explicit SlowDisk(BackendKind backend) : scratch(64 * kBlock), buffer(64 * kBlock) {
+    EngineConfig config = small_config(backend);
     config.queue_depth = 1;
     config.slow_bytes_per_s = 500 * kBlock;
     engine = Engine::start(config);
@@ -27,7 +27,7 @@ struct Slow {
 
 TEST(priority_decides_completion_order) {
   with_each_backend([](BackendKind backend) {
-    Slow slow(backend);
+    SlowDisk slow(backend);
     const auto background = slow.submit(Priority::background, 10);
     const auto normal = slow.submit(Priority::normal, 10);
     const auto urgent = slow.submit(Priority::urgent, 10);
@@ -43,7 +43,7 @@ TEST(priority_decides_completion_order) {
 
 TEST(priority_can_be_raised) {
   with_each_backend([](BackendKind backend) {
-    Slow slow(backend);
+    SlowDisk slow(backend);
     const auto first = slow.submit(Priority::normal, 10);
     const auto second = slow.submit(Priority::background, 10);
     second->promote();

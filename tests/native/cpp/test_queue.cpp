@@ -10,7 +10,7 @@ using namespace infinity::aio;
 namespace {
 
 // Queue of requests with one part each, named by a letter.
-struct Line {
+struct NamedQueue {
   Queue queue;
   std::vector<std::unique_ptr<Part>> parts;
   std::string names;
@@ -33,7 +33,7 @@ struct Line {
     }
     return '?';
   }
-  std::string rest() {
+  std::string drain() {
     std::string order;
     while (!queue.empty()) order += cut();
     return order;
@@ -43,31 +43,31 @@ struct Line {
 }  // namespace
 
 TEST(queue_serves_by_class_then_first_come_first_served) {
-  Line line;
-  line.add('x', Priority::background, 2);
-  line.add('a', Priority::normal, 2);
-  line.add('b', Priority::normal, 1);
-  line.add('u', Priority::urgent, 2);
-  CHECK(line.queue.num_blocks() == 7);
-  CHECK(line.rest() == "uuaabxx");
-  CHECK(line.queue.num_blocks() == 0);
+  NamedQueue requests;
+  requests.add('x', Priority::background, 2);
+  requests.add('a', Priority::normal, 2);
+  requests.add('b', Priority::normal, 1);
+  requests.add('u', Priority::urgent, 2);
+  CHECK(requests.queue.num_blocks() == 7);
+  CHECK(requests.drain() == "uuaabxx");
+  CHECK(requests.queue.num_blocks() == 0);
 }
 
 TEST(queue_alternates_directions_within_a_class) {
-  Line line;
-  line.add('r', Priority::normal, 3);
-  line.add('w', Priority::normal, 2, Op::write);
-  line.add('v', Priority::normal, 2, Op::write);
-  line.add('b', Priority::background, 1, Op::write);
-  CHECK(line.rest() == "rwrwrvvb");
+  NamedQueue requests;
+  requests.add('r', Priority::normal, 3);
+  requests.add('w', Priority::normal, 2, Op::write);
+  requests.add('v', Priority::normal, 2, Op::write);
+  requests.add('b', Priority::background, 1, Op::write);
+  CHECK(requests.drain() == "rwrwrvvb");
 }
 
 TEST(queue_starves_no_class) {
-  Line line;
-  line.add('u', Priority::urgent, 1000);
-  line.add('n', Priority::normal, 10);
-  line.add('b', Priority::background, 10);
-  const std::string order = line.rest();
+  NamedQueue requests;
+  requests.add('u', Priority::urgent, 1000);
+  requests.add('n', Priority::normal, 10);
+  requests.add('b', Priority::background, 10);
+  const std::string order = requests.drain();
   CHECK(order.find_first_not_of('u') == Queue::kPatience);
   const size_t last = order.find_last_not_of('u');
   CHECK_WITH(std::to_string(last), last < 10 * (Queue::kPatience + 3));
@@ -75,17 +75,17 @@ TEST(queue_starves_no_class) {
 }
 
 TEST(queue_promotes_and_erases_queued_parts) {
-  Line line;
-  Part* a = line.add('a', Priority::normal, 3);
-  Part* b = line.add('b', Priority::background, 3);
-  line.add('c', Priority::background, 1);
-  line.add('u', Priority::urgent, 1);
-  CHECK(line.cut() == 'u');
-  CHECK(line.cut() == 'a');
-  line.queue.promote(b);
-  CHECK(line.cut() == 'b');
-  CHECK(line.queue.erase(a));
-  CHECK(!line.queue.erase(a));
-  CHECK(line.queue.num_blocks() == 3);
-  CHECK(line.rest() == "bbc");
+  NamedQueue requests;
+  Part* a = requests.add('a', Priority::normal, 3);
+  Part* b = requests.add('b', Priority::background, 3);
+  requests.add('c', Priority::background, 1);
+  requests.add('u', Priority::urgent, 1);
+  CHECK(requests.cut() == 'u');
+  CHECK(requests.cut() == 'a');
+  requests.queue.promote(b);
+  CHECK(requests.cut() == 'b');
+  CHECK(requests.queue.erase(a));
+  CHECK(!requests.queue.erase(a));
+  CHECK(requests.queue.num_blocks() == 3);
+  CHECK(requests.drain() == "bbc");
 }

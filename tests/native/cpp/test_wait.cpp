@@ -6,7 +6,7 @@ using namespace infinity::aio;
 using namespace infinity::aio::testing;
 
 TEST(wait_times_out) {
-  EngineConfig config = small(BackendKind::threads);
+  EngineConfig config = small_config(BackendKind::threads);
   config.slow_bytes_per_s = 4 * kBlock;
   const auto engine = Engine::start(config);
   Scratch scratch(kBlock);

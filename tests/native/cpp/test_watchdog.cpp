@@ -15,8 +15,8 @@ using namespace infinity::aio::testing;
 
 namespace {
 
-EngineConfig watched(BackendKind backend, const char* faults) {
-  EngineConfig config = small(backend);
+EngineConfig watched_config(BackendKind backend, const char* faults) {
+  EngineConfig config = small_config(backend);
   config.stuck_after_s = 0.1;
   config.faults = Faults::parse(faults);
   return config;
@@ -38,7 +38,7 @@ TEST(watchdog_names_outstanding_blocks_and_close_returns) {
     Buffer buffer(8 * kBlock);
     const Usage before;
     {
-      const auto engine = Engine::start(watched(backend, "seed=3,kinds=stuck,rate=1"));
+      const auto engine = Engine::start(watched_config(backend, "seed=3,kinds=stuck,rate=1"));
       const auto first =
           engine->submit(Op::write, {{scratch.file, kBlock, 7 * kBlock, buffer.address()}});
       const auto second = engine->submit(Op::read, {{scratch.file, 0, kBlock, buffer.address()}});
@@ -67,12 +67,12 @@ TEST(watchdog_names_outstanding_blocks_and_close_returns) {
       CHECK(second->done());
       close(*engine);
     }
-    CHECK(falls_back_to(before));
+    CHECK(usage_returns_to(before));
   });
 }
 
 TEST(watchdog_is_quiet_on_a_slow_disk) {
-  EngineConfig config = watched(BackendKind::threads, "");
+  EngineConfig config = watched_config(BackendKind::threads, "");
   config.slow_bytes_per_s = 4 * kBlock;
   const auto engine = Engine::start(config);
   Scratch scratch(2 * kBlock);
@@ -92,7 +92,7 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   Buffer buffer(kBlock);
   std::shared_ptr<Engine> engine;
   try {
-    engine = Engine::start(watched(BackendKind::uring, ""));
+    engine = Engine::start(watched_config(BackendKind::uring, ""));
   } catch (const IoFailure&) {
     return;  // io_uring is not permitted
   }
@@ -111,7 +111,7 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   CHECK(::write(pipe->fd(), bytes.data(), bytes.size()) == static_cast<ssize_t>(kBlock));
   CHECK(outcome(*ticket) == 0);
   CHECK(buffer.data()[kBlock - 1] == 42);
-  CHECK(falls_back_to(before));
+  CHECK(usage_returns_to(before));
 }
 
 // userfaultfd memory blocks the read of a thread until its pages are provided. Needs root.
@@ -129,7 +129,7 @@ TEST(watchdog_abandons_a_thread_stuck_in_the_kernel) {
   Buffer source(kBlock);
   source.mark(8);
   const Usage before;
-  auto engine = Engine::start(watched(BackendKind::threads, ""));
+  auto engine = Engine::start(watched_config(BackendKind::threads, ""));
   CHECK(outcome(*engine->submit(Op::write, {{scratch.file, 0, kBlock, source.address()}})) == 0);
   const auto ticket =
       engine->submit(Op::read, {{scratch.file, 0, kBlock, reinterpret_cast<uint64_t>(memory)}});
@@ -141,7 +141,7 @@ TEST(watchdog_abandons_a_thread_stuck_in_the_kernel) {
   CHECK(::ioctl(faults, UFFDIO_ZEROPAGE, &zero) == 0);
   CHECK(outcome(*ticket) == 0);
   CHECK(std::memcmp(memory, source.data(), kBlock) == 0);
-  CHECK(falls_back_to(before));
+  CHECK(usage_returns_to(before));
   ::munmap(memory, kBlock);
   ::close(faults);
 }

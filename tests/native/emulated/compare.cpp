@@ -68,13 +68,13 @@ void run(const Kernels& kernels, UpdateArguments a, State& state) {
   kernels.update(a, 0, a.n);
 }
 
-struct Face {
+struct RuleTraits {
   int num_moments;
   bool is_unsigned;
 };
-#define INFINITY_FACE(rule) {rule::kNumMoments, rule::kUnsigned},
-constexpr Face kFaces[] = {INFINITY_RULES(INFINITY_FACE)};
-constexpr int kNumRules = static_cast<int>(std::size(kFaces));
+#define INFINITY_RULE_TRAITS(rule) {rule::kNumMoments, rule::kUnsigned},
+constexpr RuleTraits kRuleTraits[] = {INFINITY_RULES(INFINITY_RULE_TRAITS)};
+constexpr int kNumRules = static_cast<int>(std::size(kRuleTraits));
 
 // Valid for every rule; if the third one (L2) is zero, Adam uses a separate loop.
 constexpr float kScalars[kMaxScalars] = {0.5f, 0.1f, 0.3f, 0.1f, 0.9f, 0.1f, 1e-2f, 0.3f, 1e-8f};
@@ -109,9 +109,9 @@ int main() {
     if (a.layout != kFp32Weight) {
       fill(before.rest, a.n, a.layout == kSplitWeight ? 2 : 4, is_wild, false);
     }
-    for (int k = 0; k < kFaces[a.rule].num_moments; ++k) {
+    for (int k = 0; k < kRuleTraits[a.rule].num_moments; ++k) {
       const std::size_t size = a.format == kFp32Moment ? 4 : (a.format == kInt8Moment ? 1 : 2);
-      fill(before.moment[k], a.n, size, is_wild, k == 1 || kFaces[a.rule].is_unsigned);
+      fill(before.moment[k], a.n, size, is_wild, k == 1 || kRuleTraits[a.rule].is_unsigned);
       for (std::size_t i = 0; a.format == kInt8Moment && i < (a.n + 127) / 128; ++i) {
         const float scale = some_float(false);
         before.scales[k].push_back(scale < 0 ? -scale : scale);

@@ -1,8 +1,8 @@
-"""What `plan.activations` says of a model against the storages that live while it is trained.
+"""Comparison of the estimate of `plan.activations` with the memory used in training.
 
 `python -m support.activation_peak`, in tests/, prints the table of docs/benchmarks: each case in
-plain torch, counted, and as a process that trains two steps with everything in RAM, where the
-engine's own watch measures what a step held beside all that rests.
+plain torch, with live storages counted, and in a process that trains two steps with everything in
+RAM, where the engine measures what a step held beyond its persistent state.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _LLAMA = llama.LlamaConfig(512, 1024, 6, 8, 2, 512, 1408)
 _SMALL = gpt.GPTConfig(vocab_size=512, context=256, num_layers=4, num_heads=4, width=256)
 _SMALL_WORDS = gpt.GPTConfig(vocab_size=8_000, context=256, num_layers=3, num_heads=2, width=128)
 _SMALL_LLAMA = llama.LlamaConfig(512, 256, 4, 4, 2, 256, 704)
-# name -> shape, precision, whether blocks are recomputed, tokens, rows
+# name -> shape, precision, recompute blocks, tokens, rows
 CASES = {
     "gpt, 256 tokens": (_GPT, "fp32", False, 256, 1),
     "gpt, 1024 tokens": (_GPT, "fp32", False, 1024, 1),
@@ -58,27 +58,27 @@ CASES = {
 
 
 def build(name: str) -> nn.Module:
-    """The model of a case."""
+    """Return the model of a case."""
     shape, precision, recompute, _, _ = CASES[name]
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
     return presets.build(replace(shape, checkpointing=recompute), dtype, seed=1)
 
 
 def batch(name: str) -> torch.Tensor:
-    """The tokens of a case."""
+    """Return the tokens of a case."""
     shape, _, _, tokens, rows = CASES[name]
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, shape.vocab_size, (rows, tokens // rows), generator=generator)
 
 
 def cut(name: str, model: nn.Module) -> Partition:
-    """The units of a case."""
+    """Return the units of a case."""
     config = load_config({"precision": CASES[name][1]})
     return partition_model(model, config, groups_of(model, config), None)
 
 
 def estimated(name: str, model: nn.Module) -> Activations:
-    """What the plan says."""
+    """Return the estimate of the plan."""
     _, _, recompute, tokens, _ = CASES[name]
     target = target_of("", model, {})
     layouts = cut(name, model).layouts
@@ -87,7 +87,7 @@ def estimated(name: str, model: nn.Module) -> Activations:
 
 
 def counted(name: str, model: nn.Module) -> int:
-    """Bytes that live at most in a forward and backward; gradients leave unit by unit."""
+    """Return the peak of live bytes in a forward and backward; gradients are freed by unit."""
     units = cut(name, model)
     for unit in units.units:
         _leave_together([units.parameters[i] for i in unit.parameters])
@@ -111,7 +111,7 @@ def _leave_together(members: list[nn.Parameter]) -> None:
 
 
 def trained(name: str) -> int:
-    """Bytes that the engine's watch saw a step hold beside all that rests, on this CPU."""
+    """Return the bytes that the engine measured for the activations of a step on this CPU."""
     config = {"precision": CASES[name][1], "placement": IN_RAM}
     tokens = batch(name)
     with infinity.initialize(build(name), config, device="cpu")[0] as engine:
@@ -124,7 +124,7 @@ def trained(name: str) -> int:
 
 
 def main() -> None:
-    """One case, as JSON, or the table of all."""
+    """Print one case as JSON, or the table of all."""
     if sys.argv[1:]:
         name = sys.argv[1]
         measured = trained(name)

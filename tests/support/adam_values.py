@@ -24,7 +24,7 @@ BY_KERNEL = {name: rule for name, rule in RULES.items() if rule.kernel}
 
 
 def hypers_of(rule: type[RuleParams]) -> tuple[RuleParams, RuleParams]:
-    """A rule as it is, and with all of its numbers at work, uphill."""
+    """Return the rule with defaults, and with every hyper-parameter nonzero and `maximize`."""
     numbers = {
         name: (0.8, 0.95) if isinstance(default, tuple) else 0.1
         for name, default in rule.defaults().items()
@@ -35,7 +35,7 @@ def hypers_of(rule: type[RuleParams]) -> tuple[RuleParams, RuleParams]:
     )
 
 
-# Sections of a config: every rule with all of its numbers at work, but for the learning rate.
+# Optimizer sections of a config: every hyper-parameter of a rule nonzero, without learning rate.
 SECTIONS: dict[str, dict[str, Any]] = {
     name: {
         "type": name,
@@ -65,7 +65,7 @@ SPECIAL = np.concatenate([SPECIAL, SPECIAL | np.uint32(0x80000000)])
 
 
 class Source:
-    """Seeded tensors of every kind of value, at any element offset in a larger buffer."""
+    """Factory of seeded tensors with all kinds of values, at random offsets in larger buffers."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -88,7 +88,7 @@ class Source:
             room = torch.zeros(tensor.numel() + 32, dtype=torch.float16)
             room[offset : offset + tensor.numel()] = halves
             return room[offset : offset + tensor.numel()]
-        if dtype == torch.bfloat16:  # the upper half as it is: keeps payloads of NaN
+        if dtype == torch.bfloat16:  # truncated: keeps payloads of NaN
             high = (tensor.view(torch.int32) >> 16).to(torch.int16)
             room = torch.zeros(tensor.numel() + 32, dtype=torch.int16)
             room[offset : offset + tensor.numel()] = high
@@ -98,7 +98,7 @@ class Source:
         return room.view(torch.float32)[offset : offset + tensor.numel()]
 
     def state(self, n: int, *, split: bool, wild: bool = True) -> list[torch.Tensor | None]:
-        """(weight, residual, moment1, moment2), each at an offset of its own."""
+        """Return (weight, residual, moment1, moment2), each at its own offset."""
         master = self.floats(n, torch.float32, wild=wild)
         moment1 = self.floats(n, torch.float32, wild=wild)
         moment2 = self.floats(n, torch.float32, wild=wild)
@@ -113,7 +113,7 @@ class Source:
         return [weights, room[7 : 7 + n], moment1, moment2]
 
     def moment(self, n: int, kind: MomentFormat, *, nonnegative: bool, wild: bool = True) -> Moment:
-        """Any values in any format, at an offset of its own; 8-bit codes may be any bytes."""
+        """Return a moment with random values at a random offset; 8-bit codes may be any bytes."""
         values = self.floats(n, torch.float32, wild=wild)
         if nonnegative and (self.random.integers(0, 4) or not wild):
             values.abs_()
@@ -131,7 +131,7 @@ class Source:
     def whole_state(
         self, n: int, layout: str, rule_params: RuleParams, kind: MomentFormat, *, wild: bool = True
     ) -> State:
-        """Weight, rest and moments of `n` elements for a rule, all at odd offsets."""
+        """Return the state of `n` elements for a rule, all tensors at random offsets."""
         master = self.floats(n, torch.float32, wild=wild)
         moments = [
             self.moment(n, kind, nonnegative=nonnegative, wild=wild)
@@ -148,14 +148,14 @@ class Source:
 
 @dataclass
 class State:
-    """What an update changes."""
+    """Tensors that an update changes."""
 
     weight: torch.Tensor
     master_state: torch.Tensor | None
     moments: list[Moment]
 
     def copy(self) -> State:
-        """A copy that keeps every misalignment."""
+        """Return a copy with the same alignments."""
         weight = copy_in_place(self.weight)
         assert weight is not None
         moments = [
@@ -167,7 +167,7 @@ class State:
         return State(weight, copy_in_place(self.master_state), moments)
 
     def part(self, first: int, end: int) -> State:
-        """Elements [first, end), as views."""
+        """Return elements [first, end), as views."""
         master_state = None if self.master_state is None else self.master_state[first:end]
         moments = [m.part(first, end) for m in self.moments]
         return State(self.weight[first:end], master_state, moments)
@@ -182,7 +182,7 @@ class State:
 
 
 def fp32_moments(state: list[torch.Tensor | None]) -> list[Moment]:
-    """The moments of `Source.state`, as the kernels take them."""
+    """Return the moments of a result of `Source.state`, as the kernels take them."""
     return [Moment(tensor) for tensor in state[2:] if tensor is not None]
 
 
@@ -192,12 +192,12 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
 
 
 def room_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole buffer that `tensor` is cut from, to see writes outside the range."""
+    """Return the bytes of the entire storage of `tensor`, to detect writes outside of it."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def copy_in_place(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    """A copy that keeps the offset inside its buffer, hence the misalignment."""
+    """Return a copy with the same storage offset, hence the same alignment."""
     if tensor is None:
         return None
     storage = tensor.untyped_storage().clone()
@@ -218,5 +218,5 @@ def equal_or_both_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def update_one(kernels: CpuKernels, *piece: Any, **more: Any) -> None:
-    """One step of one piece, by what `Piece` takes."""
+    """Run one update of one piece, given the arguments of `Piece`."""
     kernels.update_all([Piece(*piece, **more)])

@@ -1,4 +1,4 @@
-"""Backward on a thread of its own, as on a GPU, while whoever asked for it waits."""
+"""Backward on a separate thread, as on a GPU, while the calling thread waits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def backward_on_a_thread(
     monkeypatch: pytest.MonkeyPatch,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> list[str]:
-    """From now on; `around` each. What is returned grows by a name for each backward."""
+    """Patch `torch.autograd.backward` to run on another thread, inside the context `around`.
+
+    Returns:
+        A list to which each backward appends the name of its thread.
+    """
     backward, ran = torch.autograd.backward, list[str]()
 
     def elsewhere(*arguments: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""A `CudaDevice` without a GPU: what needs none of it may be called."""
+"""A `CudaDevice` without a GPU, for tests of methods that need none."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def bare_cuda_device(
     unregister: Callable[[int], int] = lambda address: 0,
     current: Callable[[torch.device], AbstractContextManager[None]] = lambda device: nullcontext(),
 ) -> CudaDevice:
-    """What registers memory answers with CUDA's codes; nothing is made beforehand."""
+    """Return a `CudaDevice` made without `__init__`.
+
+    `register` and `unregister` return CUDA error codes; `current` replaces `torch.cuda.device`.
+    """
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)

@@ -1,6 +1,7 @@
-"""Kills writers of checkpoints and looks what they left, in a child that forks (`support.forked`).
+"""Crashes of checkpoint writers, and checks of the remaining files.
 
-A fork of that child has imported everything, and inherits no thread.
+They run in a child of `support.forked` that forks again: its forks have imported everything and
+inherit no thread.
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ from infinity.checkpoint.reader import CheckpointReader
 
 SHARD = 3000
 FOREIGN = ("foreign.tmp", "notes", ".theirs.infinity-lock")
-# Those that change what is there. What lies there after a death before any other call is what lies
-# there before the next of these.
+# Calls that change the file system. A crash before any other call leaves the same state as a crash
+# before the next of these.
 _CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "ftruncate")
 
 
 def furnish(root: Path) -> None:
-    """What is not ours, and must survive."""
+    """Write files of another program, which must survive."""
     root.mkdir()
     for name in FOREIGN[:2]:
         (root / name).mkdir()
@@ -38,12 +39,12 @@ def furnish(root: Path) -> None:
 
 
 def made(tag: str) -> Sample:
-    """What a checkpoint of this tag holds."""
+    """Return the content of the checkpoint with this tag."""
     return sample(int(tag), moments=("fp32",), global_steps=int(tag))
 
 
 def save_next(root: Path, keep_last: int | None) -> str:
-    """Write the checkpoint after the last one that is there."""
+    """Write the next checkpoint; return its tag."""
     tags = [int(one.tag) for one in checkpoints(root) if one.tag.isdigit()]
     tag = str(max(tags, default=0) + 1)
     save(root, tag, made(tag), SHARD, keep_last=keep_last)
@@ -51,9 +52,10 @@ def save_next(root: Path, keep_last: int | None) -> str:
 
 
 def check(root: Path, acknowledged: str | None) -> str:
-    """Hold what is there to the promises; returns what there was, in a few words.
+    """Check that all checkpoints are complete and stale files are removed.
 
-    `acknowledged`: the tag of the last save that is known to have returned.
+    `acknowledged` is the tag of the last save that is known to have returned. Returns the kinds of
+    stale files found, for statistics.
     """
     names = sorted(os.listdir(root))
     tag = find_tag(root, None)
@@ -61,7 +63,7 @@ def check(root: Path, acknowledged: str | None) -> str:
         assert tag is not None, names
         assert int(tag) >= int(acknowledged), (tag, acknowledged)
     if tag is not None:
-        with CheckpointReader(root, tag) as reader:  # also removes what is stale
+        with CheckpointReader(root, tag) as reader:  # also removes stale files
             assert list(reader.verify()) == []
         assert same_content(content(root, tag), made(tag).content)
     remove_stale(root)
@@ -80,7 +82,7 @@ def check(root: Path, acknowledged: str | None) -> str:
 
 
 def fork(body: Callable[[int], Any]) -> tuple[int, int]:
-    """Run `body` in a child, with a descriptor to report to; returns its id and the other end."""
+    """Run `body` in a child with the writing end of a pipe; return its id and the reading end."""
     receiving, sending = os.pipe()
     child = os.fork()
     if child == 0:
@@ -96,13 +98,13 @@ def fork(body: Callable[[int], Any]) -> tuple[int, int]:
 
 
 def kill_often(root: Path, moments: list[int | float]) -> Counter[str]:
-    """Kill children that save in a loop, each after some seconds, or at a line of the library."""
+    """Kill children that save in a loop, after seconds (float) or at a library line (int)."""
     furnish(root)
     seen: Counter[str] = Counter()
     acknowledged = None
     for moment in moments:
         child, pipe = fork(partial(loop, root, moment))
-        os.read(pipe, 1)  # it begins
+        os.read(pipe, 1)  # the child has started
         if isinstance(moment, float):
             time.sleep(moment)
             os.kill(child, signal.SIGKILL)
@@ -124,7 +126,7 @@ def loop(root: Path, moment: float, sending: int) -> None:
 
 
 def die_at_every_call(parent: Path) -> Counter[str]:
-    """Die before each system call of a save and its pruning, one after the other."""
+    """Exit before each system call of a save and its pruning, one call per attempt."""
     seen: Counter[str] = Counter()
     before = parent / "before"
     furnish(before)

@@ -1,4 +1,4 @@
-"""Small checkpoints of known bytes, and manifests that lie but have the right checksum."""
+"""Small checkpoints of known contents, and forged manifests with valid checksums."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MOMENT_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "8bit": torch.ui
 
 @dataclass
 class Sample:
-    """Streams of random bytes and the manifest that goes with them."""
+    """Streams of random bytes and their manifest."""
 
     streams: dict[str, list[TensorSpec]]
     manifest: Manifest
@@ -35,7 +35,7 @@ def sample(
     moments: tuple[str, ...] = ("fp32", "8bit"),
     global_steps: int = 7,
 ) -> Sample:
-    """A bf16 model with `shapes`, a frozen parameter, and two buffers, one of them persistent."""
+    """Return a bf16 model with `shapes`, a frozen parameter and two buffers, one persistent."""
     parameters = [
         ParameterRecord(
             name, (f"tied.{name}",) if name == "wte" else (), shape, "bfloat16", True, 7
@@ -89,21 +89,21 @@ def sample(
 
 
 def feed(writer: CheckpointWriter, made: Sample, piece: int = 1 << 30) -> None:
-    """Write everything, in pieces."""
+    """Write all streams, in chunks of at most `piece` bytes."""
     for (stream, _), data in made.content.items():
         for start in range(0, data.numel(), piece):
             writer.write(stream, data[start : start + piece])
 
 
 def save(root: Path, tag: str, made: Sample, max_shard_bytes: int = 5 << 30, **how: Any) -> Path:
-    """Write a whole checkpoint."""
+    """Write a complete checkpoint."""
     writer = CheckpointWriter(root, tag, made.streams, max_shard_bytes=max_shard_bytes)
     feed(writer, made)
     return writer.finish(made.manifest, **how)
 
 
 def content(root: Path, tag: str) -> dict[tuple[str, str], Tensor]:
-    """All bytes of a checkpoint, by stream and name."""
+    """Return all bytes of a checkpoint, by stream and name."""
     found = {}
     with CheckpointReader(root, tag) as reader:
         for stream in {record.stream for record in reader.manifest.files}:
@@ -120,7 +120,7 @@ def same_content(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool
 
 
 def rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change the manifest as somebody would who knows the format: with the right checksum."""
+    """Change the members of a manifest and write it with a valid checksum."""
     members = json.loads(manifest.read_text())
     del members["checksum"]
     change(members)
@@ -128,7 +128,7 @@ def rewrite(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def sealed(body: str) -> bytes:
-    """`body`, a JSON object without its closing brace, with its checksum."""
+    """Complete `body`, a JSON object without its closing brace, with its checksum."""
     data = body.encode()
     crc = checksum(data)
     return data + f',\n"checksum": "{crc:08x}"\n}}\n'.encode()

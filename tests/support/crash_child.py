@@ -1,6 +1,6 @@
-"""A process that trains, saves as it goes, and may be killed at any moment; see test_crash.py.
+"""Processes that train and save, and may be killed at any moment; see test_crash.py.
 
-It is forked from a server that has imported this file: a start costs milliseconds.
+They are forked from a server that has imported this file: a start costs milliseconds.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MICRO_BATCHES = 2
 
 
 def digest(engine: Engine) -> str:
-    """Of all masters, moments and buffers."""
+    """Return a hash of all masters, moments and buffers."""
     found = hashlib.sha256()
     for name, value in engine.state_dict(master=True).items():
         found.update(
@@ -36,12 +36,12 @@ def digest(engine: Engine) -> str:
 
 
 def raw(value: Tensor) -> bytes:
-    """The bytes of a tensor."""
+    """Return the bytes of a tensor."""
     return value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
 
 
 def train_and_save(folder: str, placement: dict[str, str], every: int) -> None:
-    """Go on from the latest checkpoint in `folder`/saved; at the end `folder`/done is there."""
+    """Resume from the latest checkpoint in `folder`/saved; write `folder`/done at the end."""
     root = Path(folder)
     report(root, "start")
     nvme, saved = root / "nvme", root / "saved"
@@ -65,7 +65,7 @@ def train_and_save(folder: str, placement: dict[str, str], every: int) -> None:
 
 
 def train_durably(folder: str, placement: dict[str, str], every: int) -> None:
-    """Go on from the last committed step in `folder`/nvme; at the end `folder`/done is there."""
+    """Resume from the last committed step in `folder`/nvme; write `folder`/done at the end."""
     root = Path(folder)
     report(root, "start")
     nvme = root / "nvme"
@@ -83,7 +83,7 @@ def train_durably(folder: str, placement: dict[str, str], every: int) -> None:
 
 
 def take_step(root: Path, engine: Engine) -> None:
-    """One step; batches belong to its number."""
+    """Train one step; its batches follow from the step count."""
     step = engine.global_steps
     for micro in range(MICRO_BATCHES):
         report(root, f"step {step}")
@@ -93,7 +93,7 @@ def take_step(root: Path, engine: Engine) -> None:
 
 
 def make_engine(nvme: Path, placement: dict[str, str], **more: Any) -> Engine:
-    """Dropout is drawn from torch's generator, and the schedule moves at every step."""
+    """Return an engine with dropout from torch's generator and a schedule stepped every step."""
     torch.set_num_threads(1)
     model = small_model(0)
     model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
@@ -106,5 +106,5 @@ def make_engine(nvme: Path, placement: dict[str, str], **more: Any) -> Engine:
 
 
 def report(folder: Path, what: str) -> None:
-    """Say what comes next, for the statistics of where kills have struck."""
+    """Write the next phase to a file, for statistics of the phases in which children died."""
     (folder / "phase").write_text(what)

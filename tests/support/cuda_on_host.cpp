@@ -1,9 +1,9 @@
-// fused_adam.cu as a shared library for a CPU; one variant, chosen by the same macros as on a GPU.
+// fused_adam.cu as a shared library for a CPU; one variant, selected by the macros used on a GPU.
 #include "cuda_on_host.h"
 
 #include "fused_adam.cu"
 
-// Returns 0 if there is no such kernel.
+// Runs a kernel by name. Returns 0 if there is no such kernel.
 extern "C" int run(const char* name, unsigned blocks, unsigned threads, void** arguments) {
 #define INFINITY_RUN(kernel)                                  \
   if (std::strcmp(name, #kernel) == 0) {                      \

@@ -1,9 +1,9 @@
-// The few CUDA words of csrc/adam/fused_adam.cu, with a meaning on a CPU.
+// Emulation on a CPU of the CUDA intrinsics that csrc/adam/fused_adam.cu uses.
 //
-// A block's threads are fibers on one system thread. A fiber runs until it meets the others of its
-// warp (a shuffle) or of its block (__syncthreads); then the next one runs. Vectors check their
-// alignment, and threads that wait for one another for ever end the process: on a GPU both are
-// errors too. Slow, obvious, and the same floats: IEEE operations, nothing fused.
+// A block's threads are fibers on one system thread. A fiber runs until it reaches a barrier of its
+// warp (a shuffle) or of its block (__syncthreads); then the next one runs. Misaligned vectors and
+// deadlocks abort the process: on a GPU both are errors too. Floats have the same bits as on a GPU:
+// IEEE operations, none fused.
 #pragma once
 
 #include <ucontext.h>
@@ -33,7 +33,7 @@ namespace emulated {
 constexpr unsigned kWarp = 32;
 constexpr std::size_t kStack = std::size_t{192} << 10;
 
-// Those who must meet: a warp, or a block.
+// Barrier of a warp or of a block.
 struct Meeting {
   unsigned members = 0;
   unsigned arrived = 0;
@@ -42,7 +42,7 @@ struct Meeting {
 
 struct Warp {
   Meeting meeting;
-  std::uint64_t offered[2][kWarp];  // by parity of the round: the slow may still read the last one
+  std::uint64_t offered[2][kWarp];  // by parity of the round: lanes may still read the last one
 };
 
 struct Fiber {
@@ -55,7 +55,7 @@ static std::vector<char> stacks;
 static std::vector<Warp> warps;
 static Meeting everybody;
 static ucontext_t scheduler;
-static unsigned long progress;  // meetings and ends so far
+static unsigned long progress;  // barriers passed and fibers ended so far
 static void (*body)(void**);
 static void** body_arguments;
 
@@ -111,7 +111,7 @@ inline void run_block(unsigned threads) {
   }
 }
 
-// The kernel's arguments, as an array of their addresses: what cuLaunchKernel takes.
+// Calls a kernel with an array of addresses of its arguments, as cuLaunchKernel does.
 template <class... Arguments>
 struct Kernel {
   static inline void (*function)(Arguments...);
@@ -123,7 +123,7 @@ struct Kernel {
   static void call(void** values) { call(values, std::index_sequence_for<Arguments...>{}); }
 };
 
-// The last block first: blocks have no order.
+// The last block runs first: kernels must not depend on the order of blocks.
 template <class... Arguments>
 void run_kernel(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, void** arguments) {
   Kernel<Arguments...>::function = kernel;

@@ -1,7 +1,7 @@
-"""The CUDA kernels on host memory: `fused_adam.cu` built by the machine's C++ compiler.
+"""CUDA kernels run on the host: `fused_adam.cu`, built by the machine's C++ compiler.
 
-Takes the place of `CudaLauncher`, so that everything in `CudaKernels` but the launch itself runs
-without a GPU. Libraries are built once per variant and kept for the session.
+`HostLauncher` replaces `CudaLauncher`, so that everything in `CudaKernels` but the launch itself
+runs without a GPU. Libraries are built once per variant and cached in the temporary directory.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _WARNINGS = ("-Wall", "-Wextra", "-Werror", "-Wno-unused-function")
 
 
 def compiler() -> str | None:
-    """A C++ compiler of this machine."""
+    """Return a C++ compiler of this machine, or None."""
     chosen = os.environ.get("CXX")
     return chosen or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 
 
 class HostLauncher:
-    """Runs launches at once, on the calling thread; keeps what it ran."""
+    """Launcher that runs kernels synchronously on the calling thread and records the launches."""
 
     def __init__(self) -> None:
         self.launched: list[Launch] = []

@@ -1,8 +1,8 @@
-"""Pieces of every layout and format for the tests of the CUDA kernels, each in one room of bytes.
+"""Updates of every layout and format for the tests of the CUDA kernels, each in one byte buffer.
 
-A room is a buffer that holds all tensors of a piece, at chosen offsets, with foreign bytes between
-them. Rooms are copied and compared whole, so a write outside of a tensor shows, and a copy on
-another device has the same alignments.
+A `Room` is a buffer that holds all tensors of a `Piece`, at chosen offsets, with random bytes
+between them. Buffers are copied and compared as a unit, so a write outside of a tensor is detected,
+and a copy on another device has the same alignments.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.types import MomentFormat
 FP32, BF16, FP16 = FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 FORMATS = tuple(MomentFormat)
 REST = {FP32: None, BF16: torch.int16, FP16: FP32}
-# Hyper-parameters by kernel: what differs within a tuple are scalars, hence rows of one table.
+# Hyper-parameters by kernel: entries of a tuple differ in scalars only, hence share a launch table.
 HYPERS: dict[str, tuple[RuleParams, ...]] = {
     kernel: tuple(rule_params for rule_params in ALL_HYPERS if rule_params.kernel == kernel)
     for kernel in dict.fromkeys(rule_params.kernel for rule_params in ALL_HYPERS)
@@ -36,7 +36,7 @@ _SPECIAL = np.concatenate([_SPECIAL, _SPECIAL | np.uint32(0x80000000)])
 
 @dataclass
 class Room:
-    """The bytes of a piece, and what else makes it one."""
+    """Buffer with all tensors of a `Piece`, and its other arguments."""
 
     storage: Tensor  # uint8
     places: dict[str, tuple[int, int, torch.dtype]]  # name -> first byte, number of bytes, dtype
@@ -84,7 +84,7 @@ class Room:
 
 
 class Rooms:
-    """Makes rooms with seeded values; `wild` ones hold every kind of number."""
+    """Factory of buffers with seeded values; with `wild` NaN, infinities and subnormals too."""
 
     def __init__(self, seed: int) -> None:
         self.random = np.random.default_rng(seed)
@@ -137,7 +137,7 @@ class Rooms:
         master = self._floats(n, FP32, wild)
         if dtype == FP32:
             return {"weight": master}
-        if dtype == FP16:  # the weight is written, never read
+        if dtype == FP16:  # kernels write the weight but never read it
             return {"weight": self._codes(2 * n).view(FP16), "master_state": master}
         weight, residual = split_master(master)
         return {"weight": weight, "master_state": residual}
@@ -156,7 +156,7 @@ class Rooms:
         if not wild:
             return torch.from_numpy(values).to(dtype)
         high = (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
-        return torch.from_numpy(high.view(np.int16)).view(dtype)  # any 16 bits are a number
+        return torch.from_numpy(high.view(np.int16)).view(dtype)  # any 16 bits are a valid number
 
     def _codes(self, n: int) -> Tensor:
         return torch.from_numpy(self.random.integers(0, 256, n, dtype=np.uint8))
@@ -173,9 +173,9 @@ Combination = tuple[str, torch.dtype, torch.dtype, MomentFormat]
 
 
 def combinations(*, every: bool) -> list[Combination]:
-    """(rule, weight, gradient, format): all, or a selection that shows every two of them together.
+    """Return (rule, weight, gradient, format): the full product, or one covering every pair.
 
-    The selection: dtypes are turned against rules and formats as in a Latin square.
+    The selection rotates dtypes against rules and formats, as in a Latin square.
     """
     whole = itertools.product(HYPERS, FLOATS, FLOATS, FORMATS)
     turned = [

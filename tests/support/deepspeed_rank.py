@@ -1,6 +1,7 @@
-"""A script as it is written for DeepSpeed, one rank of it.
+"""One rank of a script written for DeepSpeed.
 
-`job` has the configuration's file, the number of samples, and where all that is saved goes.
+`job` has the path of the configuration (`config`), the number of samples (`samples`) and the output
+path (`out`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def main(job: dict[str, Any]) -> None:
     args = argparse.Namespace(deepspeed=True, deepspeed_config=job["config"], local_rank=-1)
     model = case.build()
     rank, count = comm.get_rank(), comm.get_world_size()
-    # Values that only the first rank has, as where transformers loads a model: all get them.
+    # Only rank 0 has the values, as when transformers loads a model; all ranks must receive them.
     with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
         for parameter in model.parameters() if rank else ():
             parameter.zero_()
@@ -53,6 +54,6 @@ def main(job: dict[str, Any]) -> None:
     found |= {"masters": {n: v.clone() for n, v in engine.state_dict(master=True).items()}}
     found |= {"sizes": engine.get_batch_info(), "samples": engine.global_samples}
     engine.close()
-    assert comm.is_initialized()  # by the script, and so it stays
+    assert comm.is_initialized()  # the script made the group, so closing the engine keeps it
     torch.save(found, f"{job['out']}-{comm.get_rank()}")
     comm.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Engines over durable scratch, and crashes of their disks, simulated and real."""
+"""Engines with durable scratch files, and simulated and real crashes of their disks."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ PLACEMENTS = {
 
 
 class Gated(nn.Module):
-    """Frozen parameters, and a branch that takes part in every other batch only."""
+    """Model with frozen parameters and a branch that only every other batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ def gated() -> Gated:
 
 
 class Wrapped(Stacked):
-    """Stacks of experts, for the tokens of `batch`."""
+    """`Stacked` model that accepts the tokens of `batch`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
         return super().forward(tokens % VOCAB)
@@ -73,7 +73,7 @@ def stacked() -> Stacked:
 
 @contextmanager
 def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> Iterator[Engine]:
-    """An engine whose steps are committed, with the document that belongs to it."""
+    """Yield an engine whose steps are committed to `path`."""
     given = settings(Path("unused"), more.pop("placement", None), **{"durable": True, **more})
     given["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
     with warnings.catch_warnings():
@@ -84,7 +84,7 @@ def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> It
 
 
 def step_uncommitted(engine: Engine) -> None:
-    """The next step, of which what a commit holds beside the state cannot be told."""
+    """Train the next step, whose commit fails while it writes its document."""
 
     def fail() -> bytes:
         raise RuntimeError("no document")
@@ -103,7 +103,7 @@ def step(engine: Engine, shift: int = 0) -> None:
 
 
 def state_of(engine: Engine) -> State:
-    """Every byte at rest: weights with the frozen ones, residuals, moments."""
+    """Return all stored state: weights (frozen ones included), residuals, moments."""
     engine.settle()
     store = components(engine).store
     kinds = engine.plan.precision.kinds
@@ -123,7 +123,7 @@ def undisturbed(
     build: Callable[[], nn.Module] = gated,
     experts: int | str = "auto",
 ) -> State:
-    """The state after so many steps without a disk; placement changes no bit."""
+    """Return the state after `steps` steps without a disk; it does not depend on placement."""
     key = precision, build, experts
     if (*key, steps) not in _undisturbed:
         given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
@@ -140,22 +140,22 @@ def equal(first: State, second: State) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-# --- a disk that remembers in which order it was written ------------------------------------------
+# --- recorded disk writes and simulated power loss ------------------------------------------------
 
 
 @dataclass
 class Entry:
-    """A write (with what it wrote, and whether it was waited for), a sync, or a mark."""
+    """Log entry: a write (its data, and when its end was observed), a sync, or a mark."""
 
     what: str
     path: str = ""
     offset: int = 0
     data: bytes = b""
-    done_at: int | None = None  # how long the log was when somebody knew that it had ended
+    done_at: int | None = None  # length of the log when the end of the write was observed
 
 
 class Recorder:
-    """The log of every write and sync of state and small files while it is active."""
+    """Recorder of every write and sync of state and small files while it is active."""
 
     def __init__(self, monkeypatch: Any) -> None:
         self.log: list[Entry] = []
@@ -212,7 +212,7 @@ class Recorder:
 
 @dataclass
 class NotedTicket:
-    """A ticket that tells the log when its end was seen."""
+    """Ticket that records in the log when its end was observed."""
 
     ticket: Any
     entries: list[Entry] = field(default_factory=list)
@@ -229,10 +229,11 @@ class NotedTicket:
 
 
 def crashed(log: list[Entry], cut: int, base: dict[str, Path], choose: random.Random) -> None:
-    """Bring copies of files (original path -> copy, as they were at first) to a power loss.
+    """Apply a log up to `cut` to copies of the files (original path -> copy) as a power loss may.
 
-    What was written and seen to end before a sync that came before the cut is there. Of the rest
-    anything may be: all, nothing, some sectors; in any order.
+    Copies have the contents from before the log. Writes whose end was observed before a sync that
+    comes before the cut are applied. Of every other write all sectors, none or some are applied, in
+    any order.
     """
     synced: dict[str, int] = {}
     for position, entry in enumerate(log[:cut]):
@@ -261,7 +262,7 @@ def put(base: dict[str, Path], entry: Entry, start: int, nbytes: int) -> None:
 
 
 def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Path]]:
-    """Copies of nvme paths below `root`, and where each file went."""
+    """Copy nvme paths below `root`; return the copies, and each file's copy by original path."""
     made, files = [], {}
     for number, original in enumerate(originals):
         target = root / f"copy{number}"
@@ -278,9 +279,9 @@ def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Pat
 def train_and_tell(
     root: str, more: dict[str, Any], extra: int | None, build: Callable[[], nn.Module] = gated
 ) -> None:
-    """Go on from the last commit in `root`/nvme, for some steps or for ever.
+    """Resume from the last commit in `root`/nvme, for `extra` steps or until killed.
 
-    Adds each step to `root`/told, and leaves the state in `root`/state.pt.
+    Appends each step to `root`/told and saves the final state to `root`/state.pt.
     """
     torch.set_num_threads(1)
     told = os.open(Path(root) / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)

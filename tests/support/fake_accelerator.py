@@ -1,16 +1,17 @@
-"""A device that differs from the host on a CPU: memory of its own, and copies that really
-happen later, on worker threads, in a seeded order. Finds missing waits without a GPU.
+"""Fake accelerator on a CPU, which detects missing synchronization without a GPU.
 
-Compute runs on the calling thread, as torch CPU operations over "device" tensors, so the end of
-compute is always now; what is asynchronous are the copies. Until a copy ends its target holds
-poison (0xFF bytes: NaN in every float type), and a copy reads its source only when it runs, so a
-source that is reused too early delivers the wrong bytes. `violations` collects broken rules.
+Its memory is separate from the host's, and copies run later, on worker threads, in a seeded order.
+Compute runs synchronously on the calling thread, as torch CPU operations over "device" tensors.
+Until a copy ends its target holds poison (0xFF bytes: NaN in every float type), and a copy reads
+its source only when it runs, so a source that is reused too early yields wrong bytes. `violations`
+collects broken rules.
 
 [Note: memory]
-On CUDA nobody holds memory for a copy under way: what is let go goes to whoever asks next. So here
-a copy holds nothing either. When it runs, what it reads and writes must still be held: an arena by
-anyone, other device memory by its own storage. Nor is a copy to or from host memory that is not
-pinned asynchronous there: none is allowed but those of `UNPINNED`, which are waited for at once.
+On CUDA a copy in flight does not keep its memory alive: freed memory may be reused at once. So a
+copy holds no reference here either. When it runs, its memory must still be alive: an arena through
+any reference, other device memory through its storage. Copies to or from pageable host memory are
+not asynchronous on CUDA: they are forbidden, except those of `UNPINNED`, which are waited for at
+once.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ from infinity.optim.moments import Moment
 from infinity.storage.device import HAPPENED, Device, Event, SquareSums
 from infinity.storage.host_arena import HostArena
 
-_AGAIN_S = 1e-3  # until something that waits for nothing of ours is looked at again
-_LOST_S = 120.0  # so that a mistake of the fake hangs one test, and not all that follow
+_AGAIN_S = 1e-3  # polling interval of jobs that wait for an event of another device
+_LOST_S = 120.0  # timeout, so that a bug of the fake hangs one test and not all that follow
 
-# Who may copy to and from memory that is not pinned: before training, and where a user asks for or
-# sets values. (The last measures both kinds.)
+# Functions that may copy to and from pageable memory: before training, and where a user reads or
+# sets values. (Calibration measures both kinds.)
 UNPINNED = {
     ("infinity.training.initial_write", "_write_chunk"),
     ("infinity.training.initial_write", "_write_frozen"),
@@ -57,13 +58,13 @@ PASSED_ON_BY = {
     "infinity.storage.staging",
     "infinity.offload.transfers",
 }
-# Into and from a buffer of whoever calls it.
+# These copy to and from a buffer of their caller.
 _STAGED = {("infinity.offload.state", "stage"), ("infinity.offload.state", "send")}
 
 
 @dataclass(frozen=True)
 class Range:
-    """Reserved memory; `mapping` is there for as long as a tensor over it is."""
+    """Reserved memory; `mapping` is alive for as long as a tensor over it."""
 
     first: int
     end: int
@@ -76,7 +77,7 @@ class Range:
 
 
 def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
-    """The range that a tensor lies in, of those that are still there."""
+    """Return the live range that contains a tensor."""
     first = tensor.data_ptr()
     end = first + tensor.numel() * tensor.element_size()
     found = (r for r in ranges if r.first <= first and end <= r.end and r.mapping() is not None)
@@ -84,7 +85,7 @@ def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
 
 
 class FakeStamp:
-    """A moment that is known once it has come."""
+    """Timestamp that is None until it is reached."""
 
     def __init__(self) -> None:
         self.at_ns: int | None = None
@@ -94,14 +95,14 @@ class FakeStamp:
 
 
 class FakeEvent(FakeStamp):
-    """Set when its copy has ended; knows when that began and ended, as CUDA's events may."""
+    """Event set at the end of its copy, with the times of its start and end."""
 
     def __init__(self, hasten: Callable[[FakeEvent], None] | None = None) -> None:
         super().__init__()
         self._set = threading.Event()
         self.began = FakeStamp()
         self._hasten = hasten
-        self.is_wanted = False  # somebody waits for it
+        self.is_wanted = False  # a thread waits for it
 
     def begin(self) -> None:
         self.began.at_ns = time.perf_counter_ns()
@@ -123,18 +124,18 @@ class FakeEvent(FakeStamp):
 
 @dataclass(order=True)
 class _Job:
-    """Something of the queue: when it may run, after what, and what has happened then."""
+    """Entry of the queue: earliest time, predecessor, action, and the event of its end."""
 
     due: float
     number: int
     after: Event = field(compare=False)
     run: Callable[[], None] = field(compare=False)
     event: FakeEvent = field(compare=False)
-    was_early: bool = field(default=False, compare=False)  # it waits for another
+    was_early: bool = field(default=False, compare=False)  # came up before its predecessor ended
 
 
 class FakeSums:
-    """Compute is over at once: the numbers are there."""
+    """Square sums, which are available at once since compute is synchronous."""
 
     def __init__(self, sums: list[float]) -> None:
         self.sums = sums
@@ -144,10 +145,12 @@ class FakeSums:
 
 
 class FakeAccelerator(Device):
-    """See the module's docstring. `max_delay_s` bounds how late a copy may start.
+    """Fake accelerator; see the module's docstring.
 
-    `on_demand`: a copy that somebody waits for runs at once, so only those that nobody waits for
-    are late. Then even a delay of minutes costs nothing, and no missing wait is in time by luck.
+    Args:
+        max_delay_s: Upper bound of the delay of a copy.
+        on_demand: Run a copy at once when a thread waits for it. Then even delays of minutes cost
+            no time, and no copy ends in time by chance if the wait for it is missing.
     """
 
     torch_device = torch.device("cpu")
@@ -228,12 +231,12 @@ class FakeAccelerator(Device):
             event.set()
 
         if after.done():
-            target.fill_(0xFF)  # whoever reads before waiting gets NaN
+            target.fill_(0xFF)  # a read before the wait gets NaN
         self._submit(run, event, [start], after)
         return event
 
     def _of_device(self, tensor: Tensor) -> Callable[[], object | None]:
-        """Holds a tensor's memory again, for the moment in which it is copied; None: it is gone."""
+        """Return a function that references device memory during the copy; None if it was freed."""
         found = range_of(tensor, self.reserved)
         if found is not None:
             return found.mapping
@@ -241,7 +244,10 @@ class FakeAccelerator(Device):
         return lambda: torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
     def _of_host(self, tensor: Tensor, name: str) -> Callable[[], object | None]:
-        """The same; without a pin a GPU's copy reads or writes it before the call returns."""
+        """Like `_of_device`, for host memory.
+
+        A copy of pageable memory is complete, on its host side, before the call returns.
+        """
         found = range_of(tensor, self.pinned)
         if found is not None:
             return found.mapping
@@ -253,7 +259,7 @@ class FakeAccelerator(Device):
     def _submit(
         self, run: Callable[[], None], event: FakeEvent, starts: Iterable[int], after: Event
     ) -> None:
-        """Run something later, after `after`; until `event` it writes ranges from `starts` on."""
+        """Queue an action that runs after `after` and writes memory at `starts` until `event`."""
         with self._changed:
             due = time.perf_counter() + self._random.random() * self._max_delay_s
             self.num_copies += 1
@@ -265,14 +271,14 @@ class FakeAccelerator(Device):
         return FakeEvent(self._hasten if self._on_demand else None)
 
     def _hasten(self, event: Event) -> None:
-        """Run what ends in an event now, and all that it comes after."""
+        """Make the job of an event, and all jobs that it depends on, due now."""
         with self._changed:
             jobs = {id(job.event): job for job in self._queue}
             wanted = [event]
             while wanted:
                 one = wanted.pop()
                 if isinstance(one, FakeEvent):
-                    one.is_wanted = True  # its job may be in a worker's hands
+                    one.is_wanted = True  # a worker may hold its job
                 job = jobs.pop(id(one), None)
                 if job is not None:
                     job.due *= job.was_early
@@ -285,7 +291,7 @@ class FakeAccelerator(Device):
             if job.after.done():
                 job.run()
                 self._look_again()
-            else:  # what it waits for may stand behind it
+            else:  # its predecessor may be behind it in the queue
                 self._put_back(job)
             del job  # it refers to the target's storage, which would pin the slot
 
@@ -297,7 +303,7 @@ class FakeAccelerator(Device):
                 self._hasten(job.event)
 
     def _look_again(self) -> None:
-        """Something is over: others may have waited for it."""
+        """Make jobs due that were waiting for a predecessor."""
         with self._changed:
             for job in self._queue:
                 job.due *= not job.was_early
@@ -305,7 +311,7 @@ class FakeAccelerator(Device):
             self._changed.notify_all()
 
     def _next(self) -> _Job | None:
-        """The next that is due; None at the end."""
+        """Return the next job that is due; None after `close`."""
         with self._changed:
             while self._queue or not self._closing:
                 left = 0.1  # a second Ctrl-C may come between a push and its notify
@@ -316,7 +322,7 @@ class FakeAccelerator(Device):
                 self._changed.wait(left)
             return None
 
-    # --- optimizer kernels: the host's, on "device" memory, when the queue comes to them ---
+    # --- optimizer kernels: those of the CPU on "device" memory, run by the queue ---
 
     def why_no_kernels(self) -> str | None:
         return "this fake device was made without" if self._kernels is None else None
@@ -327,10 +333,10 @@ class FakeAccelerator(Device):
         pieces = [aliased(piece) for piece in pieces]
         written = [bytes_of(t) for piece in pieces for t in written_by(piece)]
         old = []
-        if after.done():  # else copies into them may be under way, which have poisoned them
+        if after.done():  # else copies into them may be in flight, and have poisoned them
             old = [tensor.clone() for tensor in written]
             for tensor in written:
-                tensor.fill_(0xFF)  # whoever reads before waiting gets NaN
+                tensor.fill_(0xFF)  # a read before the wait gets NaN
 
         def run() -> None:
             event.begin()
@@ -374,18 +380,18 @@ class FakeAccelerator(Device):
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
-    """A view of a tensor's bytes."""
+    """Return a view of a tensor's bytes."""
     return tensor.view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def written_by(piece: Piece) -> list[Tensor]:
-    """What an update of a piece replaces."""
+    """Return the tensors that an update of a piece writes."""
     stored = [t for moment in piece.moments for t in (moment.values, moment.scales)]
     return [t for t in (piece.weight, piece.master_state, *stored) if t is not None]
 
 
 def aliased(piece: Piece) -> Piece:
-    """The same piece by addresses only: no reference to a residency."""
+    """Return the piece with tensors that hold no reference to its memory."""
 
     def other(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else alias(bytes_of(tensor)).view(tensor.dtype)
@@ -399,7 +405,7 @@ def aliased(piece: Piece) -> Piece:
 
 
 def asker() -> tuple[str, str] | None:
-    """The function of the engine that wants a copy; None if it is the test itself."""
+    """Return the module and function of the engine that requested a copy; None for the test."""
     frame = sys._getframe(1)
     while frame is not None:
         who = frame.f_globals["__name__"], frame.f_code.co_name
@@ -410,18 +416,18 @@ def asker() -> tuple[str, str] | None:
 
 
 def alias(tensor: Tensor) -> Tensor:
-    """The same bytes under a storage of their own; does not keep them alive."""
+    """Return a tensor over the same bytes that does not keep them alive."""
     raw = (ctypes.c_uint8 * tensor.numel()).from_address(tensor.data_ptr())
     return torch.frombuffer(raw, dtype=torch.uint8) if tensor.numel() else tensor
 
 
 def parts_of(after: Event) -> Iterator[Event]:
-    """The single events of one that may stand for several."""
+    """Return the single events of an event that may combine several."""
     for part in getattr(after, "events", (after,)):
         yield from (part,) if part is after else parts_of(part)
 
 
 def after_covers(after: Event, event: Event) -> bool:
-    """Whether waiting for `after` implies `event`."""
+    """Return whether waiting for `after` implies `event`."""
     parts = getattr(after, "events", None)
     return after is event or (parts is not None and event in parts)

@@ -1,4 +1,4 @@
-"""Tiny random-weight models of many transformers families, with batches that give a loss."""
+"""Tiny random-weight models of many transformers families, with batches that return a loss."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Family:
-    """One model class with a tiny configuration; `batch` maps a generator to arguments."""
+    """Model class with a tiny configuration; `batch` maps a generator to forward arguments."""
 
     kind: str
     model: str
@@ -28,13 +28,13 @@ class Family:
     loss: Callable[[Any], Tensor] = lambda output: output.loss
 
     def build(self, dtype: torch.dtype = torch.float32) -> Any:
-        """The same values every time; dropout is off."""
+        """Return a model in training mode, with the same values every time and no dropout."""
         torch.manual_seed(0)
         model = getattr(hf, self.model)._from_config(self.config(), dtype=dtype)
         return model.train()
 
     def batches(self, count: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
-        """The same for the same index; floating inputs in `dtype`."""
+        """Return batches that depend on their index only; floating-point inputs in `dtype`."""
         given = [self.batch(torch.Generator().manual_seed(100 + i)) for i in range(count)]
         return [{name: _cast(x, dtype) for name, x in batch.items()} for batch in given]
 
@@ -239,7 +239,7 @@ FAMILIES: dict[str, Family] = {
                                 **IDS),
         causal,
     ),
-    # In eval mode it would divide its own weights in place, which an engine does not lend out for.
+    # With rescale_every, eval mode divides the weights in place, which an engine does not support.
     "rwkv": Family(
         "state space", "RwkvForCausalLM",
         lambda: hf.RwkvConfig(hidden_size=16, num_hidden_layers=3, vocab_size=VOCABULARY,

@@ -1,7 +1,7 @@
-"""Children that are forked from a server which has imported torch: a start costs milliseconds.
+"""Child processes forked from a server that has imported torch: a start costs milliseconds.
 
-Nothing but imports has happened in the server: no thread, no lock and no engine is inherited. One
-server serves all tests of a process.
+The server has only imported modules, so children inherit no threads, held locks or engines. One
+server is used by all tests of a process.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ import infinity
 
 TESTS = str(Path(__file__).parent.parent)
 LIBRARY = str(Path(infinity.__file__).parent)
-HANG_S = 600  # only a hang takes so long
-# In a fork torch makes its pool of threads anew when it is next asked for; two threads that ask at
-# once may find none ("Invalid thread pool!"). So it is asked while there is one thread.
+HANG_S = 600  # exceeded only by a hang
+# After a fork torch makes its thread pool on first use, which is not thread-safe ("Invalid thread
+# pool!"). So it is made while there is one thread.
 os.register_at_fork(after_in_child=lambda: torch.set_num_threads(torch.get_num_threads()))
 
 
 @cache
 def server() -> ForkServerContext:
-    """The server, told where the tests are: it imports what children need."""
+    """Return the server; it has the tests on its path and imports the modules children need."""
     from multiprocessing import forkserver
 
     context = multiprocessing.get_context("forkserver")
@@ -62,9 +62,15 @@ def start(
     out: Path | None = None,
     err: Path | None = None,
 ) -> ForkServerProcess:
-    """A child that runs `target`; killed -9 at the n-th line of the library that it runs.
+    """Start a child that runs `target`.
 
-    It has variables beside this process's; what it prints is added to files, both to `out` alone.
+    Args:
+        target: Function to run.
+        *args: Its arguments.
+        die_at_line: Kill the child with SIGKILL at the n-th line of the library that it runs.
+        environment: Variables to add to those of this process.
+        out: File to which stdout is appended, and stderr too if `err` is None.
+        err: File to which stderr is appended.
     """
     told = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     child = server().Process(target=_run, args=(target, args, die_at_line, told, out, err or out))
@@ -92,7 +98,7 @@ def _run(
 
 
 class Program:
-    """A script, or a function, as a process of its own that ends with its block."""
+    """Context manager that runs a script or a function in a separate process."""
 
     def __init__(
         self, program: Path | Callable[..., Any], *arguments: Any, **environment: str
@@ -109,7 +115,7 @@ class Program:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.process.terminate()  # which a launcher passes on
+        self.process.terminate()  # a launcher forwards it to its children
         self.process.join(60)
         self.process.kill()
         self.process.join()
@@ -121,27 +127,27 @@ class Program:
         os.kill(self.process.pid, number)
 
     def said(self, pattern: str) -> bool:
-        """Whether a line of stdout begins like that, or it has ended."""
+        """Return whether a line of stdout begins with `pattern`, or the process has ended."""
         found = re.search(f"^{pattern}", self.out.read_text(), re.MULTILINE)
         return found is not None or not self.process.is_alive()
 
     def end(self) -> tuple[int | None, str, str]:
-        """Its exit code, and what it has printed on stdout and stderr."""
+        """Wait for the process; return its exit code, stdout and stderr."""
         self.process.join(HANG_S)
         return self.process.exitcode, self.out.read_text(), self.err.read_text()
 
 
 def run_script(path: Path, arguments: Sequence[str]) -> None:
-    """As `python path arguments`."""
+    """Run a script, as `python path arguments` does."""
     sys.argv = [str(path), *arguments]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
 
 
 def die_at(line: int) -> None:
-    """Kill this process before the n-th line of the library, in whatever thread, from now on.
+    """Kill this process before the n-th library line from now on, counted over all threads.
 
-    No clock says when: that would strike elsewhere on a slow day. Native threads go on meanwhile.
+    A timer would hit other lines on a slow machine. Native threads continue until the kill.
     """
     numbers = itertools.count(1)
 
@@ -157,7 +163,7 @@ def die_at(line: int) -> None:
 
 
 def call(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns that runs in a child."""
+    """Run a function in a child and return its result."""
     receiving, sending = server().Pipe(duplex=False)
     child = server().Process(target=_answer, args=(sending, function, args))
     child.start()

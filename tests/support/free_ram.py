@@ -1,8 +1,8 @@
-"""Free RAM as tests see it: at least 12 GiB, or all that the machine has.
+"""Patch of the free RAM that tests see: at least 12 GiB, or the total RAM of the machine.
 
 A default budget is a share of the RAM that is free at the moment. Tests of small models would fail
-where other programs have taken most of it. Importing this module is enough, in a test process or in
-the fork server; cgroup limits hold as before.
+on a machine whose RAM is mostly used by other programs. Importing this module applies the patch, in
+a test process or in the fork server; cgroup limits still hold.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grids of which the quick tests run a diagonal, and `make test-big` the whole."""
+"""Parameter grids of which quick runs test a diagonal, and `make test-big` all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import pytest
 
 
 def diagonal(*axes: Sequence[Any]) -> list[Any]:
-    """The product of `axes` for `parametrize`: each value is in a quick row; the rest is big."""
+    """Return the product of `axes` for `parametrize`, marked `big` but for a diagonal.
+
+    Each value of each axis is in a row of the diagonal.
+    """
     length = max(map(len, axes))
     quick = {tuple(index % len(axis) for axis in axes) for index in range(length)}
     rows = []

@@ -1,7 +1,7 @@
-"""Training in fp16 by hand: plain torch, fp32 masters beside fp16 weights, a scaled loss.
+"""Reference training in fp16 with plain torch: fp32 masters, fp16 weights and a loss scale.
 
-Nothing of the engine's. `closed_form_scale` is the loss scale as a formula of all that happened,
-rather than a state that goes from step to step.
+It does not use the engine. `closed_form_scale` computes the loss scale from the history of
+overflows, instead of a state updated at each step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infinity.optim.update import rounding_key
 
 @dataclass(frozen=True)
 class ScaleWords:
-    """What a user says of a loss scale, by DeepSpeed's meaning."""
+    """Settings of the loss scale, with DeepSpeed's semantics."""
 
     initial: float = 2.0**16
     window: int = 1000
@@ -47,11 +47,11 @@ class ScaleWords:
 
 
 def closed_form_scale(words: ScaleWords, overflows: Sequence[bool]) -> float:
-    """The loss scale after steps of which some overflowed.
+    """Return the loss scale after steps, given which of them overflowed.
 
     A run of n good steps has (n - 1) // window doublings, because the first of it does not count.
-    An overflow halves the scale if it is at least the hysteresis-th since patience was full:
-    since the last doubling, or with `consecutive` since the last good step.
+    An overflow halves the scale if it is at least the hysteresis-th since the last doubling, or
+    with `consecutive` since the last good step.
     """
     if words.static:
         return words.static
@@ -73,7 +73,7 @@ def closed_form_scale(words: ScaleWords, overflows: Sequence[bool]) -> float:
 
 @dataclass
 class _Half:
-    """One trained parameter: what the loop keeps of it beside the fp16 weight that computes."""
+    """State of one trained parameter, besides its fp16 weight."""
 
     parameter: nn.Parameter
     name: str
@@ -86,7 +86,7 @@ class _Half:
 
 @dataclass
 class HalfResult(Result):
-    """And the scale of each step's gradients, and which steps were skipped."""
+    """Result with the loss scale of each step, and which steps were skipped."""
 
     scales: list[float] = field(default_factory=list)
     overflows: list[bool] = field(default_factory=list)
@@ -102,10 +102,10 @@ def train_half(
     by_torch: bool = False,
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> HalfResult:
-    """fp16 forward and backward, fp32 masters; the update rule written out, bit for bit ours.
+    """Train with fp16 forward and backward and the reference update of fp32 masters.
 
-    With `by_torch` gradients are unscaled, clipped by `clip_grad_norm_` and applied by torch's own
-    AdamW, one after the other.
+    The engine must equal it bit for bit. With `by_torch` gradients are unscaled, clipped by
+    `clip_grad_norm_` and applied by torch's AdamW instead.
     """
     settings = _settings(config)
     micro_batches = settings.gradient_accumulation_steps
@@ -130,7 +130,7 @@ def train_half(
             continue
         active = [half for half in halves if half.gradient is not None]
         total = 0.0
-        for half in active:  # not `sum`, which rounds otherwise from Python 3.12 on
+        for half in active:  # not `sum`, which rounds differently from Python 3.12 on
             assert half.gradient is not None
             for squares in square_sums(half.gradient, half.parameter):
                 total += squares
@@ -151,7 +151,7 @@ def train_half(
 
 
 class _Exactly:
-    """The engine's order: one factor for clipping and the scale, in the update itself."""
+    """Update as in the engine: one factor for clipping and the scale, applied in the update."""
 
     def __init__(self, settings: Config, stepped: Stepped | None) -> None:
         self.settings = settings
@@ -177,7 +177,7 @@ class _Exactly:
 
 
 class _ByTorch:
-    """What users of torch write: unscale, clip, step, copy down."""
+    """Update as written by users of torch: unscale, clip, step, copy to fp16."""
 
     def __init__(self, halves: Sequence[_Half], settings: Config) -> None:
         self.bound = settings.gradient_clipping or math.inf
@@ -211,7 +211,7 @@ def _halves(
     settings: Config,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
 ) -> list[_Half]:
-    """In the model's order."""
+    """Return the trained parameters in the model's order."""
     params_by_index = hypers_by_parameter(model, settings, groups)
     found = []
     for name, parameter in model.named_parameters():
@@ -224,7 +224,7 @@ def _halves(
 
 
 def _collect(half: _Half, dtype: torch.dtype) -> None:
-    """Sum arriving gradients in `dtype`."""
+    """Accumulate gradients in `dtype` by a hook."""
 
     def arrived(parameter: Tensor) -> None:
         flat = taken(parameter).reshape(-1).to(dtype)

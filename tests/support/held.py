@@ -1,6 +1,6 @@
-"""Engines whose disk gives nothing back until they are closed, and what happens only in a wait.
+"""Engines whose requests do not complete until they are closed, and actions during a wait.
 
-Nothing here looks at a clock: a block of a held engine is late by hours, `close` lets it go.
+No clock is involved: a block of a held engine takes hours, unless `close` cancels it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from support.native_io import slow_engine
 
 from infinity._aio import AioError, Engine, Ticket
 
-LONG_S = 300.0  # only a hang takes so long
+LONG_S = 300.0  # exceeded only by a hang
 
 
 def held_engine(backend: str, queue_depth: int = 4) -> Engine:
@@ -24,7 +24,7 @@ def held_engine(backend: str, queue_depth: int = 4) -> Engine:
 
 
 def wait_all(tickets: Sequence[Ticket], timeout_s: float = LONG_S) -> bool:
-    """Whether all are over in time; their errors are left to them."""
+    """Wait for all tickets and return whether all are done; their errors are ignored."""
     for ticket in tickets:
         with suppress(AioError):
             ticket.wait(timeout_s)
@@ -33,9 +33,9 @@ def wait_all(tickets: Sequence[Ticket], timeout_s: float = LONG_S) -> bool:
 
 @contextmanager
 def while_this_thread_waits(action: Callable[[], object]) -> Iterator[None]:
-    """Inside, `action` runs in another thread as soon as this one lets go of the interpreter.
+    """Run `action` in another thread as soon as this one releases the GIL.
 
-    Threads do not take turns meanwhile: what does not let go is not interrupted.
+    The switch interval is so long that only an explicit release of the GIL switches threads.
     """
     gate = threading.Event()
     thread = threading.Thread(target=lambda: (gate.wait(), action()))
@@ -51,7 +51,7 @@ def while_this_thread_waits(action: Callable[[], object]) -> Iterator[None]:
 
 
 def interrupt(engine: Engine, wait: Callable[[], object], tickets: Sequence[Ticket]) -> None:
-    """Ctrl-C ends a wait for tickets that have not come; afterwards the engine is closed."""
+    """Assert that Ctrl-C ends a wait for tickets that are not done; then close the engine."""
     interrupted = threading.Event()
     in_time: list[bool] = []
 

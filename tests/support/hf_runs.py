@@ -1,4 +1,4 @@
-"""The same tiny model on the same data by `Trainer` and by `InfinityTrainer`."""
+"""Tiny models and data to train with both `Trainer` and `InfinityTrainer`."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from infinity.integrations.huggingface.trainer import InfinityTrainer
 VOCABULARY = 48
 LENGTH = 10
 FP32 = {"precision": "fp32"}
-# What differs from run to run, and from machine to machine.
+# Keys whose values differ between runs and machines.
 _TIMES = ("runtime", "per_second", "preparation_time", "step_s", "stall_s", "per_s", "_gib")
 
 
 class Texts(Dataset[dict[str, Tensor]]):
-    """Random tokens; labels end at another place in each, so that counts of items differ."""
+    """Random tokens; labels end at different positions, so that numbers of items differ."""
 
     def __init__(self, count: int, seed: int = 1) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -59,10 +59,12 @@ def gpt2() -> nn.Module:
 
 
 def arguments(out: Path, **changed: Any) -> Any:
-    """26 samples by 2: 13 batches an epoch; with windows of 3 the last of each has one batch.
+    """Return training arguments; `changed` overrides them.
 
-    With Adam's usual epsilon a gradient of nearly 0 makes a step of any size: processors round
-    otherwise, and one weight in 256 would differ.
+    26 samples in batches of 2 give 13 batches per epoch; with windows of 3 the last window of an
+    epoch has one batch. Adam's epsilon is larger than usual: with the default a gradient of nearly
+    0 makes a step of any size, and since processors round differently, one weight in 256 would
+    differ.
     """
     told: dict[str, Any] = {
         "output_dir": str(out), "per_device_train_batch_size": 2, "max_steps": 7,
@@ -78,7 +80,7 @@ def arguments(out: Path, **changed: Any) -> Any:
 def trainer_for(
     kind: Any, out: Path, model: Any = None, options: Any = None, **changed: Any
 ) -> Any:
-    """A trainer of that class; `options` are its own arguments, `changed` TrainingArguments."""
+    """Return a trainer of class `kind` with `options`; `changed` overrides TrainingArguments."""
     given: dict[str, Any] = {"train_dataset": Texts(26), "eval_dataset": Texts(7, seed=2)}
     if issubclass(kind, InfinityTrainer):
         given["infinity_config"] = FP32
@@ -89,7 +91,7 @@ def trainer_for(
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
-    """What was logged, without times."""
+    """Return the log history without times."""
     return [
         {k: v for k, v in entry.items() if not any(word in k for word in _TIMES)}
         for entry in trainer.state.log_history
@@ -97,7 +99,7 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 
 def assert_close_history(one: Any, other: Any, tolerance: float) -> None:
-    """The same keys in the same order, and values within a relative tolerance."""
+    """Assert equal keys in equal order, and values within a relative tolerance."""
     ours, theirs = history(one), history(other)
     assert [list(entry) for entry in ours] == [list(entry) for entry in theirs]
     for mine, yours in zip(ours, theirs, strict=True):

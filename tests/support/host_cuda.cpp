@@ -1,14 +1,14 @@
-// "CUDA" on the host: torch's device of that name, for a build of torch that has none.
+// Emulation of torch's CUDA device on the host, for builds of torch without CUDA.
 //
-// Tensors of the device are tensors on `cuda:0` to torch and to whoever asks; their memory is the
-// host's. An operation that meets tensors of both devices raises, as on a GPU; a backward runs on
-// the device's own thread. Operations run at once, by the CPU's kernels, so bits are the CPU's.
-// What a GPU would do later is kept as clocks: every stream, and the host, knows what it comes
-// after. Two accesses to one range of memory of which neither comes after the other, and one
-// writes, are told (`hc_violations`): a wait is missing, or memory was given away too early. Threads
-// that Python starts are timelines too, which come after one another where one lets go of a lock that
-// the other takes next (`hc_hands_over`, `hc_takes_over`), or waits for an event or the disk. Threads
-// of torch's own, as that of a backward, are one with the main thread. Written for torch 2.13.
+// Tensors of the device report `cuda:0`; their memory is the host's. An operation with tensors of
+// both devices raises, as on a GPU; a backward runs on the device's autograd thread. Operations run
+// synchronously by CPU kernels, so results have the bits of the CPU.
+// Asynchrony is tracked by vector clocks of streams and of the host. Two unordered accesses to one
+// range of memory, of which at least one writes, are violations (`hc_violations`): a wait is
+// missing, or memory was reused too early. Threads started by Python have timelines too: acquiring
+// a lock is ordered after its last release (`hc_takes_over`, `hc_hands_over`), and so are waits for
+// events and the disk. Internal threads of torch, such as autograd's, share the timeline of the
+// main thread. Written for torch 2.13.
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -41,12 +41,12 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using Address = std::uintptr_t;
 
-// --- who comes after what -----------------------------------------------------------------------
+// --- vector clocks ------------------------------------------------------------------------------
 
-// By timeline: the main thread is the first, then the default stream, other streams and threads.
+// Indexed by timeline ("line"): 0 is the main thread, 1 the default stream, then others.
 using Clock = std::vector<std::uint64_t>;
 
-thread_local int host_line = 0;  // of the thread that asks
+thread_local int host_line = 0;  // timeline of the calling thread
 
 struct Access {
   Address first, end;
@@ -58,7 +58,7 @@ struct Access {
 
 struct Event {
   Clock clock;
-  int polls = 0;  // until a look finds it over
+  int polls = 0;  // queries until one returns true
   std::chrono::steady_clock::time_point at;
 };
 
@@ -72,8 +72,8 @@ struct Books {
   std::mutex mutex;
   std::map<int, StreamPool> pools;  // by priority
   std::vector<Clock> lines{Clock(2, 0), Clock(2, 0)};  // the main thread, the default stream
-  std::vector<int> threads{0};                         // lines of threads that run
-  std::map<std::uint64_t, Clock> handed_over;          // by lock, or what else is waited for
+  std::vector<int> threads{0};                         // lines of running threads
+  std::map<std::uint64_t, Clock> handed_over;          // by lock, thread, event or disk request
   std::vector<Access> accesses;
   std::vector<std::string> violations;
   std::map<Address, Address> pinned;
@@ -95,7 +95,7 @@ struct Books {
     auto found = pinned.upper_bound(address);
     return found != pinned.begin() && address < std::prev(found)->second;
   }
-  // A copy of host memory, which must not cross from one registration into another.
+  // Checks that a copy of host memory does not cross the edge of a registration.
   void stays_in_one(Address first, Address end) {
     for (const auto& [start, stop] : pinned)
       if (first < stop && start < end && !(start <= first && end <= stop))
@@ -104,7 +104,7 @@ struct Books {
   bool is_thread(int line) const {
     return std::find(threads.begin(), threads.end(), line) != threads.end();
   }
-  // What a line does next comes after all that the thread did that asks for it.
+  // Begins an operation on a line, ordered after all the calling thread has done.
   void begin(int line) {
     Clock& clock = lines[line];
     if (line != host_line) join(clock, lines[host_line]);
@@ -123,7 +123,7 @@ struct Books {
            << ", bytes " << std::max(first, other.first) << " to " << std::min(end, other.end);
       if (violations.size() < 100) violations.push_back(told.str());
     }
-    if (write)  // whoever comes after this comes after those
+    if (write)  // accesses ordered after this one are ordered after those it covers
       std::erase_if(accesses, [&](const Access& a) { return first <= a.first && a.end <= end; });
     accesses.push_back({first, end, line, clock[line], write, what});
   }
@@ -131,7 +131,7 @@ struct Books {
     join(lines[host_line], clock);
     forget_known();
   }
-  // Whatever comes from now on comes after what all threads know of.
+  // Drops accesses that all threads are ordered after: no later access can conflict with them.
   void forget_known() {
     std::erase_if(accesses, [&](const Access& a) {
       return std::all_of(threads.begin(), threads.end(), [&](int thread) {
@@ -143,7 +143,7 @@ struct Books {
     seed = seed * 1664525u + 1013904223u;
     return static_cast<int>((seed >> 16) % of);
   }
-  // An operation of torch's makes the host wait.
+  // A synchronizing operation of torch.
   void operation_waits(int line) {
     TORCH_CHECK(!refuses_waits, "called a synchronizing CUDA operation");
     host_waits(lines[line]);
@@ -174,10 +174,9 @@ c10::Stream stream_of(int line) {
 
 // --- memory -------------------------------------------------------------------------------------
 
-// As torch's caching allocator: memory comes in segments of a stream, of which blocks are cut; a
-// block that is let go joins its free neighbours, and is given to whoever asks next on that stream.
-// Only a segment that is free as a whole goes back, when the cap is reached: so blocks of many sizes
-// leave holes, as they do on a GPU.
+// Emulation of torch's caching allocator: segments belong to a stream and are split into blocks; a
+// freed block is merged with its free neighbours and reused on that stream. Segments are released
+// only if entirely free, when the limit is reached: so memory fragments as on a GPU.
 struct DeviceMemory final : c10::Allocator {
   static constexpr std::size_t kSmall = 1 << 20, kLarge = 10 << 20, kPage = 2 << 20;
   struct Block {
@@ -185,11 +184,11 @@ struct DeviceMemory final : c10::Allocator {
     int line;      // the stream of its segment
     bool is_small;  // of a segment for blocks of up to kSmall
     bool is_free, begins;  // begins a segment
-    Clock freed;           // what the threads knew as it was let go: the allocator has a lock
+    Clock freed;           // clocks of the threads when it was freed: the allocator has a lock
   };
   std::mutex mutex;
-  std::map<Address, Block> all;  // by address: those of a segment lie behind one another
-  std::map<void*, std::vector<Clock>> used_elsewhere;  // as autograd tells
+  std::map<Address, Block> all;  // by address: blocks of a segment are consecutive
+  std::map<void*, std::vector<Clock>> used_elsewhere;  // by `record_stream`, as autograd calls it
   std::int64_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, segments = 0, retries = 0;
   std::int64_t limit = INT64_MAX;
   using Place = std::map<Address, Block>::iterator;
@@ -236,7 +235,7 @@ struct DeviceMemory final : c10::Allocator {
     Place at = best_fit(size, is_small);
     if (at == all.end()) at = new_segment(size, is_small);
     const std::size_t rest = at->second.size - size;
-    if (rest > (is_small ? 0 : kSmall)) {  // as torch: smaller ends stay with a large block
+    if (rest > (is_small ? 0 : kSmall)) {  // as torch: small remainders are not split off
       Block end = at->second;
       end.size = rest;
       end.begins = false;
@@ -253,13 +252,13 @@ struct DeviceMemory final : c10::Allocator {
     void* memory = reinterpret_cast<void*>(at->first);
     return {memory, memory, &DeviceMemory::release, device};
   }
-  // Segments of which nothing is used.
+  // Releases segments that are entirely free.
   void give_back() {
     for (Place at = all.begin(); at != all.end();) {
       const Place next = std::next(at);
       if (at->second.is_free && at->second.begins && (next == all.end() || next->second.begins)) {
         reserved -= static_cast<std::int64_t>(at->second.size);
-        {  // the driver waits for the device before it takes memory back
+        {  // the driver synchronizes the device before it frees memory
           std::lock_guard<std::mutex> also(books().mutex);
           std::erase_if(books().accesses, [&](const Access& one) {
             return at->first <= one.first && one.end <= at->first + at->second.size;
@@ -297,7 +296,7 @@ void DeviceMemory::release(void* memory) {
   Place at = all.all.find(reinterpret_cast<Address>(memory));
   if (at == all.all.end() || at->second.is_free) return;
   auto elsewhere = all.used_elsewhere.find(memory);
-  if (elsewhere != all.used_elsewhere.end()) {  // torch waits for those before it is used again
+  if (elsewhere != all.used_elsewhere.end()) {  // torch waits for those streams before reuse
     Books& b = books();
     std::lock_guard<std::mutex> also(b.mutex);
     for (const Clock& clock : elsewhere->second) Books::join(b.lines[at->second.line], clock);
@@ -308,14 +307,14 @@ void DeviceMemory::release(void* memory) {
   at->second.is_free = true;
   {
     std::lock_guard<std::mutex> also(books().mutex);
-    // Whoever dropped a reference before may be another thread: counting them orders the two.
+    // Another thread may have dropped an earlier reference: the reference count orders the two.
     for (int thread : books().threads) Books::join(at->second.freed, books().lines[thread]);
   }
   all.join_behind(at);
   if (!at->second.begins && std::prev(at)->second.is_free) all.join_behind(std::prev(at));
 }
 
-// Pinned memory of torch's own, as `pin_memory=True` takes it.
+// Pinned memory of torch, for `pin_memory=True`.
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(std::size_t n) override {
     void* memory = std::aligned_alloc(4096, (n + 4095) / 4096 * 4096 + 4096);
@@ -330,7 +329,7 @@ struct PinnedMemory final : at::HostAllocator {
     {
       std::lock_guard<std::mutex> lock(b.mutex);
       const Address first = reinterpret_cast<Address>(memory);
-      // torch gives it away again only when copies that use it are over.
+      // torch reuses it only after the copies that use it.
       std::erase_if(b.accesses,
                     [&](const Access& a) { return first <= a.first && a.end <= b.pinned[first]; });
       b.pinned.erase(first);
@@ -353,7 +352,7 @@ PinnedMemory& pinned_memory() {
   return *kept;
 }
 
-// --- streams and hooks, for torch's own use ------------------------------------------------------
+// --- streams and hooks that torch calls ---------------------------------------------------------
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
@@ -363,7 +362,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const override { return stream_of(current_line); }
   c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
-  // As torch does: of a pool of 32 for each priority, over and over.
+  // As torch: streams of a pool of 32 per priority, reused in turn.
   c10::Stream getNewStream(Device, int priority) const override {
     Books& b = books();
     std::lock_guard<std::mutex> lock(b.mutex);
@@ -491,7 +490,7 @@ struct Borrowed {
   bool write;
 };
 
-// Runs an operation by the CPU's kernel, over the same memory.
+// Runs an operation with the CPU kernel over the same memory.
 struct Call {
   const c10::OperatorHandle& op;
   std::vector<Borrowed> borrowed;
@@ -505,7 +504,7 @@ struct Call {
     }
     at::Tensor host = write && tensor.numel() == 0
                           ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
-                          : on_host(tensor);  // what is empty may be resized
+                          : on_host(tensor);  // an empty output may be resized
     borrowed.push_back({tensor, host, write});
     return host;
   }
@@ -566,7 +565,7 @@ void note_made(const Call& call, const at::Tensor& made) {
   if (!made.defined() || !made.is_cuda()) return;
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
-  b.begin(current_line);  // after what the thread learnt as it was given this memory
+  b.begin(current_line);  // ordered after the allocation of this memory
   const auto [first, end] = range_of(made);
   b.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
 }
@@ -730,8 +729,7 @@ const bool ready = [] {
 
 }  // namespace
 
-// --- what Python asks
-// -----------------------------------------------------------------------------
+// --- functions called from Python ---------------------------------------------------------------
 
 extern "C" {
 void hc_register(void* memory, std::size_t n) {
@@ -743,7 +741,7 @@ int hc_unregister(void* memory) {
   std::lock_guard<std::mutex> lock(books().mutex);
   return books().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
 }
-// A thread begins and ends.
+// Called by a thread at its begin and its end.
 void hc_thread_begins() {
   std::lock_guard<std::mutex> lock(books().mutex);
   host_line = books().new_line();
@@ -753,7 +751,7 @@ void hc_thread_ends() {
   std::lock_guard<std::mutex> lock(books().mutex);
   std::erase(books().threads, host_line);
 }
-// It lets go of a lock, or asks the disk for something; it takes the lock, or has waited.
+// Releases an object (lock, event, disk request) with the calling thread's clock, or acquires it.
 void hc_hands_over(std::uint64_t what) {
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);
@@ -765,7 +763,7 @@ void hc_takes_over(std::uint64_t what) {
   const auto found = b.handed_over.find(what);
   if (found != b.handed_over.end()) b.host_waits(found->second);
 }
-// Something else than torch reads or writes: a kernel on a stream, or line 0, the calling thread.
+// Records an access not made by torch: by a kernel on a stream, or the calling thread (line 0).
 void hc_access(int line, void* memory, std::size_t n, int write, const char* what) {
   Books& b = books();
   std::lock_guard<std::mutex> lock(b.mutex);

@@ -1,14 +1,14 @@
-"""`torch.cuda` without a GPU, for a torch that was built without CUDA: a plugin of pytest's.
+"""pytest plugin that emulates `torch.cuda` on the host, for builds of torch without CUDA.
 
     PYTHONPATH=tests python -m pytest -p support.host_cuda -m gpu tests/gpu
 
-Imported before torch is, it builds and loads host_cuda.cpp, which says what the device is, and lets
-`torch.cuda` answer what the engine and its tests ask. The kernels of optimizers are built for the
-host (`cuda_on_host`); what they, the CPU's kernels and the disk read and write is noted as well. A
-test fails after which somebody read or wrote too early: before a stream, or a thread, that it must
-come after.
+It must be imported before torch. It builds and loads host_cuda.cpp, which implements the device,
+and replaces the functions of `torch.cuda` that the engine and its tests call. Optimizer kernels are
+built for the host (`cuda_on_host`). Memory accesses of operations, optimizer kernels, CPU kernels
+and the disk are recorded; a test fails if two accesses of one range are not ordered by streams,
+events or threads.
 
-What only a GPU has is not here: time, capture of graphs, compiled code, `nvrtc`, NCCL.
+Not emulated: timing, graph capture, compiled code, `nvrtc`, NCCL.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Any
 
 TOTAL_BYTES = 4 << 30
 _FLAGS = ("-std=c++20", "-O1", "-fPIC", "-shared", "-w")  # warnings of torch's headers
-_HOST = 0  # its timeline, as host_cuda.cpp numbers them
+_HOST = 0  # number of the calling thread's timeline in host_cuda.cpp
 
 
 def _torch_folder() -> Path:
@@ -43,7 +43,7 @@ def _torch_folder() -> Path:
 
 
 def _build(torch_folder: Path) -> Path:
-    """The library; kept for the session, and for those after it."""
+    """Build host_cuda.cpp, or reuse the cached library; return its path."""
     source = Path(__file__).with_suffix(".cpp")
     version = (torch_folder / "version.py").read_text()
     digest = hashlib.sha256(repr((source.read_text(), version, _FLAGS)).encode()).hexdigest()[:24]
@@ -82,7 +82,7 @@ LIBRARY = _load()
 
 
 class _Lock:
-    """`threading.Lock`: who takes it comes after who let it go."""
+    """Replacement of `threading.Lock`: acquiring is ordered after the last release."""
 
     def __init__(self) -> None:
         self._lock = _thread.allocate_lock()
@@ -107,7 +107,7 @@ class _Lock:
 
 
 def _stand_in_for_threads() -> None:
-    """Threads are timelines, ordered by what `threading` has: nearly all of it is made of locks."""
+    """Make threads timelines, ordered by locks, events, and start and join of threads."""
     start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
 
     def start_after(self: threading.Thread) -> None:
@@ -153,14 +153,14 @@ def _stand_in_for_threads() -> None:
 
 _stand_in_for_threads()
 
-import torch  # noqa: E402  (not before)
+import torch  # noqa: E402  (after the device is loaded)
 from torch import Tensor  # noqa: E402
 
 DEVICE = torch.device("cuda", 0)
 
 
 class Stream(torch.Stream):
-    """`torch.cuda.Stream`: a timeline."""
+    """Replacement of `torch.cuda.Stream`: a timeline."""
 
     def __new__(
         cls, device: Any = None, priority: int = 0, like: torch.Stream | None = None
@@ -181,7 +181,7 @@ class Stream(torch.Stream):
 def event(
     enable_timing: bool = False, blocking: bool = False, interprocess: bool = False
 ) -> torch.Event:
-    """`torch.cuda.Event(...)`. Whether it is over is left to chance until somebody waits for it."""
+    """Replacement of `torch.cuda.Event`; a query is answered at random until the event is known."""
     return torch.Event(DEVICE, enable_timing=enable_timing, blocking=blocking)
 
 
@@ -191,7 +191,7 @@ def current_stream(device: Any = None) -> Stream:
 
 @contextlib.contextmanager
 def on_stream(stream: torch.Stream | None) -> Iterator[None]:
-    """As `with stream:`, which several threads may not enter at a time."""
+    """Set the current stream, as `with stream:` does; several threads may enter it at a time."""
     before = current_stream()
     torch.accelerator.set_stream(stream or before)
     try:
@@ -201,7 +201,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
 
 
 class _Current:
-    """`torch.cuda.device`: there is one."""
+    """Replacement of `torch.cuda.device`: there is one device."""
 
     def __init__(self, device: Any) -> None:
         self.idx = 0
@@ -214,7 +214,7 @@ class _Current:
 
 
 class _Share:
-    """Of the device's memory, that torch's allocator may have."""
+    """Share of the device's memory that torch's allocator may use."""
 
     def __init__(self) -> None:
         self._share = 1.0
@@ -228,7 +228,7 @@ class _Share:
 
 
 def violations() -> list[str]:
-    """Accesses that nothing orders, since this was last asked."""
+    """Return and clear the unordered accesses."""
     told = ctypes.create_string_buffer(1 << 16)
     LIBRARY.hc_violations(told, len(told))
     return told.value.decode().splitlines()
@@ -250,7 +250,7 @@ def _stand_in_for_torch() -> None:
         cudaHostRegister=lambda address, size, flags: LIBRARY.hc_register(address, size),
         cudaHostUnregister=LIBRARY.hc_unregister,
     )
-    default = torch.Stream(stream_id=1, device_index=0, device_type=1)  # as host_cuda.cpp has it
+    default = torch.Stream(stream_id=1, device_index=0, device_type=1)  # as in host_cuda.cpp
     share, nothing = _Share(), lambda *arguments: None
     values: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
@@ -279,7 +279,7 @@ def _stand_in_for_torch() -> None:
         "default_generators": (torch.default_generator,),
         "is_bf16_supported": lambda including_emulation=True: True,
     }  # fmt: skip
-    for name, value in values.items():  # torch's compiler wants each to be one of its own
+    for name, value in values.items():  # torch's compiler requires distinct objects
         for module in (torch.cuda, torch.cuda.random):
             if module is torch.cuda or hasattr(module, name):
                 own = value if isinstance(value, type | tuple) else partial(value)
@@ -308,7 +308,7 @@ def _note_pieces(line: int, pieces: Any) -> None:
 
 
 def _stand_in_for_kernels() -> None:
-    """The GPU's kernels are the host's; what they, the CPU's and the disk touch is noted."""
+    """Run GPU kernels on the host; record accesses of optimizer kernels, CPU kernels and disk."""
     from support.cuda_on_host import HostLauncher
 
     from infinity.optim import cpu, cuda
@@ -351,7 +351,7 @@ def _stand_in_for_kernels() -> None:
         _note(_HOST, True, "a sum", target)
 
     def note_disk(name: str, write: bool) -> None:
-        """Who waits for a request comes after who made it; the disk itself is quick."""
+        """Order the wait for a request after the request; the transfer itself counts as instant."""
         plain = getattr(disk.Disk, name)
 
         def noted(self: Any, pieces: Any, *others: Any, **named: Any) -> Any:
@@ -380,7 +380,7 @@ def _stand_in_for_kernels() -> None:
     before(cpu.CpuKernels, "convert", sums)
     before(cpu.CpuKernels, "accumulate", sums)
     before(cpu.CpuKernels, "square_sum", lambda tensor: _note(_HOST, False, "a sum", tensor))
-    note_disk("read", write=True)  # which writes the buffer
+    note_disk("read", write=True)  # a read writes the buffer
     note_disk("write", write=False)
     after_request("wait")
     after_request("done")
@@ -391,6 +391,6 @@ _stand_in_for_kernels()
 
 
 def pytest_runtest_teardown() -> None:
-    """What a test left."""
+    """Fail a test after which there are unordered accesses."""
     found = violations()
     assert not found, "\n".join(["nothing orders these:", *found[:10]])

@@ -1,7 +1,7 @@
-"""Initialises a model much larger than what the plan holds in RAM; tells what RAM it took.
+"""Memory use of initialising a model much larger than the planned RAM.
 
-It is `make_engine_alone(path, way)`, in a process of its own: bytes of the model (fp32), of its
-largest tensor, of what the plan reserves, and by how much the peak grew while the model was built
+`make_engine_alone(path, way)` runs in a separate process and returns bytes: of the model (fp32), of
+its largest tensor, of the plan's reservations, and the growth of the peak while the model was built
 and while it was initialised.
 """
 
@@ -44,7 +44,7 @@ def without_values(way: str, **size: int) -> nn.Module:
 
 
 def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
-    """On disk, unless `config` says otherwise."""
+    """Return an engine with everything on disk; `config` overrides entries."""
     config = {
         "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
         "optimizer": {"type": "SGD", "lr": 1e-3, "momentum": 0.0},  # little to write
@@ -58,12 +58,12 @@ def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
 
 
 def make_engine_alone(path: Path, way: str) -> dict[str, int]:
-    """Bytes; WAY is one of init, meta, read, real."""
+    """Return numbers of bytes; `way` is init, meta, read or real."""
     process_memory.count_held()
     torch.set_num_threads(1)
     config = {"nvme_path": str(path)}
     small = without_values(way, width=256, num_layers=4)
-    start(small, config).close()  # what every process pays once
+    start(small, config).close()  # warm-up: allocations made once per process
     peak = process_memory.Peak()
     model = without_values(way)
     built = peak.grown

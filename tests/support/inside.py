@@ -1,4 +1,4 @@
-"""The inside of an engine, for tests that look at it."""
+"""Access to the internal components of an engine."""
 
 from __future__ import annotations
 
@@ -10,5 +10,5 @@ if TYPE_CHECKING:
 
 
 def components(engine: Engine) -> EngineComponents:
-    """Return the components that an engine is made of."""
+    """Return the components of an engine."""
     return engine._components

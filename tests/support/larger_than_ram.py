@@ -1,11 +1,12 @@
-"""A life of a model that need not fit RAM: built, trained, evaluated, saved, loaded, resumed.
+"""Life cycle of a model that need not fit in RAM: build, train, evaluate, save, load and resume.
 
-`python -m support.larger_than_ram JSON` lives in a process of its own and prints one JSON object:
-losses as hexadecimal floats, so that equal text means equal bits, and digests of what was saved.
+`python -m support.larger_than_ram JSON` runs in a separate process and prints one JSON object:
+losses as hexadecimal floats, so that equal text means equal bits, and digests of saved files.
 
 JSON: `width`, `num_layers` or the `num_experts` of a single layer, `vocab_size`, `context`,
 `precision`, `path`, `save_dir`, `steps`, `micro_batches`, `host` (a budget), `placement`, and
-`reload`: "initialised" with what was saved, "loaded" into an engine that lives, or "".
+`reload`: "initialised" (a new engine with the saved weights), "loaded" (into an existing engine),
+or "".
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Experts(nn.Module):
-    """Perceptrons of several layers, whose matrices of one layer are a stack."""
+    """Experts that are multi-layer perceptrons; the matrices of a layer are one stack."""
 
     infinity_stacks = NAMES = tuple(f"layer{index}" for index in range(NUM_STACKS))
 
@@ -63,7 +64,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """A model of a single layer, which routes a token by its number."""
+    """Model with a single layer of experts, which routes a token by its id."""
 
     def __init__(self, job: dict[str, Any]) -> None:
         super().__init__()
@@ -79,7 +80,7 @@ class Mixture(nn.Module):
 
 
 def build(job: dict[str, Any]) -> nn.Module:
-    """The model, its values still to be made."""
+    """Return the model, with values deferred by `infinity.Init`."""
     if "num_experts" in job:
         torch.manual_seed(5)
         with infinity.Init():
@@ -96,7 +97,7 @@ def build(job: dict[str, Any]) -> nn.Module:
 
 
 def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
-    """An engine over a fresh model, initialised with the saved `weights` if there are some."""
+    """Return an engine for a fresh model, initialised with saved `weights` if given."""
     model = build(job)
     if weights is not None:
         infinity.load_weights(model, weights)
@@ -116,7 +117,7 @@ def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
 
 
 def batches(job: dict[str, Any], count: int, seed: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Random tokens."""
+    """Return (tokens, targets) pairs of random tokens."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count, 2, 1, job["context"])
     tokens = torch.randint(0, job["vocab_size"], shape, generator=generator)
@@ -125,7 +126,7 @@ def batches(job: dict[str, Any], count: int, seed: int) -> list[tuple[torch.Tens
 
 @torch.no_grad()
 def evaluate(engine: infinity.Engine, job: dict[str, Any]) -> str:
-    """The loss on a batch nobody trains on."""
+    """Return the loss on a batch that is not trained on."""
     engine.eval()
     loss = engine(*batches(job, 1, seed=99)[0])
     engine.train()
@@ -133,7 +134,7 @@ def evaluate(engine: infinity.Engine, job: dict[str, Any]) -> str:
 
 
 def train(engine: infinity.Engine, job: dict[str, Any], step: int) -> list[str]:
-    """The losses of one step."""
+    """Train one step and return its losses."""
     losses = []
     for tokens, targets in batches(job, job["micro_batches"], seed=step):
         loss = engine(tokens, targets)
@@ -144,7 +145,7 @@ def train(engine: infinity.Engine, job: dict[str, Any], step: int) -> list[str]:
 
 
 def digest(directory: Path) -> str:
-    """Of the tensors' files, whatever shards they are in."""
+    """Return a hash of the saved safetensors files."""
     whole = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         with open(path, "rb") as file:
@@ -154,7 +155,7 @@ def digest(directory: Path) -> str:
 
 
 def layer_bytes(plan: Plan) -> Counter[str]:
-    """Bytes of weights by layer, the ranges of its experts together."""
+    """Return bytes of weights by layer, with all ranges of its experts."""
     found: Counter[str] = Counter()
     for unit in plan.units:
         found[unit.name.partition("[")[0]] += unit.slot_bytes
@@ -162,7 +163,7 @@ def layer_bytes(plan: Plan) -> Counter[str]:
 
 
 def live(job: dict[str, Any]) -> dict[str, Any]:
-    """One life, and what it came to."""
+    """Run the life cycle of a job and return its results."""
     saved = Path(job["save_dir"])
     losses: list[str] = []
     with start(job) as engine:
@@ -199,9 +200,9 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Live, and print."""
+    """Run the job in the first argument and print its results."""
     process_memory.count_held()
-    torch.set_num_threads(1)  # beside other tests more threads wait for one another
+    torch.set_num_threads(1)  # more threads are slower next to other tests
     print(json.dumps(live(json.loads(sys.argv[1]))), flush=True)
 
 

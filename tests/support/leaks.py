@@ -1,6 +1,6 @@
-"""What one test left behind: engines still open, threads of ours, files and rings.
+"""Detection of resources that a test leaks: open engines, library threads, files and rings.
 
-Found by difference, not by count: what was there before the test may go meanwhile, as garbage does.
+Sets are compared, not counts: resources from before the test may be freed during it, as garbage is.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _OURS = (tempfile.gettempdir(), "anon_inode:[io_uring]")
 
 
 def tasks() -> set[str]:
-    """Ids of this process's threads, those unknown to Python included."""
+    """Return the ids of this process's threads, native ones included."""
     return set(os.listdir("/proc/self/task"))
 
 
 def native_threads() -> set[str]:
-    """Threads that native engines have made."""
+    """Return the ids of threads made by native engines."""
     found = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
@@ -38,15 +38,15 @@ def native_threads() -> set[str]:
 
 
 def threads() -> set[threading.Thread]:
-    """The library's threads, as Python knows them."""
+    """Return the library's Python threads."""
     return {t for t in threading.enumerate() if t.name.startswith("infinity-")}
 
 
 def descriptors() -> Open:
-    """Open files of tests, and rings, each with what it is open on."""
+    """Return open files below the temporary directory and io_uring rings, with their targets."""
     found = set()
     for name in os.listdir("/proc/self/fd"):
-        with suppress(OSError):  # the listing's own, or one that another thread closes
+        with suppress(OSError):  # of the listing itself, or closed by another thread
             target = os.readlink(f"/proc/self/fd/{name}")
             if target.startswith(_OURS):
                 found.add((int(name), target))
@@ -54,7 +54,7 @@ def descriptors() -> Open:
 
 
 class Watch:
-    """Knows every engine that is made while it watches."""
+    """Registry of all engines made since it was created."""
 
     def __init__(self) -> None:
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -67,16 +67,16 @@ class Watch:
         Engine.__init__ = noted  # type: ignore[method-assign]
 
     def one_test(self) -> Iterator[None]:
-        """Close what a test leaves open; an error if something stays.
+        """Close engines that a test leaves open; assert that no thread or file remains.
 
-        Engines of wider fixtures are there before, and are not closed.
+        Engines of fixtures with a wider scope exist before the test and are not closed.
         """
         wider = weakref.WeakSet(self._engines)
         running, opened = threads(), descriptors()
         yield
         for engine in list(self._engines):
             if engine not in wider:
-                with suppress(Exception):  # what a failed engine says was the test's to look at
+                with suppress(Exception):  # the test has checked the error of a failed engine
                     engine.close()
         if threads() - running or descriptors() - opened:
             gc.collect()

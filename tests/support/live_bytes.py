@@ -1,6 +1,6 @@
-"""How many bytes of tensors live at most: counted, storage by storage, not sampled.
+"""Peak of live tensor bytes, counted by storage rather than sampled.
 
-What torch's operations allocate inside themselves and give back before they return is not seen.
+Memory that an operation allocates and frees internally is not counted.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Counts storages that operations make while it is active; those of `known` are not new.
+    """Dispatch mode that counts storages made by operations, except those of `known`.
 
-    `peak` is the most that lived at once, `now` what lives, both in bytes.
+    `now` is the number of live bytes, `peak` its maximum.
     """
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
@@ -44,7 +44,7 @@ class LiveBytes(TorchDispatchMode):
             address, nbytes = storage.data_ptr(), storage.nbytes()
         except RuntimeError:  # of a fake tensor
             return
-        if address in self._seen or not address or not nbytes:  # on meta it has no address
+        if address in self._seen or not address or not nbytes:  # meta tensors have no address
             return
         self._seen.add(address)
         self.now += nbytes

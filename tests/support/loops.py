@@ -1,4 +1,4 @@
-"""File systems in small image files, mounted as loop devices; for tests that run as root."""
+"""File systems in small image files, mounted through loop devices, for tests that run as root."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 _MAKERS = {"ext4": ("mkfs.ext4", "-q"), "xfs": ("mkfs.xfs", "-q"), "btrfs": ("mkfs.btrfs", "-q")}
-# The smallest that the maker accepts, and some room.
+# The minimum that mkfs accepts, and some space.
 SMALLEST_MIB = {"ext4": 16, "xfs": 320, "btrfs": 128}
 _BLKIO = Path("/sys/fs/cgroup/blkio")
 
@@ -26,7 +26,7 @@ def _run(*command: str) -> str:
 def loop_mount(
     directory: Path, kind: str = "ext4", mib: int | None = None, options: str = ""
 ) -> Iterator[Path]:
-    """A fresh file system of a kind, mounted below `directory`; skips the test where it cannot."""
+    """Mount a fresh file system below `directory`, or skip the test if that is impossible."""
     maker = shutil.which(_MAKERS[kind][0], path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
     if os.geteuid() != 0:
         pytest.skip("mounting a loop device needs root")
@@ -60,16 +60,16 @@ def loop_mount(
 
 
 def loop_name(path: Path) -> str:
-    """The name of the loop device behind a path, "loop3"."""
+    """Return the name of the loop device behind a path, such as "loop3"."""
     device = os.stat(path).st_dev
     return os.path.basename(os.readlink(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}"))
 
 
 @contextmanager
 def throttled(path: Path, bytes_per_s: int) -> Iterator[Path]:
-    """A control group in which the device behind `path` is that slow, for reads and writes each.
+    """Yield a control group that limits reads and writes of the device behind `path`.
 
-    Processes join it through its `cgroup.procs`. Skips the test where it cannot be made.
+    Processes join it through its `cgroup.procs`. Skips the test if it cannot be made.
     """
     device = os.stat(path).st_dev
     group = _BLKIO / f"infinity-test-{uuid.uuid4().hex[:8]}"

@@ -1,9 +1,9 @@
-"""Short runs of a GPT: what the plan promised and what the process took.
+"""Planned and measured memory of short runs of a GPT.
 
-`measure(jobs)` runs in a process of its own, one run after the other. A job has `width`,
-`num_layers`, `vocab_size`, `tokens`, `micro_batches`, `steps`, `path`, `init` (build under
-`infinity.Init`), `fake` (a device with memory of its own, which here is RAM as well), `host` (a
-budget beyond what the process holds, or None) and `config`, which is added to the run's.
+`measure(jobs)` runs jobs sequentially in a separate process. A job has `width`, `num_layers`,
+`vocab_size`, `tokens`, `micro_batches`, `steps`, `path`, `init` (build under `infinity.Init`),
+`fake` (use the fake accelerator, whose memory is RAM too), `host` (a budget beyond the memory of
+the process, or None) and `config` (additional entries).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from support.fake_accelerator import FakeAccelerator
 
 
 def build(job: dict[str, Any]) -> nn.Module:
-    """The model, with its values or without."""
+    """Return the model, with values deferred by `infinity.Init` if the job has `init`."""
     shape = gpt.GPTConfig(
         vocab_size=job["vocab_size"],
         context=job["tokens"],
@@ -46,7 +46,7 @@ def build(job: dict[str, Any]) -> nn.Module:
 
 
 def train(engine: infinity.Engine, job: dict[str, Any]) -> None:
-    """Steps over random tokens."""
+    """Train on random tokens."""
     generator = torch.Generator().manual_seed(0)
     for _ in range(job["steps"] * job["micro_batches"]):
         size = (1, job["tokens"])
@@ -57,14 +57,14 @@ def train(engine: infinity.Engine, job: dict[str, Any]) -> None:
 
 
 def measure(jobs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return bytes of each run; peaks are beyond what the process held before."""
+    """Return bytes of each run; peaks are relative to the memory held before."""
     process_memory.count_held()
     torch.set_num_threads(1)
     return [_measure(job) for job in jobs]
 
 
 def _measure(job: dict[str, Any]) -> dict[str, Any]:
-    gc.collect()  # the model of the run before
+    gc.collect()  # the model of the previous run
     peak = process_memory.Peak()
     model = build(job)
     facts = target_of("gpt", model, {})

@@ -1,9 +1,9 @@
-"""Tiny models of several kinds, each with a batch maker; what the parity tests train.
+"""Tiny models of several kinds, with batches, for the parity tests.
 
-Every model returns its loss, in whatever shape its kind would (a tensor, a tuple, a dict); use
-`loss_of`. `Checkpointing` says where `torch.utils.checkpoint` is used: around a whole block or
-on the feed-forward function inside it. `num_block_calls` and `num_inner_calls` count forwards of
-both, recomputed ones included.
+Every model returns its loss as models of its kind do (a tensor, a tuple, a dict); use `loss_of`.
+`Checkpointing` selects where `torch.utils.checkpoint` is used: around a block or on the
+feed-forward function inside it. `num_block_calls` and `num_inner_calls` count forwards of both,
+including recomputation.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ HEADS = 2
 
 @dataclass(frozen=True)
 class Checkpointing:
-    """`mode`: none, reentrant or non_reentrant; `place`: block (around a unit) or inside.
+    """Use of activation checkpointing in a model.
 
-    `slices`: a block runs so many parts of its batch one after the other, in plain torch, each
-    checkpointed by itself, and the gradients of parts are added in fp32.
+    Attributes:
+        mode: none, reentrant or non_reentrant.
+        place: block (around a block) or inside (its feed-forward function).
+        slices: Number of slices of the batch that a block runs sequentially, each checkpointed
+            separately; gradients of slices are added in fp32.
     """
 
     mode: str = "none"
@@ -43,7 +46,7 @@ class Checkpointing:
         return self.mode if self.mode == "none" else f"{self.mode}-{self.place}"
 
     def call(self, place: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
-        """`function(*args)`, checkpointed if this is the place."""
+        """Return `function(*args)`, checkpointed if `place` is selected."""
         if place == "block" and self.slices > 1:
             one = replace(self, slices=1)
             parts = zip(*(tensor.chunk(self.slices) for tensor in args), strict=True)
@@ -87,7 +90,7 @@ class Block(nn.Module):
         self.num_inner_calls = 0
 
     def run(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        """This block, checkpointed around if so asked."""
+        """Run this block, checkpointed if `Checkpointing` selects blocks."""
         extra = () if memory is None else (memory,)
         return self.checkpointing.call("block", self, x, *extra)
 
@@ -106,7 +109,7 @@ class Block(nn.Module):
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Softmax attention over `HEADS` heads, not causal."""
+    """Compute non-causal softmax attention with `HEADS` heads."""
     query, key, value = (t.unflatten(-1, (HEADS, -1)).transpose(1, 2) for t in (query, key, value))
     scores = query @ key.transpose(-1, -2) * (WIDTH // HEADS) ** -0.5
     return (scores.softmax(dim=-1) @ value).transpose(1, 2).flatten(-2)
@@ -137,7 +140,7 @@ class Gpt(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Two lists of blocks; every decoder block looks at the encoder's output. Returns a dict."""
+    """Two lists of blocks; every decoder block attends to the encoder. Returns a dict."""
 
     def __init__(self, checkpointing: Checkpointing = CHECKPOINTINGS[0]) -> None:
         super().__init__()
@@ -174,7 +177,7 @@ class Reused(nn.Module):
 
 
 class FrozenLinear(nn.Module):
-    """An 8-bit weight that is never trained, its fp32 scale, and a trained low-rank correction."""
+    """A frozen 8-bit weight, its fp32 scale, and a trained low-rank correction."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -205,7 +208,7 @@ class FrozenBlock(Block):
 
 
 class Frozen(nn.Module):
-    """Blocks with frozen 8-bit weights, a wholly frozen fp32 block and a frozen bf16 head.
+    """Blocks with frozen 8-bit weights, entirely frozen fp32 blocks and a frozen bf16 head.
 
     Returns `(loss, logits)`.
     """
@@ -237,7 +240,7 @@ class Expert(nn.Module):
 
 
 class RoutedBlock(Block):
-    """A block whose feed-forward part is a choice of experts, weighted by a learnt gate."""
+    """Block whose feed-forward part is a choice of experts, weighted by a learned gate."""
 
     NUM_EXPERTS = 4
 
@@ -259,10 +262,10 @@ class RoutedBlock(Block):
 
 
 class Stacks(nn.Module):
-    """Experts as stacks, of which an engine may lend ranges."""
+    """Experts in stacked parameters, of which an engine may load ranges."""
 
     NUM_EXPERTS = 7
-    INNER = 256  # an expert's matrices have 4096 elements: whole blocks of the norm's tree
+    INNER = 256  # an expert's matrices have 4096 elements: complete blocks of the norm's tree
     infinity_stacks = ("up", "down")
 
     def __init__(self) -> None:
@@ -283,14 +286,14 @@ class Stacks(nn.Module):
 
 
 class StackedBlock(Block):
-    """A block that sends each token to one of its experts, which are stacks.
+    """Block that routes each token to one of its stacked experts.
 
-    Of each sample the gate chooses where the last ones go; the first ones, one each, use them all.
+    The first tokens of a sample use each expert once; the gate routes the others.
     """
 
     def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__(checkpointing)
-        del self.up, self.down  # experts stand for them
+        del self.up, self.down  # replaced by experts
         self.gate = nn.Linear(WIDTH, Stacks.NUM_EXPERTS)
         self.experts = Stacks()
 
@@ -305,7 +308,7 @@ class StackedBlock(Block):
 
 
 class Stacked(nn.Module):
-    """Mixture of experts in stacks."""
+    """Mixture of stacked experts. Returns the loss."""
 
     def __init__(self, checkpointing: Checkpointing = CHECKPOINTINGS[0]) -> None:
         super().__init__()
@@ -321,7 +324,7 @@ class Stacked(nn.Module):
 
 
 class Routed(nn.Module):
-    """Mixture of experts; a batch uses only the experts its tokens name. Returns a tuple."""
+    """Mixture of experts; a batch uses only the experts of its tokens. Returns a tuple."""
 
     def __init__(self, checkpointing: Checkpointing = CHECKPOINTINGS[0]) -> None:
         super().__init__()
@@ -339,7 +342,7 @@ class Routed(nn.Module):
 
 
 class Buffered(nn.Module):
-    """A persistent buffer that moves with the data, and a non-persistent one. Returns a dict."""
+    """A persistent buffer that depends on the data, and a non-persistent one. Returns a dict."""
 
     shift: Tensor
     seen: Tensor
@@ -368,18 +371,18 @@ class Buffered(nn.Module):
 
 @dataclass(frozen=True)
 class Batch:
-    """What one call of a model gets."""
+    """Arguments of one call of a model."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
 
     def call(self, model: Callable[..., Any]) -> Tensor:
-        """The loss of this batch."""
+        """Return the loss of this batch."""
         return loss_of(model(*self.args, **(self.kwargs or {})))
 
 
 def loss_of(output: Any) -> Tensor:
-    """The loss in a model's output."""
+    """Return the loss in a model's output."""
     if isinstance(output, dict):
         output = output["loss"]
     if isinstance(output, tuple):
@@ -403,7 +406,7 @@ def _pair_batch(index: int) -> Batch:
 
 
 def _routed_batch(index: int) -> Batch:
-    """Tokens name experts; in turn: one, two, three, or (at times) all of them."""
+    """Return tokens that select one, two, three or all experts, by turns."""
     tokens = torch.arange(VOCAB)
     expert = tokens % RoutedBlock.NUM_EXPERTS
     first = index % RoutedBlock.NUM_EXPERTS
@@ -416,7 +419,7 @@ def _dict_batch(index: int) -> Batch:
 
 
 def decay_matrices_only(model: nn.Module) -> list[dict[str, Any]]:
-    """Parameter groups: weight decay on matrices; vectors have a learning rate of their own."""
+    """Return groups with weight decay on matrices and a different learning rate of vectors."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": 0.1},
@@ -426,10 +429,10 @@ def decay_matrices_only(model: nn.Module) -> list[dict[str, Any]]:
 
 @dataclass(frozen=True)
 class Case:
-    """A kind of model: how to build it, its batches, its parameter groups.
+    """Kind of model with its batches and parameter groups.
 
-    `regular` says that every step uses the same units in the same order, so that bytes can be
-    forecast exactly.
+    `regular`: every step uses the same units in the same order, so that moved bytes can be forecast
+    exactly.
     """
 
     name: str
@@ -441,13 +444,13 @@ class Case:
     def build(
         self, checkpointing: Checkpointing = CHECKPOINTINGS[0], *, seed: int = 0
     ) -> nn.Module:
-        """The same model, to the bit, for the same seed."""
+        """Return a model that is bit-equal for equal seeds."""
         with torch.random.fork_rng():
             torch.manual_seed(seed)
             return self.kind(checkpointing)
 
     def batches(self, count: int) -> list[Batch]:
-        """The first `count` batches."""
+        """Return the first `count` batches."""
         return [self.batch(i) for i in range(count)]
 
 
@@ -466,6 +469,6 @@ CASES = {
 
 
 def block_calls(model: nn.Module) -> tuple[int, int]:
-    """Forward calls of blocks, and of the functions inside them, so far."""
+    """Return the numbers of forward calls of blocks and of their feed-forward functions."""
     blocks = [m for m in model.modules() if isinstance(m, Block)]
     return sum(b.num_block_calls for b in blocks), sum(b.num_inner_calls for b in blocks)

@@ -1,4 +1,4 @@
-"""Files, memory and slow engines for the tests of `infinity._aio`."""
+"""Files, buffers and throttled engines for the tests of `infinity._aio`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,10 @@ spec.loader.exec_module(_aio)
 
 
 def in_subprocess(script: str, *arguments: str) -> str:
-    """Run a script that prints, with `_aio` loaded alone: the package would bring torch along."""
+    """Run a script and return its output.
+
+    `_aio` is loaded without its package, which would import torch.
+    """
     run = subprocess.run(
         [sys.executable, "-c", LOAD + textwrap.dedent(script), *arguments],
         capture_output=True,

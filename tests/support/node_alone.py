@@ -1,4 +1,4 @@
-"""`rank_alone` as a script that a node's launcher starts; the node says where its drive is."""
+"""Script that runs `rank_alone` under a node's launcher, with the drive in the variable NVME."""
 
 from __future__ import annotations
 

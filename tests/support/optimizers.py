@@ -1,4 +1,4 @@
-"""Optimizers of torch's and of a user's: what a rule of ours is not."""
+"""Optimizers of torch and of users, which have no rule in the library."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Maker = Callable[[Groups], optim.Optimizer]
 
 
 class SignedMomentum(optim.Optimizer):
-    """A user's own: a count in the group, rebound state and rebound `.data`."""
+    """Custom optimizer with a count in the group, rebound state and rebound `.data`."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr, "count": 0})
@@ -34,7 +34,7 @@ class SignedMomentum(optim.Optimizer):
 
 
 class _WholeParameters(optim.Optimizer):
-    """Steps one parameter at a time, not elementwise, by `_update`."""
+    """Optimizer that steps one parameter at a time by `_update`, which is not elementwise."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -51,7 +51,7 @@ class _WholeParameters(optim.Optimizer):
 
 
 class TrustRatio(_WholeParameters):
-    """LAMB-like: a step as long as the parameter's norm says."""
+    """LAMB-like optimizer: the length of a step is proportional to the parameter's norm."""
 
     def _update(self, p: Any, lr: float) -> None:
         m = self.state[p].setdefault("m", torch.zeros_like(p))
@@ -60,7 +60,7 @@ class TrustRatio(_WholeParameters):
 
 
 class TowardsStart(_WholeParameters):
-    """Pulls parameters to where they began; of zeros, as biases are, it keeps one number."""
+    """Pulls parameters towards their initial values; for zeros (biases) its state is a scalar."""
 
     def _update(self, p: Any, lr: float) -> None:
         first = p.clone() if p.any() else p.new_zeros(())

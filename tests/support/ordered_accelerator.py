@@ -1,20 +1,21 @@
-"""A fake accelerator that knows what a GPU would not have ordered.
+"""Fake accelerator with a happens-before checker, which detects what a GPU would not order.
 
-On a GPU compute runs long after it was asked for, and copies run beside it; only events order them.
-Here compute runs at once, so a missing wait shows only where a copy is late. So this device keeps
-the books of a GPU: every operation of torch that touches device memory is a point on the stream of
-compute that its thread is on (`stream`, a user's side streams too), every copy and every update has
-a stream of its own, and an event knows all that comes before it. Two accesses to one range, one of
-which writes, must be ordered by events, or by the host having seen the first one's end; otherwise
-it is a violation, whatever the bytes were. Of device memory beside what was reserved (gradients,
-activations) it knows only what copies do: compute may not write what is being copied, and a copy
-into it comes after all compute, which may have used the same bytes for something else.
+On a GPU compute runs long after its launch, concurrently with copies; only events order them. On
+the fake accelerator compute runs synchronously, so a missing wait is noticed only if a copy is
+late. Therefore this device tracks the order that a GPU guarantees: every torch operation on device
+memory is a point on the current stream (`stream` enters a side stream of the user), every copy and
+every update has its own stream, and an event has a set of predecessors. Two accesses to one range,
+one of which writes, must be ordered by events, or by the host having observed the end of the first;
+otherwise they are a violation, whatever the bytes were. Device memory outside the reserved arenas
+(gradients, activations) is tracked for copies only: compute may not write a range that is being
+copied, and a copy into such a range must be ordered after all compute, which may have used the same
+bytes before.
 
     with ordered_device() as device: ...train with device...
     assert device.violations == []
 
-`host_waits` counts what the training thread waited for, by kind: on a GPU those are the moments
-that keep it from launching more work.
+`host_waits` counts the blocking waits of the training thread, by kind: on a GPU these keep it from
+launching more work.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from infinity.storage.device import HAPPENED, Event, SquareSums
 
 @dataclass(eq=False)
 class Past:
-    """All that comes before a point: compute up to a number of each stream, and copies."""
+    """Predecessors of a point: copies, and operations of each stream up to a number."""
 
     compute: dict[str, int] = field(default_factory=dict)
     copies: set[OrderedEvent] = field(default_factory=set)
@@ -67,7 +68,7 @@ class Past:
 
 
 class OrderedEvent:
-    """The end of a copy or an update, or of the compute so far (`inner` is None then)."""
+    """End of a copy, an update or a collective, or of the compute so far if `inner` is None."""
 
     def __init__(
         self, device: OrderedAccelerator, past: Past, inner: FakeEvent | Beside | None
@@ -75,12 +76,12 @@ class OrderedEvent:
         self._device = device
         self.past = past
         self._inner = inner
-        self.seen = False  # by the host: what the host does from then on comes after
+        self.seen = False  # observed by the host, whose later operations are ordered after it
         if inner is not None:
             past.copies = {*past.copies, self}
 
     def done(self) -> bool:
-        """Compute is never seen to be over without waiting: a GPU is far behind its host."""
+        """Return whether it has ended; compute has not until the host waits, as a GPU is late."""
         if self._inner is None:
             return self.seen or self._device.has_seen(self.past)
         with self._device.not_compute():
@@ -96,7 +97,7 @@ class OrderedEvent:
         self._see()
 
     def end(self) -> None:
-        """Wait as a stream does: the host sees nothing."""
+        """Wait as a stream does: the host does not observe the end."""
         if self._inner is not None:
             with self._device.not_compute():
                 self._inner.wait()
@@ -112,7 +113,7 @@ class OrderedEvent:
 
 @dataclass(eq=False)
 class _Access:
-    """Who touched a range last: a number of compute on a stream, or copies."""
+    """Access to a range by an operation of a compute stream, or by a copy."""
 
     first: int
     end: int
@@ -123,7 +124,10 @@ class _Access:
 
 
 class OrderedAccelerator(FakeAccelerator):
-    """See the module's docstring. Only the thread that made it computes."""
+    """Accelerator that checks ordering; see the module's docstring.
+
+    Only the thread that made it computes.
+    """
 
     def __init__(self, seed: int = 0, **options: Any) -> None:
         super().__init__(seed, **options)
@@ -131,33 +135,33 @@ class OrderedAccelerator(FakeAccelerator):
         self._thread = threading.get_ident()
         self._books = threading.RLock()
         self._silent = threading.local()
-        self._number = 0  # of the last operation of compute
-        self._streams: defaultdict[str, Past] = defaultdict(Past)  # to where compute has come
-        self._current = self._seen = "main"  # the thread's stream, and the last that was told of
-        self._host = Past()  # what the host has seen the end of
+        self._number = 0  # of the last compute operation
+        self._streams: defaultdict[str, Past] = defaultdict(Past)  # position of each stream
+        self._current = self._seen = "main"  # the thread's stream, and the last the engine knows
+        self._host = Past()  # work whose end the host has observed
         self._accesses: list[_Access] = []
         self._beside: list[_Access] = []  # of copies, to device memory that was not reserved
 
-    # --- the books -----------------------------------------------------------------------------
+    # --- tracking of accesses ------------------------------------------------------------------
 
     def count_wait(self, kind: str) -> None:
-        """The calling thread blocks; the training thread's are counted."""
+        """Count a blocking wait if the caller is the training thread."""
         if threading.get_ident() == self._thread:
             self.host_waits[kind] += 1
 
     def host_saw(self, past: Past) -> None:
-        """From now on everything the host asks for comes after `past`."""
+        """Order all later operations of the host after `past`."""
         with self._books:
             self._host.join(past)
 
     def has_seen(self, past: Past) -> bool:
-        """Whether the host knows that all this is over."""
+        """Return whether the host has observed the end of all of `past`."""
         with self._books:
             return self._host.covers(past)
 
     @contextmanager
     def stream(self, name: str) -> Iterator[None]:
-        """Compute is on a side stream of the user's: ordered with no other, but by the engine."""
+        """Compute on a side stream of the user, which only the engine orders with others."""
         before, self._current = self._current, name
         try:
             yield
@@ -165,14 +169,17 @@ class OrderedAccelerator(FakeAccelerator):
             self._current = before
 
     def _chain(self) -> Past:
-        """To where the thread's stream has come, after others: [Note: one chain of compute]."""
+        """Return the position of the compute chain; see [Note: one chain of compute].
+
+        The current stream joins the last known one first.
+        """
         if not getattr(self._silent, "follows", False) and self._current != self._seen:
             self._streams[self._current].join(self._streams[self._seen])
             self._seen = self._current
         return self._streams[self._seen]
 
     def computes(self, name: str, touched: Iterable[tuple[int, int, bool]]) -> None:
-        """One operation of compute; (first, end, writes) of the memory it touches."""
+        """Record a compute operation that touches memory ranges (first, end, writes)."""
         if getattr(self._silent, "on", False):
             return
         with self._books:
@@ -193,7 +200,7 @@ class OrderedAccelerator(FakeAccelerator):
 
     @contextmanager
     def not_compute(self) -> Iterator[None]:
-        """What a fake does to seem late (it poisons targets) is no operation of the user's."""
+        """Do not record operations inside: the fake's own, such as poisoning targets."""
         self._silent.on = True
         try:
             yield
@@ -214,13 +221,13 @@ class OrderedAccelerator(FakeAccelerator):
                 self.violations.append(f"{who} is not ordered after {other.what}")
 
     def _note(self, access: _Access) -> None:
-        """Remember it; a write hides what it covers, and what the host saw end orders all."""
+        """Record an access; drop accesses that a write covers and copies seen by the host."""
         self._accesses = [a for a in self._accesses if a.copy is None or not a.copy.seen]
         if access.write:
             self._accesses = [
                 a for a in self._accesses if not (access.first <= a.first and a.end <= access.end)
             ]
-        else:  # one read of compute is as good as many, the last
+        else:  # of repeated reads by compute keep the last
             self._accesses = [
                 a
                 for a in self._accesses
@@ -238,7 +245,7 @@ class OrderedAccelerator(FakeAccelerator):
             past.join(self._host)
         return past
 
-    # --- the interface -------------------------------------------------------------------------
+    # --- interface of Device -------------------------------------------------------------------
 
     def attach_worker_thread(self) -> None:
         self._silent.follows = True
@@ -256,19 +263,19 @@ class OrderedAccelerator(FakeAccelerator):
             self._chain().join(self._past_of(event))
         for part in getattr(event, "events", (event,)):
             if isinstance(part, OrderedEvent):
-                part.end()  # compute is now: here it must wait, a GPU's host would not
+                part.end()  # compute is synchronous here, so it must wait; a GPU's host does not
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._ordered_copy("copy in", target, source, after, self._past_of(after))
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)
-        with self._books:  # and all compute so far
+        with self._books:  # also after all compute so far
             past.join(self._chain())
         return self._ordered_copy("copy out", target, source, after, past)
 
     def copy_d2h_unordered(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
-        past = self._past_of(after)  # and nothing of compute
+        past = self._past_of(after)  # not after compute
         return self._ordered_copy("copy back", target, source, after, past)
 
     def _ordered_copy(
@@ -348,7 +355,7 @@ class OrderedAccelerator(FakeAccelerator):
 
 
 class OrderedSums:
-    """Numbers that the host must wait for."""
+    """Square sums that the host must wait for."""
 
     def __init__(self, inner: SquareSums, event: Event) -> None:
         self._inner = inner
@@ -361,7 +368,7 @@ class OrderedSums:
 
 
 class _Inner:
-    """What a fake copy waits for: copies really, compute not at all, since it is over."""
+    """Predecessor of a copy of the base class: waits for copies; compute has already ended."""
 
     def __init__(self, after: Event) -> None:
         parts: Sequence[Event] = getattr(after, "events", (after,))
@@ -377,13 +384,13 @@ class _Inner:
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
-    """The memory of a tensor's storage: a parameter's is its unit's slot."""
-    first = storage_address(tensor)  # logits that are sliced have none
+    """Return the memory range of a tensor's storage; of a parameter it is its unit's slot."""
+    first = storage_address(tensor)  # 0 for sliced logits, which have no storage
     return first, first + tensor.untyped_storage().nbytes() if first else first
 
 
 class _Watch(DispatchMode):
-    """Tells the device of every operation on its memory."""
+    """Dispatch mode that records every operation on device memory."""
 
     def __init__(self, device: OrderedAccelerator) -> None:
         super().__init__()
@@ -418,7 +425,7 @@ def _within(address: int, ranges: Iterable[Range]) -> bool:
 
 @cache
 def _moves_data(func: Any) -> bool:
-    """Whether an operation reads or writes elements; views and questions do not."""
+    """Return whether an operation reads or writes elements; views and queries do not."""
     if func.is_view or func.namespace != "aten":
         return func.namespace != "aten"
     return func._schema.name not in _QUESTIONS
@@ -429,19 +436,19 @@ _QUESTIONS = {"aten::detach", "aten::set_", "aten::empty_like", "aten::new_empty
 
 @cache
 def _places_written(func: Any) -> list[int]:
-    """Which of its arguments an operation changes."""
+    """Return the positions of arguments that an operation writes."""
     infos = enumerate(argument.alias_info for argument in func._schema.arguments)
     return [place for place, info in infos if info is not None and info.is_write]
 
 
 @contextmanager
 def ordered_device(seed: int = 0, **options: Any) -> Iterator[OrderedAccelerator]:
-    """A device, and the books kept of all that this thread computes meanwhile."""
+    """Yield a device that records all compute of this thread."""
     device = OrderedAccelerator(seed, on_demand=True, **options)
     with watched(device):
         yield device
 
 
 def watched(device: OrderedAccelerator) -> _Watch:
-    """The books kept of what the thread computes inside the `with`."""
+    """Return a context in which a device records the compute of this thread."""
     return _Watch(device)

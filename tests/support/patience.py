@@ -1,4 +1,4 @@
-"""Waiting in tests, which must pass on a slow day too."""
+"""Waiting for conditions in tests, with timeouts that slow machines do not reach."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def wait_until(condition: Callable[[], object], seconds: float = 240.0) -> bool:
-    """Wait for a condition; return False if it is not met within `seconds`, as in a hang only."""
+    """Wait for a condition; return False if it is not met within `seconds`, which means a hang."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if condition():

@@ -1,6 +1,6 @@
-"""What the server of `support.forked` imports before it forks: what most children need.
+"""Modules that the server of `support.forked` imports before it forks: most children need them.
 
-Objects of these imports are never garbage. They are frozen, so that no child looks through them.
+Their objects are never garbage. They are frozen, so that collections of children skip them.
 """
 
 # ruff: noqa: F401

@@ -1,8 +1,8 @@
-"""Models larger than what the plan holds in RAM: built, saved, loaded and saved again.
+"""Memory use of building, saving and loading models larger than the planned RAM.
 
-`main(path, kind)` runs in a process of its own; KIND is llama or mixtral. It returns, for 2, 4 and
-14 layers: bytes of the model (fp32), of the plan's slots and of its buffers for transfers, by how
-much the peak grew while it was loaded and saved, and the tensors in which both saves differ.
+`main(path, kind)` runs in a separate process; `kind` is llama or mixtral. It returns, for 2, 4 and
+14 layers: bytes of the model (fp32), of the plan's slots and of its transfer buffers, the growth of
+the peak while it was loaded and saved again, and the tensors in which both saves differ.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def config(path: Path) -> dict[str, Any]:
 
 
 def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
-    """A model is built and saved; then the peak is looked at while it is loaded and saved again."""
+    """Build and save a model, then measure the peak while it is loaded and saved again."""
     engine, *_ = infinity.from_config(facts(kind, num_layers), config(path))
     infinity.save_pretrained(engine, path / "first", max_shard="50MiB")
     model_bytes = sum(4 * p.numel() for p in engine.module.parameters())
@@ -65,7 +65,7 @@ def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
 
 
 def main(path: Path, kind: str) -> list[dict[str, Any]]:
-    """Load and save three models; what is imported and cached once is there after the first."""
+    """Load and save three models; the first one also pays for imports and caches."""
     process_memory.count_held()
     torch.set_num_threads(1)
     return [load_and_save(path, kind, num_layers) for num_layers in (2, 4, 14)]

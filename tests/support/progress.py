@@ -1,8 +1,8 @@
-"""Progress of a run of many tests: the share that is done, and how long the rest will take.
+"""Progress report of long test runs: the completed share, and an estimate of the remaining time.
 
-Tests differ a thousandfold in their time, so a share of their number says little. The share here is
-of the seconds that each file took in the run that was kept in `tests/seconds.json`; seconds of this
-machine follow from the time that has passed. A line replaces the dots of tests that pass.
+Durations of tests differ by a factor of a thousand, so the share is one of time, not of tests: of
+the seconds that each file took in the run recorded in `tests/seconds.json`. The estimate scales
+these by the time elapsed on this machine. A line replaces the dots of tests that pass.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from pathlib import Path
 import pytest
 
 KEPT = Path(__file__).resolve().parent.parent / "seconds.json"
-_FEWEST = 500  # tests; fewer are over before anybody asks
+_FEWEST = 500  # tests; shorter runs need no report
 _STEP = 0.05  # share between two lines
-_UNKNOWN_S = 0.2  # of a test in a file that was not kept
+_UNKNOWN_S = 0.2  # per test of a file without a record
 
 
 class Progress:
-    """Plugin for the process that prints: the controller of pytest-xdist's workers."""
+    """Plugin for the process that reports: the controller of pytest-xdist's workers."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -36,7 +36,7 @@ class Progress:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
-        """Every worker collects the same tests; the first one to be ready says which."""
+        """Take the tests from the first worker that is ready; all collect the same ones."""
         if self._each or len(ids) < _FEWEST:
             return
         counts = Counter(map(_file_of, ids))

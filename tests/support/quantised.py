@@ -1,4 +1,4 @@
-"""Matrices quantised slowly: the formulas as they stand in the papers, block by block."""
+"""Reference quantisation of matrices, by the formulas of the papers, block by block."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.types import FrozenFormat
 
 
 def rounded(value: Tensor, form: str) -> Tensor:
-    """What a matrix, or stack, computes with after it rested in a format of `FrozenFormat`."""
+    """Return a matrix or stack, quantised to a format of `FrozenFormat` and dequantised."""
     if value.dim() == 3:
         return torch.stack([rounded(matrix, form) for matrix in value])
     if form == "mxfp4":
@@ -49,7 +49,10 @@ def _row(row: Tensor) -> Tensor:
 
 
 def _mxfp4(block: Tensor) -> Tensor:
-    """Nearest, to even bits, of 0 to 6 times the least power of two that reaches the largest."""
+    """Round to the nearest FP4 value (0 to 6, ties to even) times a power of two.
+
+    The scale is the least power of two with which 6 reaches the largest magnitude.
+    """
     scale = 2.0**-127
     while 6 * scale < block.abs().max():
         scale *= 2
@@ -69,7 +72,10 @@ def _nearest(block: Tensor, levels: Tensor) -> Tensor:
 
 
 def dynamic() -> Tensor:
-    """Signed 8-bit levels: a sign, zeros that count the power of ten, a one, a linear fraction."""
+    """Return the levels of bitsandbytes' signed dynamic 8-bit map.
+
+    A code has a sign, zeros that count the power of ten, a one, and a linear fraction.
+    """
     found = [0.0, 1.0]
     for code in range(1, 128):
         fraction_bits = code.bit_length() - 1
@@ -80,7 +86,7 @@ def dynamic() -> Tensor:
 
 
 def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
-    """Frozen matrices, but for heads and adapters, get the values of what rested so."""
+    """Quantise and dequantise frozen matrices and stacks in place, but for heads and adapters."""
     for name, module in model.named_modules():
         kept = name.endswith("head") or "lora_" in name
         if isinstance(module, nn.Linear) and not kept and not module.weight.requires_grad:
@@ -90,7 +96,7 @@ def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
 
 
 def packed(value: Tensor, form: FrozenFormat) -> Tensor:
-    """What rests of a matrix."""
+    """Return the quantised bytes of a matrix."""
     found = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
     quantise(value, form, found)
     return found
@@ -99,7 +105,7 @@ def packed(value: Tensor, form: FrozenFormat) -> Tensor:
 def as_bitsandbytes(
     name: str, one: Tensor, form: FrozenFormat, shape: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The tensors that bitsandbytes saves of a matrix."""
+    """Return the tensors that bitsandbytes saves for a quantised matrix."""
     codes, absmax, *rest = (part.clone() for part in one.split(list(form.parts(shape))))
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(shape)}
     found = {name: codes.view(-1, 1), f"{name}.quant_map": torch.tensor(NF4_LEVELS)}

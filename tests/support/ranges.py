@@ -1,4 +1,4 @@
-"""Plans of small models that choose other ranges of experts than the rule."""
+"""Patches of the planner's choice of expert ranges, for small models."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from infinity.plan import batch_schedule
 
 
 def choose_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the rule an expert travels alone; whatever is tried is chosen, the largest range last."""
+    """Make the rule select single experts, and the planner accept every candidate range.
+
+    The largest range is tried last, hence chosen.
+    """
     monkeypatch.setattr(partition, "EXPERTS_BYTES", (1, 1))
     monkeypatch.setattr(partition, "RANGE_BYTES", (0, 1 << 30))
     monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)
 
 
 def choose_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """None is tried that would be chosen."""
+    """Make the planner reject every candidate range, so that the rule decides."""
     monkeypatch.setattr(batch_schedule, "RANGE_GAIN", 1.0)

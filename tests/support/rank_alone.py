@@ -1,6 +1,7 @@
-"""One rank in a process of its own, as torchrun starts it: RANK and so on are in the environment.
+"""Entry points of one rank in a separate process; torchrun's variables are in the environment.
 
-`job` says what to do, and where the result goes, if the group meets through a file, and who dies.
+A `job` has the parameters: the configuration, the path of the results, optionally the file store
+through which the process group is made (`store`), and the rank to kill (`killed`).
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ import infinity
 import infinity.distributed.context
 from infinity.errors import InfinityError
 
-WIDTH, NUM_LAYERS = 1024, 48  # of layers that are linear
+WIDTH, NUM_LAYERS = 1024, 48  # of a stack of linear layers
 
 
 def plain(job: dict[str, Any]) -> None:
-    """The same training by torch alone: DDP, AdamW and its clipping, in fp32."""
+    """Train the same case with plain torch: DDP, AdamW and gradient clipping, in fp32."""
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     dist.init_process_group("gloo")
     case, config = CASES[job["case"]], job["config"]
@@ -54,7 +55,7 @@ def plain(job: dict[str, Any]) -> None:
 
 def main(job: dict[str, Any]) -> None:
     rank, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if job.get("store"):  # else the engine makes the group, from the environment
+    if job.get("store"):  # else the engine makes the process group, from the environment
         dist.init_process_group(
             "gloo", init_method=f"file://{job['store']}", rank=rank, world_size=count
         )
@@ -80,13 +81,13 @@ def main(job: dict[str, Any]) -> None:
 
 
 def waits_for_others() -> None:
-    """Look for ranks that nobody starts."""
+    """Search for other ranks, of which none is started."""
     infinity.distributed.launch._WARN_AFTER_S = 0.0
     infinity.distributed.launch.find_ranks()
 
 
 def machines(job: dict[str, Any]) -> None:
-    """Of three ranks that no launcher tells where they are, the last is on another machine."""
+    """Three ranks without LOCAL_RANK and LOCAL_WORLD_SIZE, the last one on another host name."""
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     os.environ.pop("GLOO_SOCKET_IFNAME")
@@ -96,14 +97,14 @@ def machines(job: dict[str, Any]) -> None:
 
     def noted(one_machine: bool) -> Any:
         by_loopback.append(one_machine)
-        return usual(True)  # they are on one
+        return usual(True)  # in fact all are on one machine
 
     usual = infinity.distributed.environment.by_loopback
     for module in (infinity.distributed.launch, infinity.distributed.torch_context):
         module.by_loopback = noted
     with closing(infinity.distributed.launch.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
-        ranks.synchronize("has found the others")  # one that closes cuts off who still connects
+        ranks.synchronize("has found the others")  # closing would cut off ranks that still connect
     torch.save(found, f"{job['out']}-{rank}")
 
 
@@ -112,8 +113,9 @@ def layers(width: int, count: int) -> torch.nn.Module:
 
 
 def memory(job: dict[str, Any]) -> None:
-    """Save the bytes that the plan reserves in RAM for a model made by `infinity.Init`, and those
-    by which the peak grew while it was initialised and trained for a step.
+    """Save the planned RAM of a model built under `infinity.Init`, and the growth of the peak.
+
+    The peak is measured over initialisation and one training step. Both are in bytes.
     """
     process_memory.count_held()
     rank = int(os.environ.get("RANK", "0"))
@@ -135,13 +137,15 @@ def memory(job: dict[str, Any]) -> None:
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
         return {"planned": planned - memory["host"]["process"], "grown": grown}
 
-    run(256, 4)  # what every process pays once
+    run(256, 4)  # warm-up: allocations made once per process
     torch.save(run(WIDTH, NUM_LAYERS), f"{job['out']}-{rank}")
 
 
 def shares_ram(job: dict[str, Any]) -> None:
-    """Of a model whose weights ranks share in RAM, bytes after a step: of the others' shards, and
-    how much less than the kernel the engine counts for this process.
+    """Train one step with weights shared in RAM, and save two numbers of bytes.
+
+    `others`: shards of other ranks; `less`: resident memory that the kernel counts for this process
+    and the engine does not.
     """
     rank, placement = (
         os.environ["RANK"],
@@ -158,7 +162,7 @@ def shares_ram(job: dict[str, Any]) -> None:
 
 
 def out_of_memory(job: dict[str, Any]) -> None:
-    """The second rank may take little more than it has, from the start or from the second step."""
+    """Limit the second rank's address space, from the start or from the second step."""
     rank, room = int(os.environ["RANK"]), 64 << 20
     dist.init_process_group("gloo")
     model = layers(1024, 24)
@@ -182,7 +186,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
 
 
 def counted_otherwise(job: dict[str, Any]) -> None:
-    """One rank was told of more processes than the others."""
+    """Start one rank with a WORLD_SIZE larger than that of the others."""
     infinity.distributed.launch._STALE_ENTRY_S = 0.5
     if int(os.environ["RANK"]) == job["rank"]:
         os.environ["WORLD_SIZE"] = "3"
@@ -190,7 +194,7 @@ def counted_otherwise(job: dict[str, Any]) -> None:
 
 
 def two_engines(job: dict[str, Any]) -> None:
-    """The one that made the group is closed first; what the other computes then."""
+    """Close the engine that made the process group, then train with a second one."""
     rank = os.environ["RANK"]
 
     def start() -> Any:
@@ -209,11 +213,11 @@ def two_engines(job: dict[str, Any]) -> None:
 
 
 def on_one_rank_only(job: dict[str, Any]) -> None:
-    """The first rank saves alone: it says that it waits, and that the other has closed."""
+    """Save on rank 0 only; record its warning, and its error once rank 1 has closed."""
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}
     engine = init_alone.start(layers(64, 2), config)
-    # Not before: starts are slow.
+    # Set after the start, which is slow.
     infinity.distributed.torch_context._WARN_AFTER = timedelta(seconds=0.2)
     said: list[str] = []
 

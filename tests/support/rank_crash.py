@@ -1,4 +1,4 @@
-"""Ranks that train durably, each in a child that forks (`support.forked`), and may be killed."""
+"""Ranks that train with durable state in forked children (`support.forked`) and may be killed."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from infinity.training.unit_updater import UnitUpdater
 TOTAL_STEPS = 5
 MICRO_BATCHES = 2
 HANG_S = 300
-Death = tuple[int, str, int]  # the rank; before which call, or after it ("after ..."); which one
+Death = tuple[int, str, int]  # rank, name of a point ("after NAME": after the call), n-th call
 
-# Where the phases of a commit, of the pass before it and of a start begin and end.
+# Calls that delimit the phases of a commit, of the update pass before it, and of a start.
 POINTS: dict[str, tuple[type, str]] = {
     "unit updated": (UnitUpdater, "_finish"),
     "state synced": (Disk, "sync"),
@@ -39,7 +39,7 @@ POINTS: dict[str, tuple[type, str]] = {
 
 
 def arm(death: Death) -> None:
-    """Kill this process at a call of a point."""
+    """Kill this process before or after the n-th call of a point."""
     _, name, number = death
     owner, method = POINTS[name.removeprefix("after ")]
     original: Callable[..., Any] = getattr(owner, method)
@@ -59,7 +59,7 @@ def arm(death: Death) -> None:
 
 
 def join(store: Path, rank: int, count: int, patience_s: float = HANG_S / 3) -> None:
-    """Make the process group, by a file; who takes longer than `patience_s` counts as lost."""
+    """Make the process group through a file store, with `patience_s` as its timeout."""
     import torch.distributed as dist
 
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
@@ -72,7 +72,7 @@ def join(store: Path, rank: int, count: int, patience_s: float = HANG_S / 3) -> 
 
 
 def make_engine(folder: Path, placement: dict[str, Any], count: int, **more: Any) -> Any:
-    """Dropout is drawn from each rank's generator, and the schedule moves at every step."""
+    """Return an engine with dropout from the rank's generator and a schedule stepped every step."""
     model = small_model(0)
     model.embedding.register_forward_hook(lambda *args: functional.dropout(args[-1], 0.1))
     more = {"durable": True, "resume": "auto", "gradient_accumulation_steps": MICRO_BATCHES} | more
@@ -92,17 +92,17 @@ def train(
     every: int,
     death: Death | None,
 ) -> None:
-    """Go on from the last common commit; at the end `folder`/done-RANK is there."""
+    """Resume from the last common commit; write `folder`/done-RANK at the end."""
     root = Path(folder)
     log = os.open(root / f"log-{attempt}-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
-    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:  # else the engine makes the group
+    if "TORCHELASTIC_RESTART_COUNT" not in os.environ:  # else the engine makes the process group
         join(root / f"store-{attempt}", rank, count)
     torch.manual_seed(rank)
     if death is not None and death[0] == rank:
         arm(death)
     whole = not placement.get("reshard_after_forward", False)
-    ahead = 2 if whole else 0  # so few units have a slot each otherwise, too
+    ahead = 2 if whole else 0  # with prefetching these few units would have a slot each
     engine = make_engine(root, placement, count, commit_every=every, prefetch_units=ahead)
     assert engine.plan.zero_stage == (2 if whole else 3)
     (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
@@ -123,11 +123,11 @@ def journey(
     every: int,
     deaths: list[Death | int | None],
 ) -> list[int]:
-    """Start all ranks once for each death, and once more without; returns where each start began.
+    """Start all ranks once for each death and once without; return the first step of each start.
 
-    A number is that of a line of the library at which a rank dies: its remainder says which. Every
-    other rank must end by itself, in words. At the end all ranks have the same digest, in
-    `folder`/done-RANK.
+    An int instead of a `Death` is the number of the library line at which a rank dies; the rank is
+    that number modulo `count`. Every other rank must exit with an error message. At the end all
+    ranks have the same digest, in `folder`/done-RANK.
     """
     (folder / "nvme").mkdir(parents=True)
     for attempt, death in enumerate([*deaths, None]):
@@ -149,7 +149,7 @@ def journey(
         if dies is None:
             assert codes == [0] * count, "\n".join(words)
             continue
-        if line is not None and codes == [0] * count:  # it ended before it came so far
+        if line is not None and codes == [0] * count:  # the run has fewer lines
             continue
         assert codes[dies] == -signal.SIGKILL, (death, codes, words)
         for rank in set(range(count)) - {dies}:
@@ -168,7 +168,7 @@ def journey(
 
 
 def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float | None) -> None:
-    """Two steps, and much that is told; with `patience_s` rank 1 goes away for good after one."""
+    """Train two steps and gather large tensors; with `patience_s` rank 1 hangs after one step."""
     root = Path(folder)
     log = os.open(root / f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 2)
@@ -180,12 +180,12 @@ def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float 
                 time.sleep(HANG_S)
             engine.backward(engine(batch(number * count + rank)))
             engine.step()
-        told = engine.ranks.gather(torch.full((1 << 15,), rank))  # many bytes go another way
+        told = engine.ranks.gather(torch.full((1 << 15,), rank))  # large messages take another path
         assert [set(row.tolist()) for row in told] == [{other} for other in range(count)]
 
 
 def launched(folder: str, deaths: list[Death]) -> None:
-    """What torchrun does, whose ranks are functions here: each start but the last sees a death."""
+    """Run ranks as functions under torchrun's launcher; each start but the last has a death."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     here = "127.0.0.1"

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: what they send each other is handed over in memory."""
+"""Ranks as threads of one process, with collectives through memory."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 
 class StepInputs:
-    """What one rank gives: its bytes when somebody first takes them, or it ends its own work."""
+    """Input of one rank to a collective; copied at its first use, or when the rank's work ends."""
 
     def __init__(self, kind: tuple[Any, ...], source: Tensor) -> None:
         self.kind = kind
@@ -47,15 +47,15 @@ class StepInputs:
 
 
 class Beside:
-    """Work that is under way until it is waited for: others' bytes come no sooner.
+    """Asynchronous collective that completes when it is waited for.
 
-    Until then what it fills is poison.
+    Until then its outputs hold poison.
     """
 
     def __init__(self, ranks: ThreadRanks, what: str, own: Tensor, parts: list[Tensor]) -> None:
         self.what = what
         self._ranks = ranks
-        self._parts = parts  # that others' bytes come to; this rank's too, if it is not there
+        self._parts = parts  # outputs by rank; this rank's may be its input
         elsewhere = [part for part in parts if part.data_ptr() != own.data_ptr()]
         self.touched = [(own, False), *((part, True) for part in elsewhere)]
         self._given = StepInputs((what, own.shape, own.dtype), own)
@@ -66,7 +66,10 @@ class Beside:
         self._lock = threading.Lock()
 
     def done(self) -> bool:
-        """By chance, if all have given; so that nothing can hang on it."""
+        """Return whether it has completed; once all ranks started it, a query may complete it.
+
+        Completion is decided at random, so that no test depends on polling.
+        """
         if not self._over and self._ranks.luck() and self._ranks.group.have_given(self.number):
             self.wait()
         return self._over
@@ -79,7 +82,7 @@ class Beside:
             found = self._ranks.group.others(self._ranks.rank, self.number)
             kinds = {given.kind for given in found}
             assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
-            self._given.bytes()  # from now on the source may change
+            self._given.bytes()  # the source may change from now on
             for part, given in zip(self._parts, found, strict=True):
                 theirs = given.bytes()
                 if self.what == "all_to_all":
@@ -91,7 +94,7 @@ class Beside:
 
 
 class Group:
-    """The ranks of one run. Whoever waits for a rank that has ended is told so."""
+    """State shared by the ranks of one run; waiting for a rank that has ended raises."""
 
     def __init__(self, count: int, nodes: int = 1) -> None:
         self.count = count
@@ -113,7 +116,7 @@ class Group:
             self._changed.notify_all()
 
     def swap(self, rank: int, given: Any) -> list[Any]:
-        """What every rank gave in this round."""
+        """Exchange values synchronously; return those of all ranks."""
         with self._changed:
             number = self._rounds[rank]
             self._rounds[rank] += 1
@@ -124,11 +127,11 @@ class Group:
                 if self._ended - there.keys():
                     raise MachineError(f"rank {rank} lost the others")
                 assert self._changed.wait(HANG_S), "the ranks hang"
-            self._table.pop(number - 1, None)  # which all have seen
+            self._table.pop(number - 1, None)  # all ranks have read it
             return [there[other] for other in range(self.count)]
 
     def give(self, rank: int, given: StepInputs) -> int:
-        """Start something beside the rounds; returns its number, for `others`."""
+        """Start an asynchronous exchange; return its number, for `others`."""
         with self._changed:
             number = self._starts[rank]
             self._starts[rank] += 1
@@ -141,7 +144,7 @@ class Group:
             return len(self._under_way[number]) == self.count
 
     def others(self, rank: int, number: int) -> list[StepInputs]:
-        """What every rank gave; once all have."""
+        """Wait for an asynchronous exchange; return the inputs of all ranks."""
         with self._changed:
             there = self._under_way[number]
             while len(there) < self.count:
@@ -152,22 +155,22 @@ class Group:
 
 
 class ThreadRanks(DistContext):
-    """One of them. Collectives that do not belong together are an error, never a hang."""
+    """Context of one rank; mismatched collectives raise instead of hanging."""
 
     def __init__(self, group: Group, rank: int) -> None:
         self.group = group
         self.rank, self.count = rank, group.count
         self.local_count = group.count // group.nodes
         self.local_rank = rank % self.local_count
-        self.thread = 0  # that all collectives must come from
-        # What began, with its number; what it met for; what was over; in order.
+        self.thread = 0  # the thread that all collectives must come from
+        # In order: collectives started, with their numbers; synchronizations; completions.
         self.log: list[tuple[str, str | int]] = []
         self.works: list[Beside] = []
         self._random = random.Random(rank)
 
     @property
     def sent(self) -> dict[str, int]:
-        """Bytes that this rank gave, by collective, its own part included."""
+        """Bytes that this rank sent, by collective, including its own share."""
         return self.group.sent[self.rank]
 
     def luck(self) -> bool:
@@ -221,7 +224,7 @@ class ThreadRanks(DistContext):
 
 
 def on_ranks(count: int, work: Callable[[DistContext], T], *, nodes: int = 1) -> list[T]:
-    """What `work` returns on each rank. Raises what the first rank that failed by itself raised."""
+    """Return the results of `work` by rank; raise the first error not caused by another rank."""
     results, errors = together(count, work, nodes=nodes)
     failed = sorted(errors.items(), key=lambda item: "lost the others" in str(item[1]))
     if failed:
@@ -232,7 +235,10 @@ def on_ranks(count: int, work: Callable[[DistContext], T], *, nodes: int = 1) ->
 def together(
     count: int, work: Callable[[DistContext], T], *, nodes: int = 1
 ) -> tuple[dict[int, T], dict[int, BaseException]]:
-    """Results and errors by rank. What they started, they have waited for."""
+    """Run `work` on each rank; return results and errors by rank.
+
+    Asserts that every asynchronous collective was waited for.
+    """
     # Two threads that import it at once may break CPython 3.11's parser (gh-106905).
     importlib.import_module("torch._dynamo")
     group = Group(count, nodes)
@@ -250,8 +256,8 @@ def together(
             group.end(ranks.rank)
 
     threads = [threading.Thread(target=run, args=(ranks,)) for ranks in members]
-    # `torch.get_rng_state` makes a tensor under its generator's lock. If garbage is collected there
-    # the interpreter may be another thread's, which waits for that lock and never lets go.
+    # `torch.get_rng_state` makes a tensor under its generator's lock. A garbage collection at that
+    # point may switch to another thread, which waits for the lock while it holds the GIL.
     gc.collect()
     gc.disable()
     try:
@@ -281,8 +287,9 @@ def make_engine(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     **options: Any,
 ) -> Engine:
-    """One rank's engine; all share the folder. Unless told otherwise units move through slots, and
-    are gathered.
+    """Return the engine of one rank, with scratch files in a folder that all ranks share.
+
+    By default units move through slots and weights are gathered for each forward.
     """
     placement = {"reshard_after_forward": True, "shared": False, **config.get("placement", {})}
     plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
@@ -302,10 +309,10 @@ def train_over(
     folder: Path,
     **options: Any,
 ) -> Result:
-    """Train on so many ranks, one after the other: each loads what the last one saved.
+    """Train runs with different numbers of ranks in turn; each loads the previous checkpoint.
 
-    They have equal parts of `batches`, a model that `build` makes anew of their number, and a
-    configuration by number and count.
+    Run i has `counts[i]` ranks, an equal share of `batches`, the model `build(i)` and the
+    configuration `config_of(i, counts[i])`.
     """
     losses: list[float] = []
     norms: list[float] = []
@@ -335,13 +342,13 @@ def train_ranks(
     nodes: int = 1,
     **options: Any,
 ) -> Result:
-    """Train on ranks: of `batches`, in the order (micro-batch, rank), each has every count-th.
+    """Train on `count` ranks; rank r gets batches r, r + count, ...
 
-    Losses come back in the order of batches; norms and masters, which must be equal on all ranks,
-    once.
+    Losses are returned in the order of batches; norms and masters, which must be equal on all
+    ranks, those of rank 0.
     """
     devices = [device(rank) for rank in range(count)]
-    models = [build() for _ in range(count)]  # here: torch's generator is one for all threads
+    models = [build() for _ in range(count)]  # not in threads, which share torch's generator
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
 
         def work(ranks: DistContext) -> Result:

@@ -1,8 +1,8 @@
-"""A tree of small files, recorded call by call, and what a loss of power may leave of it.
+"""Recorder of changes to a directory tree, and simulation of power loss.
 
-Files are told apart from their names, as on a disk: bytes of a file are safe once it was synced, a
-name once its directory was. Whatever was not may be there, or not, or in part: bytes by sectors, in
-any order; names of one directory in their order, so that any number of the last ones is missing.
+Files are distinguished from their names, as on a disk: the bytes of a file are safe once it was
+synced, a name once its directory was. Other changes may be lost: bytes by sectors, in any order;
+names of a directory in order, so that any number of the last changes is missing.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from infinity.checkpoint.blocks import BlockWriter
 from infinity.storage.disk import Disk
 
 SECTOR = 512
-# Those of `os` that change names or sizes, or open what may be new; the library uses no others.
+# Functions of `os` that change names or sizes, or may create files; the library uses no others.
 CALLS = (
     *("open", "mkdir", "rename", "replace", "link", "unlink", "remove", "rmdir"),
     *("write", "pwrite", "ftruncate", "truncate", "posix_fallocate", "fsync", "fdatasync"),
@@ -31,10 +31,10 @@ CALLS = (
 
 @dataclass
 class Event:
-    """One thing that happened.
+    """Entry of the log.
 
-    what: "bytes" (a file has these pieces, and this size), "names" (of a directory: what they refer
-    to now), "sync" (of a file or a directory), or "mark".
+    `what` is "bytes" (new sectors and size of a file), "names" (changed names of a directory and
+    the files they refer to), "sync" (of a file or a directory) or "mark".
     """
 
     what: str
@@ -46,9 +46,9 @@ class Event:
 
 
 class RecordedTree:
-    """Everything that happens below `root` while `recording` is open.
+    """Log of all changes below `root` inside of `recording`.
 
-    Files and directories are numbered; `root` is 0. What is there at first is safe.
+    Files and directories are numbered; `root` is 0. Files that exist at the start are safe.
     """
 
     def __init__(self, root: Path) -> None:
@@ -59,11 +59,11 @@ class RecordedTree:
         self._seen: dict[int, tuple[int, int]] = {}  # number -> (mtime, size)
         self._bytes: dict[int, bytes] = {}
         self._lock = threading.RLock()
-        self.num_safe = 0  # events that were there at first
+        self.num_safe = 0  # number of events for files that existed at the start
 
     @contextmanager
     def recording(self, before: Callable[[str], None] = lambda name: None) -> Iterator[None]:
-        """`before` is told each call by name, before it is made; it may raise."""
+        """Record changes; `before` is called with the name of each call first, and may raise."""
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
                 patch.setattr(os, name, self._noted(name, getattr(os, name), before))
@@ -76,7 +76,7 @@ class RecordedTree:
                     self._synced(file.path)
 
             def finish_writer(writer: BlockWriter) -> None:
-                finish(writer)  # which syncs the file at its end, natively
+                finish(writer)  # syncs the file natively
                 self.look()
                 self._synced(str(writer.path))
 
@@ -89,7 +89,7 @@ class RecordedTree:
             self.look()
 
     def mark(self, text: str) -> None:
-        """Say that something was promised."""
+        """Log a text, for a promise that was made to the user."""
         with self._lock:
             self.look()
             self.log.append(Event("mark", text=text))
@@ -118,14 +118,14 @@ class RecordedTree:
             try:
                 number = self._numbers.get(os.stat(path).st_ino)
             except OSError:
-                return  # no name leads there any more
+                return  # the file has no name any more
             if number is not None:
                 self.log.append(Event("sync", number))
 
-    # --- what has changed --------------------------------------------------------------------
+    # --- detection of changes ----------------------------------------------------------------
 
     def look(self) -> None:
-        """Note what is not as it was at the last look."""
+        """Log the changes since the last look."""
         with self._lock:
             there: set[int] = set()
             self._look_into(self.root, 0, there)
@@ -182,14 +182,17 @@ class RecordedTree:
             self.log.append(Event("bytes", number, len(data), pieces))
             self._bytes[number] = data
 
-    # --- what is left ------------------------------------------------------------------------
+    # --- state after a crash -----------------------------------------------------------------
 
     def marks(self, cut: int) -> list[str]:
-        """What had been promised by then."""
+        """Return the texts marked before `cut`."""
         return [event.text for event in self.log[:cut] if event.what == "mark"]
 
     def left(self, cut: int, target: Path, choose: random.Random | None) -> None:
-        """Make `target` what a loss of power after `cut` events leaves; None: a mere kill does."""
+        """Write to `target` the state that a power loss after `cut` events leaves.
+
+        With `choose` None it is the state after a kill: no change is lost.
+        """
         synced = {e.of: i for i, e in enumerate(self.log[:cut]) if e.what == "sync"}
         contents: dict[int, bytearray] = {}
         names: dict[int, dict[str, int]] = {0: {}}

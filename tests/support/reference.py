@@ -1,11 +1,11 @@
-"""Every rule on every layout and moment format, in numpy; the kernels equal it bit for bit.
+"""NumPy reference of every update rule, for all weight layouts and moment formats.
 
-Slow and obvious: read everything as fp32, apply the rule (in the order of torch's single-tensor
-path), store everything again (`rounding.py`). Every operation is one fp32 operation, rounded on its
-own: no fused multiply-add, true division and square root. The scalars are computed in double and
-rounded to fp32 once (`infinity/optim/rules.py`). torch itself fuses multiply and add where the CPU
-can, and its `sqrt` is not correctly rounded, so it does not give the same bits on every CPU; this
-does. Nothing here knows threads, instruction sets or addresses.
+The kernels must equal it bit for bit. It reads everything as fp32, applies the rule in the order of
+torch's single-tensor path, and stores everything again (`rounding.py`). Every operation is one fp32
+operation, rounded separately: no fused multiply-add, true division and square root. Scalars are
+computed in double and rounded to fp32 once (`infinity/optim/rules.py`). torch itself fuses multiply
+and add where the CPU can, and its `sqrt` is not correctly rounded, so its bits depend on the CPU;
+those of this reference do not. It is independent of threads, instruction sets and addresses.
 
     all       g = gradient * grad_scale
     Adam      g = g + l2 * p                        only with L2
@@ -46,7 +46,7 @@ from infinity.optim.moments import Moment
 from infinity.optim.rules import Muon, RuleParams
 from infinity.types import MomentFormat
 
-SQUARE_BLOCK = 4096  # elements; with SQUARE_LANES the definition of the square sum, not a knob
+SQUARE_BLOCK = 4096  # elements; part of the definition of the square sum, as is SQUARE_LANES
 SQUARE_LANES = 16
 _Scalars = tuple[float, ...]
 _Result = tuple[Fp32Array, list[Fp32Array]]
@@ -63,7 +63,7 @@ def reference_update(
     key: int = 0,
     first: int = 0,
 ) -> None:
-    """What `CpuKernels.update` does, with the same arguments."""
+    """Reference of `CpuKernels.update`, with the same arguments."""
     if isinstance(rule_params, Muon):
         _muon_by_torch(weight, rest, moments, gradient.float() * grad_scale, rule_params)
         return
@@ -98,7 +98,7 @@ def _muon_by_torch(
     gradient: torch.Tensor,
     rule_params: Muon,
 ) -> None:
-    """What `torch.optim.Muon` does to the master: a matrix, or each of a stack."""
+    """Step the master, one matrix or a stack of them, with `torch.optim.Muon`."""
     split = rest is not None and weight.dtype == torch.bfloat16
     master = join_master(weight, rest) if split else weight if rest is None else rest
     one = (-1, *rule_params.shape[-2:])
@@ -115,7 +115,7 @@ def _muon_by_torch(
 
 
 def read_moment(moment: Moment, *, signed: bool) -> Fp32Array:
-    """Return a moment as fp32 values (of its own memory, unless it is fp32)."""
+    """Return a moment as fp32 values: a view if it is fp32, else a copy."""
     if moment.scales is None:
         return floats(moment.values)
     return decode_8bit(moment.values.numpy(), moment.scales.numpy(), signed=signed)
@@ -124,7 +124,10 @@ def read_moment(moment: Moment, *, signed: bool) -> Fp32Array:
 def write_moment(
     moment: Moment, values: Fp32Array, *, signed: bool, random: U32Array | None = None
 ) -> None:
-    """Store fp32 values; with `random` bits (16; 8-bit: 32) stochastically, else to nearest."""
+    """Store fp32 values, rounded stochastically if `random` bits are given, else to nearest.
+
+    Stochastic rounding takes 16 bits per element for bf16, 32 for 8-bit formats.
+    """
     if moment.format is MomentFormat.FP32:
         moment.values.numpy()[:] = canonical(values)
     elif moment.scales is None:
@@ -218,7 +221,7 @@ _KERNELS: dict[str, Callable[[Fp32Array, Fp32Array, list[Fp32Array], _Scalars], 
 
 
 def reference_square_sum(tensor: torch.Tensor) -> float:
-    """Sum of squares in fp64 over one fixed tree (csrc/adam/passes.inl says it in words)."""
+    """Return the sum of squares in fp64 over a fixed tree, described in csrc/adam/passes.inl."""
     with np.errstate(all="ignore"):
         values = floats(tensor.reshape(-1)).astype(np.float64)
     num_blocks = -(-values.size // SQUARE_BLOCK)

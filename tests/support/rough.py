@@ -1,4 +1,4 @@
-"""Slow and failing disks, and freed slots that are overwritten: what no configuration offers."""
+"""Fault injection for engines: slow and failing disks, and freed slots that are overwritten."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ Poison = Callable[[Tensor], None]
 
 
 def fill(slot: Tensor) -> None:
-    """NaN in every float type."""
+    """Overwrite with NaN of every float type."""
     slot.fill_(255)
 
 
-_of_thread = threading.local()  # what engines get that the thread makes: `io`, `poison`
+_of_thread = threading.local()  # options of engines that the thread makes: `io`, `poison`
 _lock = threading.Lock()
-_patched: dict[str, tuple[int, Any]] = {}  # by name: how many want the patch, what was there before
+_patched: dict[str, tuple[int, Any]] = {}  # by name: number of users of the patch, original value
 
 
 @contextmanager
 def _with(owner: Any, name: str, patch: Callable[..., Any], **options: Any) -> Iterator[None]:
-    """`owner.name` is `patch`, and what this thread makes has the options.
+    """Patch `owner.name`, and set options for engines that this thread makes.
 
-    Ranks are threads: the patch goes with the last of them. Two mocks, one inside the other's time,
-    would leave the first one's behind.
+    Ranks are threads, so the patch is counted and removed by its last user. Two overlapping mocks
+    would leave the patch of the first one in place.
     """
     with _lock:
         count, before = _patched.get(name, (0, getattr(owner, name)))
@@ -56,7 +56,7 @@ def _with(owner: Any, name: str, patch: Callable[..., Any], **options: Any) -> I
 
 @contextmanager
 def rough_io(**options: Any) -> Iterator[None]:
-    """Native I/O engines that this thread makes in here get `faults`, `slow_bytes_per_s`."""
+    """Pass `faults` and `slow_bytes_per_s` to native I/O engines that this thread makes."""
     with _with(_aio, "Engine", _rough_engine, io=options):
         yield
 
@@ -70,7 +70,7 @@ def _rough_engine(**given: Any) -> Any:
 
 @contextmanager
 def poisoned(poison: Poison) -> Iterator[None]:
-    """Slots of engines that this thread makes in here are overwritten when they are freed."""
+    """Overwrite freed slots of engines that this thread makes."""
     with _with(SlotLedger, "__post_init__", _begin_poisoned, poison=poison):
         yield
 
@@ -100,7 +100,10 @@ def initialize(
     io: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> tuple[Any, ...]:
-    """`infinity.initialize`; `faults` and `slow_bytes_per_s`, in `io` or in the config's, too."""
+    """Call `infinity.initialize` with fault injection.
+
+    `faults` and `slow_bytes_per_s` are taken from `io` or from the `io` section of the config.
+    """
     with ExitStack() as rough:
         if isinstance(config, Mapping):
             config, found = taken(config)
@@ -113,7 +116,7 @@ def initialize(
 
 
 def taken(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The configuration without what only `rough_io` knows, and that."""
+    """Split a configuration into that of the engine and the options of `rough_io`."""
     rough, io = {}, dict(config.get("io", {}))
     if "faults" in io:
         rough["faults"] = io.pop("faults")

@@ -1,17 +1,18 @@
-"""How numbers are stored, in numpy, to be read; csrc/adam/update.inl says the same bit for bit.
+"""NumPy reference of the storage formats; csrc/adam/update.inl implements the same, bit for bit.
 
 Split masters: `hi = (bits + 0x8000) >> 16` is the bf16 weight, `residual = bits - (hi << 16)` a
-signed 16-bit rest, mod 2^32. Any NaN that arithmetic produces is stored as 0x7fc00000, as payloads
-depend on the machine.
+signed 16-bit integer, mod 2^32. Any NaN that arithmetic produces is stored as 0x7fc00000, since
+payloads depend on the machine.
 
 8 bits: a code is a small float relative to the largest magnitude of its block of MOMENT_BLOCK
-elements, cut from the upper half of an fp32 number, eight steps per octave. Signed codes have a
-sign bit and 127 magnitudes (16 octaves; what is less becomes 0, code 0) and round to nearest.
-Unsigned codes have 256 magnitudes (32 octaves), no zero, as the update divides by their root, and
-round stochastically in an update. Zeroed bytes have scale 0 and mean 0. A block that holds a value
-which is not finite has scale NaN and codes 0, and decodes to NaN as a whole.
+elements, made of the upper bits of an fp32 number, eight steps per octave. Signed codes have a sign
+bit and 127 magnitudes (16 octaves; smaller values become 0, code 0) and round to nearest. Unsigned
+codes have 256 magnitudes (32 octaves), but no zero, since the update divides by their root, and
+round stochastically in an update. Zeroed bytes have scale 0 and represent 0. A block with a value
+that is not finite has scale NaN and codes 0, and decodes to NaN entirely.
 
-Random bits are a hash of (key, index in the parameter), so the cut of a parameter never shows.
+Random bits are a hash of (key, index in the parameter), so results do not depend on how a parameter
+is split.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def to_bf16(values: Fp32Array, random: U32Array | None = None) -> npt.NDArray[np
 
 
 def to_fp16(values: Fp32Array) -> npt.NDArray[np.float16]:
-    """Return fp16: nearest, ties to even; from 65520 on infinity; a NaN becomes 0x7e00."""
+    """Return fp16: nearest, ties to even; infinity from 65520 on; a NaN becomes 0x7e00."""
     with np.errstate(all="ignore"):
         bits = values.astype(np.float16).view(np.uint16)
     return np.where(np.isnan(values), np.uint16(0x7E00), bits).view(np.float16)
@@ -114,9 +115,10 @@ def random_for_bf16(bits: U32Array, moment: int) -> U32Array:
 def encode_8bit(
     values: Fp32Array, *, signed: bool, random: U32Array | None = None
 ) -> tuple[npt.NDArray[np.uint8], Fp32Array]:
-    """Return (codes, scales) of `values`; unsigned with 32 `random` bits each: stochastically.
+    """Return (codes, scales) of `values`.
 
-    Unsigned values are not negative, nor -0.
+    Unsigned values, which may be neither negative nor -0, are rounded stochastically if `random`
+    has 32 bits for each.
     """
     blocks = _blocks(values)
     largest = (blocks.view(np.uint32) & _MAGNITUDE).max(axis=1)
@@ -151,7 +153,7 @@ def decode_8bit(codes: npt.NDArray[np.uint8], scales: Fp32Array, *, signed: bool
 
 
 def _padded(values: npt.NDArray[np.uint32]) -> U32Array:
-    """Rows of MOMENT_BLOCK, the last one filled with zeros."""
+    """Return rows of MOMENT_BLOCK elements, the last one padded with zeros."""
     padded = np.zeros(-(-values.size // MOMENT_BLOCK) * MOMENT_BLOCK, dtype=np.uint32)
     padded[: values.size] = values
     return padded.reshape(-1, MOMENT_BLOCK)

@@ -1,4 +1,4 @@
-"""Tiny runs of `infinity train`: configurations, a watcher that remembers, corpora of noise."""
+"""Tiny runs of `infinity train`: configurations, random corpora and a recording watcher."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TEMPLATE = (
 
 
 def write_chat(folder: Path, count: int = 40, seed: int = 0) -> dict[str, str]:
-    """Conversations of up to two turns in JSONL, and what settings say of them."""
+    """Write conversations of up to two turns as JSONL; return the settings that use them."""
     generator = random.Random(seed)
 
     def words() -> str:
@@ -56,7 +56,10 @@ def write_chat(folder: Path, count: int = 40, seed: int = 0) -> dict[str, str]:
 
 
 def settings(folder: Path, **changes: Any) -> dict[str, Any]:
-    """A run of six steps on a text of its own; `changes` are dotted names with __ for dots."""
+    """Return settings of a run of six steps on a generated text.
+
+    `changes` are dotted names with `__` for dots; None removes an entry.
+    """
     text = folder / "text.txt"
     if not text.exists():
         write_text(text)
@@ -75,7 +78,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
         "engine": {
             "precision": "fp32",
             "gradient_accumulation_steps": 2,
-            "budget": {"host": "6GiB"},  # a worker of pytest may hold 2 GiB itself
+            "budget": {"host": "6GiB"},  # a pytest worker may hold 2 GiB
             "optimizer": {"lr": 1e-2},
             "scheduler": {
                 "type": "WarmupCosineLR",
@@ -96,7 +99,7 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
 
 
 class Remembers:
-    """A watcher; asks to stop after `stop_after` steps, or raises after `die_after` of them."""
+    """Watcher that records a run; it stops it after `stop_after` steps or raises at `die_after`."""
 
     def __init__(self, stop_after: int = 0, die_after: int = 0) -> None:
         self.steps: list[SimpleNamespace] = []
@@ -140,6 +143,6 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
-    """What must not depend on when a run was stopped."""
+    """Return the logged losses, which must not depend on interruptions."""
     told = (line for line in metrics_of(folder) if "loss" in line)
     return [(line["event"], line["step"], line["loss"]) for line in told]

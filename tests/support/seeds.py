@@ -1,4 +1,4 @@
-"""Many bad ends, one for each seed."""
+"""Repetition of a randomized test over many seeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Callable, Iterable
 
 
 def many(seeds: Iterable[int], bad_end: Callable[[int], str]) -> Counter[str]:
-    """Count what `bad_end` returns; all failures are raised at the end, with the first five."""
+    """Call `bad_end` with each seed and count its results.
+
+    Raises one AssertionError at the end, with the first five failures.
+    """
     seen: Counter[str] = Counter()
     wrong: list[str] = []
     for seed in seeds:

@@ -1,4 +1,4 @@
-"""Gradients of slices, added in fp32 by plain torch: each slice computes with leaves of its own."""
+"""Gradients of batch slices, added in fp32 with plain torch: each slice has its own leaves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SUM = "_sum_of_slices"
 def in_slices(
     block: nn.Module, parts: Iterable[tuple[Tensor, ...]], wrap: Callable[..., Callable[..., Any]]
 ) -> list[Tensor]:
-    """What `block` makes of every part, by `wrap` of a function of it.
+    """Call `block` on every slice, through `wrap` of a function of it.
 
-    When the last leaf of a parameter has its gradient, the sum over slices, in their order, arrives
-    at the parameter's hooks: see `taken`.
+    When the last leaf of a parameter has its gradient, the sum over slices, in their order, is
+    passed to the parameter's hooks: see `taken`.
     """
     parts = list(parts)
     parameters = {n: p for n, p in block.named_parameters() if p.requires_grad}
@@ -54,7 +54,7 @@ def _take(
 
 
 def taken(parameter: Tensor) -> Tensor:
-    """For such a hook: the gradient that arrives now, a sum of slices (fp32) or torch's own."""
+    """Take the gradient in a post-accumulate hook: a sum of slices (fp32) or that of torch."""
     total: Tensor | None = vars(parameter).pop(_SUM, None)
     gradient, parameter.grad = (total if total is not None else parameter.grad), None
     assert gradient is not None

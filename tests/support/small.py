@@ -1,4 +1,4 @@
-"""A small language model with tied weights, and engines over it, for tests of the engine."""
+"""A small language model with tied weights, and engines for it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class SmallModel(nn.Module):
-    """Embedding, blocks, a norm, and a head that borrows the embedding's weight."""
+    """Embedding, blocks, a norm, and a head tied to the embedding."""
 
     def __init__(self, num_blocks: int = 3, width: int = WIDTH) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def small_model(seed: int = 0, **kwargs: Any) -> SmallModel:
 
 
 def batch(index: int, device: torch.device | str = "cpu") -> Tensor:
-    """The same tokens for the same index, whatever was drawn before."""
+    """Return tokens that depend on `index` only, not on the global generator."""
     generator = torch.Generator().manual_seed(1000 + index)
     return torch.randint(0, VOCABULARY, (2, 9), generator=generator).to(device)
 
@@ -95,7 +95,7 @@ def small_engine(
     arguments: dict[str, Any] | None = None,
     **more: Any,
 ) -> Iterator[Engine]:
-    """An engine over a small model; afterwards nothing may be left of it."""
+    """Yield an engine for a small model; then close it and check that it leaks nothing."""
     threads = set(threading.enumerate())
     given = settings(path, placement, **more)
     model = small_model() if model is None else model
@@ -111,13 +111,13 @@ def small_engine(
 
 
 def assert_nothing_left(path: Path, threads: set[threading.Thread]) -> None:
-    """No scratch directory and no thread that was not there before."""
+    """Assert that there is no scratch directory and no thread besides `threads`."""
     assert not list(path.iterdir())
     assert wait_until(lambda: set(threading.enumerate()) <= threads), threading.enumerate()
 
 
 def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
-    """Losses of `steps` optimizer steps over batches `first`, `first + 1`, ..."""
+    """Train `steps` optimizer steps over batches `first`, `first + 1`, ...; return the losses."""
     losses = []
     for index in range(first, first + steps * engine.plan.micro_batches):
         loss = engine(batch(index))
@@ -128,11 +128,11 @@ def train(engine: Engine, steps: int, first: int = 0) -> list[float]:
 
 
 def masters(engine: Engine) -> dict[str, Tensor]:
-    return dict(Engine.state_dict(engine, master=True).items())  # by the names of its module
+    return dict(Engine.state_dict(engine, master=True).items())  # by names of the user's module
 
 
 def same(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Whether two states are equal, bit for bit, dtype included."""
+    """Return whether two states have equal names, dtypes and bits."""
     return first.keys() == second.keys() and all(
         first[name].dtype == second[name].dtype and torch.equal(first[name], second[name])
         for name in first

@@ -1,4 +1,4 @@
-"""Trains the small model in a process of its own."""
+"""Training of the small model in a separate process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 
 
 def digest(state: dict[str, Tensor]) -> str:
-    """A text that differs when any bit of the state does."""
+    """Return a hash of a state."""
     whole = hashlib.sha256()
     for name, value in sorted(state.items()):
         whole.update(name.encode())
@@ -25,9 +25,9 @@ def digest(state: dict[str, Tensor]) -> str:
 
 
 def train_alone(path: Path, steps: int, more: dict[str, Any], group: Path | None) -> None:
-    """In that control group, if one is given; with `steps` = 0 until it is killed.
+    """Train `steps` steps, or until killed if 0; in control group `group` if one is given.
 
-    Prints "ready" and the drives when the state is written, then one line of JSON per step, then
+    Prints "ready" and the drives once the state is written, then one line of JSON per step, then
     the digest of the masters.
     """
     if group is not None:

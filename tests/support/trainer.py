@@ -1,9 +1,9 @@
-"""Training the same model in several ways: with the engine, and with plain torch.
+"""Training of one model with the engine and with plain torch, for comparison.
 
-`train` is the engine, with every freed slot poisoned and everything checked at the end: scratch
-files, threads, rules of the fake accelerator. `train_torch` is plain torch with its own AdamW and
-`clip_grad_norm_`. `train_exactly` is plain torch's forward and backward with the engine's update
-rule written out (`reference_update`): the engine must equal it bit for bit.
+`train` uses the engine, with every freed slot poisoned and leaks checked at the end: scratch files,
+threads, rules of the fake accelerator. `train_torch` uses plain torch with its AdamW and
+`clip_grad_norm_`. `train_exactly` uses torch's forward and backward and the reference of the
+engine's update (`reference_update`): the engine must equal it bit for bit.
 """
 
 from __future__ import annotations
@@ -49,18 +49,18 @@ from infinity.types import MomentFormat
 
 TIERS = ("device", "host", "disk")
 PLACEMENTS = [(w, m, g) for w in TIERS for m in TIERS for g in TIERS]
-# A third of them, in which each pair of tiers of two kinds occurs.
+# A third of them, which covers every pair of tiers of any two kinds of state.
 PAIRED = [p for p in PLACEMENTS if sum(map(TIERS.index, p)) % 3 == 0]
 SIMPLEST = ("device", "device", "device")
 
 
 def tiers_of(placement: tuple[str, str, str]) -> dict[str, str]:
-    """The config's `placement` of a (weights, moments, gradients) placement."""
+    """Return the config's `placement` for tiers of (weights, moments, gradients)."""
     return dict(zip(("weights", "optimizer_state", "gradients"), placement, strict=True))
 
 
 def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> dict[str, Any]:
-    """A config for tiny models; `changes` may hold nested dicts, and win."""
+    """Return a config for tiny models; `changes` override entries, also nested ones."""
     config: dict[str, Any] = {
         "precision": "fp32",
         "placement": tiers_of(placement),
@@ -77,7 +77,7 @@ def make_config(placement: tuple[str, str, str] = SIMPLEST, **changes: Any) -> d
 
 @dataclass
 class Result:
-    """What a run computed, and for the engine also what it moved."""
+    """Results of a run, with the engine's counters of moved bytes if it used the engine."""
 
     losses: list[float]
     masters: dict[str, Tensor]
@@ -86,10 +86,10 @@ class Result:
     forecast: dict[str, int] = field(default_factory=dict)
     counters: dict[str, int] = field(default_factory=dict)
     plan: Plan | None = None
-    of_ranks: list[Result] = field(default_factory=list, repr=False)  # this one too; of several
+    of_ranks: list[Result] = field(default_factory=list, repr=False)  # of a run on several ranks
 
     def misforecast(self) -> list[str]:
-        """Where a rank's last step moved other bytes than its plan says."""
+        """Return messages on ranks whose last step moved other bytes than the plan forecasts."""
         return [
             f"rank {number} moved {one.report and one.report.moved}, forecast {one.forecast}"
             for number, one in enumerate(self.of_ranks or [self])
@@ -97,7 +97,7 @@ class Result:
         ]
 
     def differences(self, other: Result) -> list[str]:
-        """Everything in which two runs are not bit-equal, in words; empty when they are."""
+        """Return messages on all differences between two runs; empty if they are bit-equal."""
         found = []
         for what, mine, theirs in (
             ("loss", self.losses, other.losses),
@@ -119,7 +119,7 @@ class Result:
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Whether two tensors have one dtype, one shape and the same bits (NaN equals NaN)."""
+    """Return whether two tensors have equal dtype, shape and bits (NaN equals NaN)."""
     if one.dtype is not other.dtype or one.shape != other.shape:
         return False
     raw = [t.contiguous().view(-1).view(torch.uint8) for t in (one, other)]
@@ -127,15 +127,12 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def make_device(kind: str, seed: int = 0) -> Device | str:
-    """`cpu`, or `fake`: a fresh fake accelerator with copies up to 1 ms late."""
+    """Return `kind`, or for `fake` a fake accelerator with copies up to 1 ms late."""
     return FakeAccelerator(seed, max_delay_s=0.001) if kind == "fake" else kind
 
 
 class Run:
-    """One engine over one model, and the checks that nothing is left behind.
-
-    A context manager; `engine` may be used in any way inside it.
-    """
+    """Context manager with an engine for a model, which checks for leaks at the end."""
 
     def __init__(
         self,
@@ -174,11 +171,11 @@ class Run:
             self._directory.cleanup()
 
     def masters(self) -> dict[str, Tensor]:
-        """fp32 masters of what is trained, the bytes of all else."""
+        """Return fp32 masters of trained parameters and all other state as stored."""
         return masters_of(self.engine)
 
     def check_nothing_left(self) -> None:
-        """After `close`: no scratch files, no threads, no broken rule of the fake device."""
+        """Assert after `close` that there are no scratch files, threads or violations."""
         left = os.listdir(Path(self._directory.name))
         assert not left, f"left in nvme_path: {left}"
         extra = set(threading.enumerate()) - self._threads
@@ -189,14 +186,14 @@ class Run:
 
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
-    """fp32 masters of what is trained, the bytes of all else, by the names of the module."""
+    """Return fp32 masters of trained parameters and all other state, by names of the module."""
     found = Engine.state_dict(engine, master=True)
     return {name: value.clone() for name, value in found.items()}
 
 
 @contextmanager
 def at_once(chunks: int) -> Iterator[None]:
-    """With `chunk_size: auto` a pass takes so many chunks at once, of 2048 elements each."""
+    """Make a pass with `chunk_size: auto` stream `chunks` chunks of 2048 elements at once."""
     with (
         mock.patch.object(planner, "CHUNK_ELEMENTS", 2048),
         mock.patch.object(planner, "STREAMED_ELEMENTS", chunks * 2048),
@@ -206,7 +203,7 @@ def at_once(chunks: int) -> Iterator[None]:
 
 @contextmanager
 def cpu_beside(share: float) -> Iterator[None]:
-    """The CPU updates such a share of what is streamed, meanwhile, whatever the plan finds fast."""
+    """Make the CPU update a `share` of the streamed chunks, whatever the plan would choose."""
     streaming = streamed_updates._with_streamed
 
     def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
@@ -223,7 +220,7 @@ def train_on(
     load: Path | None = None,
     save: Path | None = None,
 ) -> Result:
-    """Train an engine: one micro-batch per batch; from a checkpoint, and to one, if told."""
+    """Train an engine, one micro-batch per batch; optionally load and save a checkpoint."""
     losses: list[float] = []
     norms: list[float] = []
     if load is not None:
@@ -263,7 +260,7 @@ def train_case(
     steps: int,
     **changes: Any,
 ) -> Result:
-    """Train a model of `support.models.CASES` for some steps of as many micro-batches as set."""
+    """Train a model of `support.models.CASES` for `steps` optimizer steps."""
     case = CASES[name]
     batches = case.batches(steps * changes.get("gradient_accumulation_steps", 1))
     config = make_config(placement, **changes)
@@ -274,7 +271,7 @@ def train_case(
 
 
 def _settings(config: Mapping[str, Any]) -> Config:
-    """The config without what plain torch has no use for."""
+    """Load the config without entries that do not apply to plain torch."""
     plain = rough.taken(config)[0]
     return load_config({k: v for k, v in plain.items() if k not in ("placement", "nvme_path")})
 
@@ -286,7 +283,7 @@ def _values(model: nn.Module) -> dict[str, Tensor]:
 def torch_groups(
     model: nn.Module, groups: Callable[[nn.Module], list[dict[str, Any]]] | None
 ) -> list[dict[str, Any]]:
-    """The groups as given, else one of everything that requires a gradient."""
+    """Return `groups(model)`, or one group of all parameters that require a gradient."""
     if groups is not None:
         return groups(model)
     return [{"params": [p for p in model.parameters() if p.requires_grad]}]
@@ -302,7 +299,7 @@ def train_torch(
     before_batch: Callable[[int, nn.Module], None] | None = None,
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> Result:
-    """fp32 with torch's optimizer (`foreach=False, fused=False`) and `clip_grad_norm_`."""
+    """Train in fp32 with torch's optimizer (`foreach=False, fused=False`) and clipping."""
     settings = _settings(config)
     cast_frozen(model, torch.float32)
     if make_optimizer is None:
@@ -333,26 +330,26 @@ def train_torch(
 
 
 def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Floating parameters in the compute dtype, as the engine holds frozen ones."""
+    """Cast frozen floating-point parameters to the compute dtype, as the engine does."""
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter.is_floating_point():
             parameter.data = parameter.data.to(dtype)
 
 
 def square_sums(gradient: Tensor, parameter: nn.Parameter) -> list[float]:
-    """What the norm adds of a gradient: its sum of squares; of a stack each expert's."""
+    """Return the terms of the squared norm: one per gradient, or per expert of a stack."""
     experts = gradient.view(parameter.shape).unbind() if parameter.dim() == 3 else [gradient]
     return [square_sum(one) for one in experts]
 
 
 def square_sum(tensor: Tensor) -> float:
-    """`reference_square_sum` without its loop over rows, which takes most of a tiny run."""
+    """Return `reference_square_sum` without the loop over rows, the slowest part of tiny runs."""
     values = tensor.reshape(-1).double().numpy()
     num_blocks = -(-values.size // SQUARE_BLOCK)
     padded = np.zeros(num_blocks * SQUARE_BLOCK)
     padded[: values.size] = values
     rows = padded.reshape(num_blocks, SQUARE_BLOCK // SQUARE_LANES, SQUARE_LANES)
-    lanes = np.add.accumulate(rows * rows, axis=1)[:, -1, :]  # one after the other, in order
+    lanes = np.add.accumulate(rows * rows, axis=1)[:, -1, :]  # sequentially, in order
     while lanes.shape[1] > 1:
         half = lanes.shape[1] // 2
         lanes = lanes[:, :half] + lanes[:, half:]
@@ -377,7 +374,7 @@ class _Master:
     step: int = 0
 
     def update(self, factor: float, seed: int) -> None:
-        """The rule written out."""
+        """Apply the reference update."""
         assert self.gradient is not None
         self.step += 1
         reference_update(
@@ -392,7 +389,7 @@ class _Master:
         )
 
     def take(self, master: Tensor) -> None:
-        """Another master (flat, fp32)."""
+        """Replace the master by another one (flat, fp32)."""
         if self.residual is None:
             self.weight.copy_(master)
         else:
@@ -405,7 +402,7 @@ class _Master:
 
 
 class Stepped:
-    """Any optimizer of torch's in the place of a rule: on fp32 masters, by id of the parameter."""
+    """A torch optimizer in place of a rule, on fp32 masters by id of the parameter."""
 
     def __init__(
         self,
@@ -433,10 +430,10 @@ def train_exactly(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
 ) -> Result:
-    """Plain forward and backward, the update rule written out; nothing of the engine's.
+    """Train with torch's forward and backward and the reference update, without the engine.
 
-    Gradients of one micro-batch stay in the compute dtype; several are summed in fp32, and so are
-    those of slices, each arrival by itself. The norm is summed per parameter in fp64, of stacks of
+    Gradients of a single micro-batch stay in the compute dtype; those of several, and of slices,
+    are summed in fp32, one at a time. The norm is summed in fp64 per parameter, for stacks of
     experts per expert, in the model's order.
     """
     settings = _settings(config)
@@ -494,7 +491,7 @@ def _masters(
     *,
     split: bool,
 ) -> dict[int, _Master]:
-    """By id of the parameter, in the model's order."""
+    """Return masters by id of the parameter, in the model's order."""
     params_by_index = hypers_by_parameter(model, settings, groups)
     masters: dict[int, _Master] = {}
     for name, parameter in model.named_parameters():
@@ -509,7 +506,7 @@ def _masters(
 
 
 def fresh_moments(rule_params: RuleParams, size: int, settings: Config) -> list[Moment]:
-    """A rule's moments before its first step."""
+    """Return a rule's moments before the first step."""
     kind = MomentFormat(settings.optimizer.moments)
     moments = [Moment.zeros(size, kind) for _ in range(rule_params.num_moments)]
     for moment, initial in zip(moments, rule_params.initial, strict=False):
@@ -523,7 +520,7 @@ def hypers_by_parameter(
     settings: Config,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
 ) -> dict[int, RuleParams]:
-    """By id of the parameter, its rule; groups may override entries."""
+    """Return rules by id of the parameter; groups may override entries."""
     rule, given = RULES[settings.optimizer.type], [dict(g) for g in torch_groups(model, groups)]
     return {
         id(p): rule.of(group).of_shape(tuple(p.shape))
@@ -533,7 +530,7 @@ def hypers_by_parameter(
 
 
 def _collect(master: _Master, dtype: torch.dtype) -> None:
-    """Sum arriving gradients in `dtype`."""
+    """Accumulate gradients in `dtype` by a hook."""
 
     def arrived(parameter: Tensor) -> None:
         flat = taken(parameter).reshape(-1).to(dtype)
@@ -545,14 +542,14 @@ def _collect(master: _Master, dtype: torch.dtype) -> None:
     master.parameter.register_post_accumulate_grad_hook(arrived)
 
 
-# --- what a run keeps and recomputes -----------------------------------------------------------
+# --- memory of activations -----------------------------------------------------------------------
 
 
 class LiveBytes(TorchDispatchMode):
-    """Bytes of tensors that operations have made and something still refers to.
+    """Dispatch mode that counts live bytes of tensors made by operations.
 
-    Slots, placement and parameters are not made by operations and do not count. `peak` is the most
-    there ever was at the end of an operation.
+    Slots and parameters are not made by operations and do not count. `peak` is the maximum at the
+    end of an operation.
     """
 
     def __init__(self) -> None:
@@ -573,7 +570,7 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def now(self) -> int:
-        """Bytes alive."""
+        """Return the live bytes."""
         dead = [key for key, (ref, _) in self._storages.items() if ref.expired()]
         for key in dead:
             del self._storages[key]
@@ -585,9 +582,9 @@ def _is_real(value: Any) -> bool:
 
 
 class SavedBytes:
-    """A pair of saved-tensor hooks of a user, put around everything: counts what it is handed.
+    """Saved-tensor hooks of a user, which count the tensors that autograd saves.
 
-    Tensors whose storage is one of `apart` (weights) are counted in `num_apart` only.
+    Tensors that share a storage with one of `apart` (weights) are counted in `num_apart` only.
     """
 
     def __init__(self, apart: Sequence[Tensor] = ()) -> None:
@@ -595,7 +592,7 @@ class SavedBytes:
         self.total = self.num_packed = self.num_unpacked = self.num_apart = 0
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        """The context to train in."""
+        """Return the context to train in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""One rank of trainings by `InfinityTrainer`, alone or as torchrun starts it."""
+"""Entry point of one rank that trains with `InfinityTrainer`, alone or under torchrun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def exact(prediction: Any) -> dict[str, float]:
 
 
 def main(jobs: list[dict[str, Any]]) -> None:
-    """A job: TrainingArguments, from where to go on, where everything goes and what was found."""
+    """Run jobs, each with TrainingArguments, an output path, and optionally `resume`."""
     for job in jobs:
         options: dict[str, Any] = {"train_dataset": Texts(24), "eval_dataset": Texts(8, seed=2)}
         options["compute_metrics"] = exact

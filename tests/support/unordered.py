@@ -1,6 +1,6 @@
-"""Training on a CUDA device made of host memory, as it is and with one thing left out at a time.
+"""Training on the emulated CUDA device with one kind of synchronization removed at a time.
 
-`main` prints, as JSON, how many accesses nothing ordered in each case. Comes after `host_cuda`.
+`main` prints, as JSON, the number of unordered accesses in each case. Import `host_cuda` first.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
 
 
 def train(update: str) -> int:
-    """Some steps, and tensors of two devices that meet; how often nothing ordered what was done.
+    """Train three steps, mix tensors of two devices, and return the number of unordered accesses.
 
-    Of "beside" the CPU updates some chunks while others are streamed.
+    With "beside" the CPU updates some chunks while others are streamed.
     """
     if update == "beside":
         with cpu_beside(0.4):

@@ -32,11 +32,13 @@ from support.live_bytes import LiveBytes
 MIB = 1 << 20
 IN_RAM = {"weights": "device", "optimizer_state": "host", "gradients": "host"}
 _GPT = gpt.GPTConfig(vocab_size=512, context=1024, num_layers=6, num_heads=8, width=512)
-_WORDS = gpt.GPTConfig(vocab_size=32_000, context=1024, num_layers=3, num_heads=4, width=256)
+_LARGE_VOCAB = gpt.GPTConfig(vocab_size=32_000, context=1024, num_layers=3, num_heads=4, width=256)
 _LLAMA = llama.LlamaConfig(512, 1024, 6, 8, 2, 512, 1408)
 # For bf16, which most processors emulate: some 50 times as slow as fp32.
 _SMALL = gpt.GPTConfig(vocab_size=512, context=256, num_layers=4, num_heads=4, width=256)
-_SMALL_WORDS = gpt.GPTConfig(vocab_size=8_000, context=256, num_layers=3, num_heads=2, width=128)
+_SMALL_LARGE_VOCAB = gpt.GPTConfig(
+    vocab_size=8_000, context=256, num_layers=3, num_heads=2, width=128
+)
 _SMALL_LLAMA = llama.LlamaConfig(512, 256, 4, 4, 2, 256, 704)
 # name -> shape, precision, recompute blocks, tokens, rows
 CASES = {
@@ -46,13 +48,13 @@ CASES = {
     "gpt, 1024 tokens, recomputed": (_GPT, "fp32", True, 1024, 1),
     "gpt, 4096 tokens, recomputed": (_GPT, "fp32", True, 4096, 4),
     "gpt, 1024 tokens, bf16": (_GPT, "bf16", False, 1024, 1),
-    "32,000 words": (_WORDS, "fp32", False, 1024, 1),
-    "32,000 words, recomputed, bf16": (_WORDS, "bf16", True, 1024, 1),
+    "32,000 words": (_LARGE_VOCAB, "fp32", False, 1024, 1),
+    "32,000 words, recomputed, bf16": (_LARGE_VOCAB, "bf16", True, 1024, 1),
     "gated, grouped queries": (_LLAMA, "fp32", False, 1024, 1),
     "gated, grouped queries, recomputed": (_LLAMA, "fp32", True, 1024, 1),
     "gated, grouped queries, bf16": (_LLAMA, "bf16", False, 1024, 1),
     "small gpt, bf16": (_SMALL, "bf16", False, 256, 1),
-    "8,000 words, recomputed, bf16": (_SMALL_WORDS, "bf16", True, 256, 1),
+    "8,000 words, recomputed, bf16": (_SMALL_LARGE_VOCAB, "bf16", True, 256, 1),
     "small, gated, grouped queries, bf16": (_SMALL_LLAMA, "bf16", False, 256, 1),
 }
 
@@ -90,14 +92,14 @@ def counted(name: str, model: nn.Module) -> int:
     """Return the peak of live bytes in a forward and backward; gradients are freed by unit."""
     units = cut(name, model)
     for unit in units.units:
-        _leave_together([units.parameters[i] for i in unit.parameters])
+        _free_gradients_together([units.parameters[i] for i in unit.parameters])
     tokens = batch(name)
     with LiveBytes([tokens, *model.parameters(), *model.buffers()]) as live:
         model(tokens, tokens).backward()
     return live.peak
 
 
-def _leave_together(members: list[nn.Parameter]) -> None:
+def _free_gradients_together(members: list[nn.Parameter]) -> None:
     missing = {id(p) for p in members}
 
     def arrived(parameter: torch.Tensor) -> None:
@@ -135,11 +137,12 @@ def main() -> None:
     print("| --- | --- | --- | --- | --- | --- |")
     for name in CASES:
         command = [sys.executable, "-m", "support.activation_peak", name]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
-        found, exact, process = json.loads(done.stdout.splitlines()[-1])
+        completed = subprocess.run(command, capture_output=True, text=True, check=True)
+        planned, counted_bytes, process_bytes = json.loads(completed.stdout.splitlines()[-1])
         print(
-            f"| {name} | {found / MIB:.0f} | {exact / MIB:.0f} | {found / exact - 1:+.0%} "
-            f"| {process / MIB:.0f} | {found / process - 1:+.0%} |",
+            f"| {name} | {planned / MIB:.0f} | {counted_bytes / MIB:.0f} "
+            f"| {planned / counted_bytes - 1:+.0%} | {process_bytes / MIB:.0f} "
+            f"| {planned / process_bytes - 1:+.0%} |",
             flush=True,
         )
 

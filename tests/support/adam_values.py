@@ -25,13 +25,13 @@ BY_KERNEL = {name: rule for name, rule in RULES.items() if rule.kernel}
 
 def hypers_of(rule: type[RuleParams]) -> tuple[RuleParams, RuleParams]:
     """Return the rule with defaults, and with every hyper-parameter nonzero and `maximize`."""
-    numbers = {
+    nonzero = {
         name: (0.8, 0.95) if isinstance(default, tuple) else 0.1
         for name, default in rule.defaults().items()
         if isinstance(default, float) or default == AdamW.betas
     }
     return rule.of({**rule.defaults(), "lr": 0.01}), rule.of(
-        {**rule.defaults(), **numbers, "maximize": True}
+        {**rule.defaults(), **nonzero, "maximize": True}
     )
 
 
@@ -85,17 +85,17 @@ class Source:
         offset = int(self.random.integers(0, 16))
         if dtype == torch.float16:
             halves = torch.from_numpy(to_fp16(tensor.numpy()))
-            room = torch.zeros(tensor.numel() + 32, dtype=torch.float16)
-            room[offset : offset + tensor.numel()] = halves
-            return room[offset : offset + tensor.numel()]
+            buffer = torch.zeros(tensor.numel() + 32, dtype=torch.float16)
+            buffer[offset : offset + tensor.numel()] = halves
+            return buffer[offset : offset + tensor.numel()]
         if dtype == torch.bfloat16:  # truncated: keeps payloads of NaN
             high = (tensor.view(torch.int32) >> 16).to(torch.int16)
-            room = torch.zeros(tensor.numel() + 32, dtype=torch.int16)
-            room[offset : offset + tensor.numel()] = high
-            return room.view(torch.bfloat16)[offset : offset + tensor.numel()]
-        room = torch.zeros(tensor.numel() + 32, dtype=torch.int32)
-        room[offset : offset + tensor.numel()] = tensor.view(torch.int32)
-        return room.view(torch.float32)[offset : offset + tensor.numel()]
+            buffer = torch.zeros(tensor.numel() + 32, dtype=torch.int16)
+            buffer[offset : offset + tensor.numel()] = high
+            return buffer.view(torch.bfloat16)[offset : offset + tensor.numel()]
+        buffer = torch.zeros(tensor.numel() + 32, dtype=torch.int32)
+        buffer[offset : offset + tensor.numel()] = tensor.view(torch.int32)
+        return buffer.view(torch.float32)[offset : offset + tensor.numel()]
 
     def state(self, n: int, *, split: bool, wild: bool = True) -> list[torch.Tensor | None]:
         """Return (weight, residual, moment1, moment2), each at its own offset."""
@@ -108,9 +108,9 @@ class Source:
             return [master, None, moment1, moment2]
         weight, residual = split_master(master)
         weights = self.place((weight.view(torch.int16).int() << 16).view(torch.float32), BF16)
-        room = torch.zeros(n + 16, dtype=torch.int16)
-        room[7 : 7 + n] = residual
-        return [weights, room[7 : 7 + n], moment1, moment2]
+        buffer = torch.zeros(n + 16, dtype=torch.int16)
+        buffer[7 : 7 + n] = residual
+        return [weights, buffer[7 : 7 + n], moment1, moment2]
 
     def moment(self, n: int, kind: MomentFormat, *, nonnegative: bool, wild: bool = True) -> Moment:
         """Return a moment with random values at a random offset; 8-bit codes may be any bytes."""
@@ -118,9 +118,9 @@ class Source:
         if nonnegative and (self.random.integers(0, 4) or not wild):
             values.abs_()
         fresh = Moment.zeros(n, kind)
-        room = torch.zeros(n + 32, dtype=fresh.values.dtype)
+        buffer = torch.zeros(n + 32, dtype=fresh.values.dtype)
         offset = int(self.random.integers(0, 16))
-        moment = fresh._replace(values=room[offset : offset + n])
+        moment = fresh._replace(values=buffer[offset : offset + n])
         write_moment(
             moment, values.abs_().numpy() if nonnegative else values.numpy(), signed=not nonnegative
         )
@@ -141,9 +141,9 @@ class Source:
             return State(master, None, moments)
         if layout == "fp16":
             return State(self.floats(n, torch.float16, wild=wild), master, moments)
-        weight, rest, _, _ = self.state(n, split=True, wild=wild)
+        weight, residual, _, _ = self.state(n, split=True, wild=wild)
         assert weight is not None
-        return State(weight, rest, moments)
+        return State(weight, residual, moments)
 
 
 @dataclass
@@ -191,7 +191,7 @@ def bits(tensor: torch.Tensor) -> np.ndarray:
     return tensor.view(kind).numpy()
 
 
-def room_of(tensor: torch.Tensor) -> torch.Tensor:
+def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the bytes of the entire storage of `tensor`, to detect writes outside of it."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
@@ -209,7 +209,7 @@ def assert_same(got: list[torch.Tensor | None], want: list[torch.Tensor | None])
     for one, other in zip(got, want, strict=True):
         assert (one is None) == (other is None)
         if one is not None and other is not None:
-            np.testing.assert_array_equal(room_of(one).numpy(), room_of(other).numpy())
+            np.testing.assert_array_equal(storage_bytes(one).numpy(), storage_bytes(other).numpy())
 
 
 def equal_or_both_nan(one: torch.Tensor, other: torch.Tensor) -> bool:

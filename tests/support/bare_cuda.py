@@ -32,10 +32,10 @@ def bare_cuda_device(
     monkeypatch.setattr(torch.cuda, "device", current)
     monkeypatch.setattr(module, "stay_out_of_captures", lambda: None)
     device = CudaDevice.__new__(CudaDevice)
-    values: dict[str, Any] = {"_pinned_ranges": [], "_node": None, "warnings": [], "_kernels": None}
-    values |= {"_kernel_error": None, "_thread_role": threading.local()}
-    values["_last_compute_stream"] = None
-    for name, value in values.items():
+    attrs: dict[str, Any] = {"_pinned_ranges": [], "_node": None, "warnings": [], "_kernels": None}
+    attrs |= {"_kernel_error": None, "_thread_role": threading.local()}
+    attrs["_last_compute_stream"] = None
+    for name, value in attrs.items():
         setattr(device, name, value)
     device.torch_device = torch.device("cpu")
     return device

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from support.checkpoint_files import Sample, content, same_content, sample, save
-from support.forked import die_at
+from support.forked import kill_at_line
 
 from infinity.checkpoint.directory import checkpoints, find_tag, remove_stale
 from infinity.checkpoint.reader import CheckpointReader
@@ -29,7 +29,7 @@ FOREIGN = ("foreign.tmp", "notes", ".theirs.infinity-lock")
 _CALLS = ("open", "mkdir", "rename", "unlink", "rmdir", "ftruncate")
 
 
-def furnish(root: Path) -> None:
+def write_foreign_files(root: Path) -> None:
     """Write files of another program, which must survive."""
     root.mkdir()
     for name in FOREIGN[:2]:
@@ -38,7 +38,7 @@ def furnish(root: Path) -> None:
     (root / FOREIGN[2]).write_text("mine")
 
 
-def made(tag: str) -> Sample:
+def content_of(tag: str) -> Sample:
     """Return the content of the checkpoint with this tag."""
     return sample(int(tag), moments=("fp32",), global_steps=int(tag))
 
@@ -47,7 +47,7 @@ def save_next(root: Path, keep_last: int | None) -> str:
     """Write the next checkpoint; return its tag."""
     tags = [int(one.tag) for one in checkpoints(root) if one.tag.isdigit()]
     tag = str(max(tags, default=0) + 1)
-    save(root, tag, made(tag), SHARD, keep_last=keep_last)
+    save(root, tag, content_of(tag), SHARD, keep_last=keep_last)
     return tag
 
 
@@ -65,20 +65,20 @@ def check(root: Path, acknowledged: str | None) -> str:
     if tag is not None:
         with CheckpointReader(root, tag) as reader:  # also removes stale files
             assert list(reader.verify()) == []
-        assert same_content(content(root, tag), made(tag).content)
+        assert same_content(content(root, tag), content_of(tag).content)
     remove_stale(root)
-    left = sorted(os.listdir(root))
+    remaining = sorted(os.listdir(root))
     for one in checkpoints(root):
         if one.tag.isdigit():  # complete, even where `latest` does not name it yet
-            assert same_content(content(root, one.tag), made(one.tag).content)
-    ours = [name for name in left if name not in (*FOREIGN, "latest")]
-    assert all(name.isdigit() for name in ours), left
+            assert same_content(content(root, one.tag), content_of(one.tag).content)
+    library_names = [name for name in remaining if name not in (*FOREIGN, "latest")]
+    assert all(name.isdigit() for name in library_names), remaining
     for name in FOREIGN[:2]:
         assert (root / name / "manifest.json").read_text() == "mine"
     assert (root / FOREIGN[2]).read_text() == "mine"
     kinds = {"lock": "infinity-lock", "tmp": ".tmp", "new": "infinity-new"}
-    there = [k for k, end in kinds.items() if any(n.endswith(end) for n in set(names) - {*FOREIGN})]
-    return "+".join(there) or "nothing"
+    stale = [k for k, end in kinds.items() if any(n.endswith(end) for n in set(names) - {*FOREIGN})]
+    return "+".join(stale) or "nothing"
 
 
 def fork(body: Callable[[int], Any]) -> tuple[int, int]:
@@ -99,7 +99,7 @@ def fork(body: Callable[[int], Any]) -> tuple[int, int]:
 
 def kill_often(root: Path, moments: list[int | float]) -> Counter[str]:
     """Kill children that save in a loop, after seconds (float) or at a library line (int)."""
-    furnish(root)
+    write_foreign_files(root)
     seen: Counter[str] = Counter()
     acknowledged = None
     for moment in moments:
@@ -120,7 +120,7 @@ def kill_often(root: Path, moments: list[int | float]) -> Counter[str]:
 def loop(root: Path, moment: float, sending: int) -> None:
     os.write(sending, b"\n")
     if isinstance(moment, int):
-        die_at(moment)
+        kill_at_line(moment)
     while True:
         os.write(sending, f"{save_next(root, 3)}\n".encode())
 
@@ -129,7 +129,7 @@ def die_at_every_call(parent: Path) -> Counter[str]:
     """Exit before each system call of a save and its pruning, one call per attempt."""
     seen: Counter[str] = Counter()
     before = parent / "before"
-    furnish(before)
+    write_foreign_files(before)
     for _ in range(2):
         save_next(before, None)
     for number in range(10_000):
@@ -150,18 +150,18 @@ def die_at_every_call(parent: Path) -> Counter[str]:
 
 
 def die_before(root: Path, number: int, _: int) -> None:
-    left, opening = number, os.open
+    left, original_open = number, os.open
 
     def counted(call: Callable[..., Any]) -> Callable[..., Any]:
-        def instead(*args: Any, **options: Any) -> Any:
+        def wrapper(*args: Any, **options: Any) -> Any:
             nonlocal left
-            if call is not opening or args[1] & os.O_CREAT:
+            if call is not original_open or args[1] & os.O_CREAT:
                 if left == 0:
                     os._exit(9)
                 left -= 1
             return call(*args, **options)
 
-        return instead
+        return wrapper
 
     for name in _CALLS:
         setattr(os, name, counted(getattr(os, name)))

@@ -78,41 +78,41 @@ def sample(
         plan=None,
     )
     generator = torch.Generator().manual_seed(seed)
-    made = Sample(streams, manifest)
+    result = Sample(streams, manifest)
     for stream, specs in streams.items():
         for spec in specs:
-            top = 2 if spec.dtype is torch.bool else 256
-            made.content[stream, spec.name] = torch.randint(
-                0, top, (spec.nbytes,), dtype=torch.uint8, generator=generator
+            bound = 2 if spec.dtype is torch.bool else 256
+            result.content[stream, spec.name] = torch.randint(
+                0, bound, (spec.nbytes,), dtype=torch.uint8, generator=generator
             )
-    return made
+    return result
 
 
-def feed(writer: CheckpointWriter, made: Sample, piece: int = 1 << 30) -> None:
+def feed(writer: CheckpointWriter, source: Sample, piece: int = 1 << 30) -> None:
     """Write all streams, in chunks of at most `piece` bytes."""
-    for (stream, _), data in made.content.items():
+    for (stream, _), data in source.content.items():
         for start in range(0, data.numel(), piece):
             writer.write(stream, data[start : start + piece])
 
 
-def save(root: Path, tag: str, made: Sample, max_shard_bytes: int = 5 << 30, **how: Any) -> Path:
+def save(root: Path, tag: str, source: Sample, max_shard_bytes: int = 5 << 30, **how: Any) -> Path:
     """Write a complete checkpoint."""
-    writer = CheckpointWriter(root, tag, made.streams, max_shard_bytes=max_shard_bytes)
-    feed(writer, made)
-    return writer.finish(made.manifest, **how)
+    writer = CheckpointWriter(root, tag, source.streams, max_shard_bytes=max_shard_bytes)
+    feed(writer, source)
+    return writer.finish(source.manifest, **how)
 
 
 def content(root: Path, tag: str) -> dict[tuple[str, str], Tensor]:
     """Return all bytes of a checkpoint, by stream and name."""
-    found = {}
+    contents = {}
     with CheckpointReader(root, tag) as reader:
         for stream in {record.stream for record in reader.manifest.files}:
             for name in reader.names(stream):
-                facts = reader.facts(stream, name)
-                data = torch.empty(facts.numel * facts.dtype.itemsize, dtype=torch.uint8)
+                spec = reader.facts(stream, name)
+                data = torch.empty(spec.numel * spec.dtype.itemsize, dtype=torch.uint8)
                 reader.read_into(stream, name, 0, data)
-                found[stream, name] = data
-    return found
+                contents[stream, name] = data
+    return contents
 
 
 def same_content(one: Mapping[Any, Tensor], other: Mapping[Any, Tensor]) -> bool:
@@ -135,5 +135,5 @@ def sealed(body: str) -> bytes:
 
 
 def checksum(data: bytes) -> int:
-    held = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return _aio.crc32c(held.data_ptr(), held.numel())
+    buffer = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return _aio.crc32c(buffer.data_ptr(), buffer.numel())

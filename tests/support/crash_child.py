@@ -24,15 +24,15 @@ MICRO_BATCHES = 2
 
 def digest(engine: Engine) -> str:
     """Return a hash of all masters, moments and buffers."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in engine.state_dict(master=True).items():
-        found.update(
+        hasher.update(
             name.encode() + value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         )
     for parameter in (p for p in engine.module.parameters() if p.requires_grad):
         for value in engine.optimizer.read_state(parameter).values():
-            found.update(raw(value))
-    return found.hexdigest()
+            hasher.update(raw(value))
+    return hasher.hexdigest()
 
 
 def raw(value: Tensor) -> bytes:

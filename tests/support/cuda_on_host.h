@@ -34,15 +34,15 @@ constexpr unsigned kWarp = 32;
 constexpr std::size_t kStack = std::size_t{192} << 10;
 
 // Barrier of a warp or of a block.
-struct Meeting {
+struct Barrier {
   unsigned members = 0;
   unsigned arrived = 0;
   unsigned round = 0;
 };
 
 struct Warp {
-  Meeting meeting;
-  std::uint64_t offered[2][kWarp];  // by parity of the round: lanes may still read the last one
+  Barrier barrier;
+  std::uint64_t lane_values[2][kWarp];  // by parity of the round: lanes may still read the last one
 };
 
 struct Fiber {
@@ -53,7 +53,7 @@ struct Fiber {
 static std::vector<Fiber> fibers;
 static std::vector<char> stacks;
 static std::vector<Warp> warps;
-static Meeting everybody;
+static Barrier block_barrier;
 static ucontext_t scheduler;
 static unsigned long progress;  // barriers passed and fibers ended so far
 static void (*body)(void**);
@@ -64,15 +64,15 @@ static void** body_arguments;
   std::abort();
 }
 
-inline void meet(Meeting& meeting) {
-  const unsigned round = meeting.round;
-  if (++meeting.arrived == meeting.members) {
-    meeting.arrived = 0;
-    ++meeting.round;
+inline void arrive_and_wait(Barrier& barrier) {
+  const unsigned round = barrier.round;
+  if (++barrier.arrived == barrier.members) {
+    barrier.arrived = 0;
+    ++barrier.round;
     ++progress;
   }
   const unsigned self = threadIdx.x;
-  while (meeting.round == round) {
+  while (barrier.round == round) {
     swapcontext(&fibers[self].context, &scheduler);
   }
 }
@@ -87,8 +87,8 @@ inline void run_block(unsigned threads) {
   fibers.resize(threads);
   stacks.resize(threads * kStack);
   warps.assign(threads / kWarp, Warp{});
-  for (Warp& warp : warps) warp.meeting.members = kWarp;
-  everybody = {threads, 0, 0};
+  for (Warp& warp : warps) warp.barrier.members = kWarp;
+  block_barrier = {threads, 0, 0};
   for (unsigned i = 0; i < threads; ++i) {
     ucontext_t& context = fibers[i].context;
     getcontext(&context);
@@ -178,16 +178,16 @@ inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigne
 inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline float __fsqrt_rn(float value) { return __builtin_sqrtf(value); }
 
-inline void __syncthreads() { emulated::meet(emulated::everybody); }
+inline void __syncthreads() { emulated::arrive_and_wait(emulated::block_barrier); }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
   if (mask != 0xffffffffu) emulated::fail("only whole warps are emulated");
   const unsigned lane = threadIdx.x % emulated::kWarp;
   emulated::Warp& warp = emulated::warps[threadIdx.x / emulated::kWarp];
-  std::uint64_t* offered = warp.offered[warp.meeting.round % 2];
-  std::memcpy(&offered[lane], &value, sizeof value);
-  emulated::meet(warp.meeting);
-  std::memcpy(&value, &offered[lane ^ other], sizeof value);
+  std::uint64_t* lane_values = warp.lane_values[warp.barrier.round % 2];
+  std::memcpy(&lane_values[lane], &value, sizeof value);
+  emulated::arrive_and_wait(warp.barrier);
+  std::memcpy(&value, &lane_values[lane ^ other], sizeof value);
   return value;
 }

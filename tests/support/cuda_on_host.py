@@ -44,8 +44,8 @@ class HostLauncher:
             *(ctypes.addressof(argument) for argument in launch.arguments)
         )
         library = _library(launch.variant)
-        found = library.run(launch.kernel.encode(), launch.blocks, launch.threads, arguments)
-        assert found, f"no kernel {launch.kernel} in {launch.variant}"
+        ran = library.run(launch.kernel.encode(), launch.blocks, launch.threads, arguments)
+        assert ran, f"no kernel {launch.kernel} in {launch.variant}"
 
     def room(self, num_elements: int, stream: object) -> torch.Tensor:
         del stream
@@ -55,15 +55,15 @@ class HostLauncher:
 @cache
 def _library(variant: Variant) -> ctypes.CDLL:
     source = _HERE / "cuda_on_host.cpp"
-    parts = (cuda_compile.source(), source.read_text(), (_HERE / "cuda_on_host.h").read_text())
-    digest = hashlib.sha256(repr((parts, variant, _FLAGS)).encode()).hexdigest()[:24]
+    sources = (cuda_compile.source(), source.read_text(), (_HERE / "cuda_on_host.h").read_text())
+    digest = hashlib.sha256(repr((sources, variant, _FLAGS)).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"infinity-cuda-on-host-{os.getuid()}"
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{digest}.so"
     if not target.exists():
-        written = folder / f"{digest}.{os.getpid()}.so"
+        temporary = folder / f"{digest}.{os.getpid()}.so"
         command = [compiler() or "c++", *_FLAGS, *_WARNINGS, f"-I{_HERE}"]
         command += [f"-I{cuda_compile.folder()}", *(f"-D{name}={value}" for name, value in variant)]
-        subprocess.run([*command, "-o", str(written), str(source)], check=True)
-        os.replace(written, target)
+        subprocess.run([*command, "-o", str(temporary), str(source)], check=True)
+        os.replace(temporary, target)
     return ctypes.CDLL(str(target))

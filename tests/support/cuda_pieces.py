@@ -1,8 +1,8 @@
 """Updates of every layout and format for the tests of the CUDA kernels, each in one byte buffer.
 
-A `Room` is a buffer that holds all tensors of a `Piece`, at chosen offsets, with random bytes
-between them. Buffers are copied and compared as a unit, so a write outside of a tensor is detected,
-and a copy on another device has the same alignments.
+A `PieceBuffer` holds all tensors of a `Piece`, at chosen offsets, with random bytes between them.
+Buffers are copied and compared as a unit, so a write outside of a tensor is detected, and a copy on
+another device has the same alignments.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SPECIAL = np.concatenate([_SPECIAL, _SPECIAL | np.uint32(0x80000000)])
 
 
 @dataclass
-class Room:
+class PieceBuffer:
     """Buffer with all tensors of a `Piece`, and its other arguments."""
 
     storage: Tensor  # uint8
@@ -75,11 +75,11 @@ class Room:
             self.first,
         )
 
-    def copy(self, device: torch.device | str = "cpu") -> Room:
+    def copy(self, device: torch.device | str = "cpu") -> PieceBuffer:
         values = dict(self.__dict__)
-        return Room(**{**values, "storage": self.storage.clone().to(device)})
+        return PieceBuffer(**{**values, "storage": self.storage.clone().to(device)})
 
-    def same_bytes(self, other: Room) -> bool:
+    def same_bytes(self, other: PieceBuffer) -> bool:
         return torch.equal(self.storage.cpu(), other.storage.cpu())
 
 
@@ -100,7 +100,7 @@ class Rooms:
         aligned: bool = True,
         wild: bool = True,
         first: int = 0,
-    ) -> Room:
+    ) -> PieceBuffer:
         tensors = self._weights(n, weight, wild)
         tensors["gradient"] = self._floats(n, gradient, wild)
         for k in range(rule_params.num_moments):
@@ -116,18 +116,18 @@ class Rooms:
         grad_scale = float(self.random.choice([1.0, 0.125, 0.3]))
         step = int(self.random.integers(1, 50))
         key = int(self.random.integers(0, 2**64, dtype=np.uint64))
-        return Room(storage, places, format, rule_params, step, grad_scale, key, first)
+        return PieceBuffer(storage, places, format, rule_params, step, grad_scale, key, first)
 
     def _pack(
         self, tensors: dict[str, Tensor], aligned: bool
     ) -> tuple[Tensor, dict[str, tuple[int, int, torch.dtype]]]:
-        places, used = {}, 64
+        places, end = {}, 64
         for name, tensor in tensors.items():
             if not aligned:
-                used += tensor.element_size() * int(self.random.integers(1, 4))
-            places[name] = (used, tensor.nbytes, tensor.dtype)
-            used = -(-(used + tensor.nbytes + 1) // 64) * 64
-        storage = torch.from_numpy(self.random.integers(0, 256, used + 64, dtype=np.uint8))
+                end += tensor.element_size() * int(self.random.integers(1, 4))
+            places[name] = (end, tensor.nbytes, tensor.dtype)
+            end = -(-(end + tensor.nbytes + 1) // 64) * 64
+        storage = torch.from_numpy(self.random.integers(0, 256, end + 64, dtype=np.uint8))
         for name, tensor in tensors.items():
             start, nbytes, _ = places[name]
             storage[start : start + nbytes] = tensor.view(torch.uint8)
@@ -177,11 +177,11 @@ def combinations(*, every: bool) -> list[Combination]:
 
     The selection rotates dtypes against rules and formats, as in a Latin square.
     """
-    whole = itertools.product(HYPERS, FLOATS, FLOATS, FORMATS)
-    turned = [
+    product = itertools.product(HYPERS, FLOATS, FLOATS, FORMATS)
+    rotated = [
         (rule, FLOATS[(r + f) % 3], FLOATS[(r + 2 * f) % 3], format)
         for (r, rule), (f, format) in itertools.product(enumerate(HYPERS), enumerate(FORMATS))
     ]
-    chosen = list(whole) if every else turned
+    chosen = list(product) if every else rotated
     plain = [(rule, w, g, MomentFormat.FP32) for rule, w, g, _ in chosen if rule == "plain"]
     return [*(c for c in chosen if c[0] != "plain"), *dict.fromkeys(plain)]

@@ -28,12 +28,12 @@ def main(job: dict[str, Any]) -> None:
     with deepspeed.zero.GatheredParameters(model.parameters(), modifier_rank=0), torch.no_grad():
         for parameter in model.parameters() if rank else ():
             parameter.zero_()
-    whole, own = torch.empty(count), torch.tensor([float(rank)])
-    comm.all_gather_into_tensor(output_tensor=whole, tensor=own, log_name="ranks")
-    assert whole.tolist() == list(range(count)) == comm.get_all_ranks_from_group()
-    comm.reduce_scatter_tensor(output_tensor=own, tensor=whole, op=comm.ReduceOp.SUM)
-    assert own.item() == rank * count
-    comm.broadcast(whole, 0, group=comm.get_world_group(), prof=True)
+    gathered, local = torch.empty(count), torch.tensor([float(rank)])
+    comm.all_gather_into_tensor(output_tensor=gathered, tensor=local, log_name="ranks")
+    assert gathered.tolist() == list(range(count)) == comm.get_all_ranks_from_group()
+    comm.reduce_scatter_tensor(output_tensor=local, tensor=gathered, op=comm.ReduceOp.SUM)
+    assert local.item() == rank * count
+    comm.broadcast(gathered, 0, group=comm.get_world_group(), prof=True)
     engine, _, loader, _ = deepspeed.initialize(
         args=args, model=model, model_parameters=model.parameters(), training_data=data
     )
@@ -50,10 +50,10 @@ def main(job: dict[str, Any]) -> None:
     comm.barrier()
     engine.save_checkpoint(job["out"], "end")
     engine.save_16bit_model(job["out"], "model.bin")
-    found = {"losses": losses, "mean": mean.item() / comm.get_world_size()}
-    found |= {"masters": {n: v.clone() for n, v in engine.state_dict(master=True).items()}}
-    found |= {"sizes": engine.get_batch_info(), "samples": engine.global_samples}
+    results = {"losses": losses, "mean": mean.item() / comm.get_world_size()}
+    results |= {"masters": {n: v.clone() for n, v in engine.state_dict(master=True).items()}}
+    results |= {"sizes": engine.get_batch_info(), "samples": engine.global_samples}
     engine.close()
     assert comm.is_initialized()  # the script made the group, so closing the engine keeps it
-    torch.save(found, f"{job['out']}-{comm.get_rank()}")
+    torch.save(results, f"{job['out']}-{comm.get_rank()}")
     comm.destroy_process_group()

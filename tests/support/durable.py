@@ -59,7 +59,7 @@ def gated() -> Gated:
     return Gated()
 
 
-class Wrapped(Stacked):
+class StackedForBatch(Stacked):
     """`Stacked` model that accepts the tokens of `batch`."""
 
     def forward(self, tokens: Tensor) -> Tensor:
@@ -68,17 +68,17 @@ class Wrapped(Stacked):
 
 def stacked() -> Stacked:
     torch.manual_seed(3)
-    return Wrapped()
+    return StackedForBatch()
 
 
 @contextmanager
 def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> Iterator[Engine]:
     """Yield an engine whose steps are committed to `path`."""
-    given = settings(Path("unused"), more.pop("placement", None), **{"durable": True, **more})
-    given["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
+    config = settings(Path("unused"), more.pop("placement", None), **{"durable": True, **more})
+    config["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
-        engine, *_ = rough.initialize(model, given, poison=None)
+        engine, *_ = rough.initialize(model, config, poison=None)
     with engine:
         yield engine
 
@@ -114,7 +114,7 @@ def state_of(engine: Engine) -> State:
     }
 
 
-_undisturbed: dict[tuple[Any, ...], State] = {}
+_undisturbed_states: dict[tuple[Any, ...], State] = {}
 
 
 def undisturbed(
@@ -125,15 +125,15 @@ def undisturbed(
 ) -> State:
     """Return the state after `steps` steps without a disk; it does not depend on placement."""
     key = precision, build, experts
-    if (*key, steps) not in _undisturbed:
-        given = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
-        del given["nvme_path"]
-        given["experts_per_unit"] = experts
-        with infinity.initialize(build(), given)[0] as engine:
+    if (*key, steps) not in _undisturbed_states:
+        config = settings(Path("unused"), PLACEMENTS["all in RAM"], precision=precision)
+        del config["nvme_path"]
+        config["experts_per_unit"] = experts
+        with infinity.initialize(build(), config)[0] as engine:
             for number in range(max(steps, 5) + 1):
-                _undisturbed[*key, number] = state_of(engine)
+                _undisturbed_states[*key, number] = state_of(engine)
                 step(engine)
-    return _undisturbed[*key, steps]
+    return _undisturbed_states[*key, steps]
 
 
 def equal(first: State, second: State) -> bool:
@@ -164,30 +164,30 @@ class Recorder:
         submit, sync = Disk._submit, Disk.sync
         write, sync_small = SmallFile.write, SmallFile.sync
 
-        def submit_and_note(disk: Disk, op: int, pieces: Any, *rest: Any) -> Any:
-            entries = recorder._note(disk, pieces) if op == infinity._aio.WRITE else []
-            ticket = submit(disk, op, pieces, *rest)
-            return NotedTicket(ticket, entries, recorder) if entries else ticket
+        def submit_recorded(disk: Disk, op: int, pieces: Any, *arguments: Any) -> Any:
+            entries = recorder._record(disk, pieces) if op == infinity._aio.WRITE else []
+            ticket = submit(disk, op, pieces, *arguments)
+            return RecordedTicket(ticket, entries, recorder) if entries else ticket
 
-        def sync_and_note(disk: Disk) -> None:
+        def sync_recorded(disk: Disk) -> None:
             sync(disk)
             for file in disk._files:
                 recorder.add(Entry("sync", file.path))
 
-        def write_and_note(file: SmallFile, offset: int, data: bytes) -> None:
+        def write_recorded(file: SmallFile, offset: int, data: bytes) -> None:
             entry = Entry("write", str(file.path), offset, bytes(data))
             recorder.add(entry)
             write(file, offset, data)
             entry.done_at = len(recorder.log)
 
-        def sync_small_and_note(file: SmallFile) -> None:
+        def sync_small_recorded(file: SmallFile) -> None:
             sync_small(file)
             recorder.add(Entry("sync", str(file.path)))
 
-        monkeypatch.setattr(Disk, "_submit", submit_and_note)
-        monkeypatch.setattr(Disk, "sync", sync_and_note)
-        monkeypatch.setattr(SmallFile, "write", write_and_note)
-        monkeypatch.setattr(SmallFile, "sync", sync_small_and_note)
+        monkeypatch.setattr(Disk, "_submit", submit_recorded)
+        monkeypatch.setattr(Disk, "sync", sync_recorded)
+        monkeypatch.setattr(SmallFile, "write", write_recorded)
+        monkeypatch.setattr(SmallFile, "sync", sync_small_recorded)
 
     def add(self, entry: Entry) -> None:
         if self.active:
@@ -196,22 +196,24 @@ class Recorder:
     def mark(self, text: str) -> None:
         self.add(Entry("mark", text))
 
-    def _note(self, disk: Disk, pieces: Any) -> list[Entry]:
+    def _record(self, disk: Disk, pieces: Any) -> list[Entry]:
         if not self.active:
             return []
         entries = []
         for extent, buffer in pieces:
-            data, at = buffer.numpy().tobytes(), 0
+            data, start = buffer.numpy().tobytes(), 0
             for piece in disk._stripes.pieces(extent.offset, extent.nbytes):
                 path = disk._files[piece.path_index].path
-                entries.append(Entry("write", path, piece.offset, data[at : at + piece.nbytes]))
-                at += piece.nbytes
+                entries.append(
+                    Entry("write", path, piece.offset, data[start : start + piece.nbytes])
+                )
+                start += piece.nbytes
         self.log.extend(entries)
         return entries
 
 
 @dataclass
-class NotedTicket:
+class RecordedTicket:
     """Ticket that records in the log when its end was observed."""
 
     ticket: Any
@@ -239,16 +241,16 @@ def crashed(log: list[Entry], cut: int, base: dict[str, Path], choose: random.Ra
     for position, entry in enumerate(log[:cut]):
         if entry.what == "sync":
             synced[entry.path] = position
-    loose = []
+    unsynced = []
     for entry in log[:cut]:
         if entry.what != "write":
             continue
         if entry.done_at is not None and entry.done_at <= synced.get(entry.path, -1):
             put(base, entry, 0, len(entry.data))
         else:
-            loose.append(entry)
-    choose.shuffle(loose)
-    for entry in loose:
+            unsynced.append(entry)
+    choose.shuffle(unsynced)
+    for entry in unsynced:
         fate = choose.choice(("lost", "whole", "torn"))
         for start in range(0, len(entry.data), SECTOR):
             if fate == "whole" or (fate == "torn" and choose.random() < 0.5):
@@ -263,14 +265,14 @@ def put(base: dict[str, Path], entry: Entry, start: int, nbytes: int) -> None:
 
 def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Path]]:
     """Copy nvme paths below `root`; return the copies, and each file's copy by original path."""
-    made, files = [], {}
+    targets, files = [], {}
     for number, original in enumerate(originals):
         target = root / f"copy{number}"
         shutil.copytree(original, target)
-        made.append(target)
+        targets.append(target)
         for file in original.rglob("*"):
             files[str(file)] = target / file.relative_to(original)
-    return made, files
+    return targets, files
 
 
 # --- children that are killed ---------------------------------------------------------------------
@@ -284,12 +286,12 @@ def train_and_tell(
     Appends each step to `root`/told and saves the final state to `root`/state.pt.
     """
     torch.set_num_threads(1)
-    told = os.open(Path(root) / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    step_log = os.open(Path(root) / "told", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     with durable_engine(Path(root) / "nvme", build(), resume="auto", **more) as engine:
         first = engine.global_steps
-        os.write(told, f"{first}\n".encode())
+        os.write(step_log, f"{first}\n".encode())
         while extra is None or engine.global_steps < first + extra:
             step(engine)
-            os.write(told, f"{engine.global_steps}\n".encode())
+            os.write(step_log, f"{engine.global_steps}\n".encode())
         state = state_of(engine)
     torch.save(state, Path(root) / "state.pt")

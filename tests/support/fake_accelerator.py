@@ -37,8 +37,8 @@ from infinity.optim.moments import Moment
 from infinity.storage.device import HAPPENED, Device, Event, SquareSums
 from infinity.storage.host_arena import HostArena
 
-_AGAIN_S = 1e-3  # polling interval of jobs that wait for an event of another device
-_LOST_S = 120.0  # timeout, so that a bug of the fake hangs one test and not all that follow
+_RETRY_S = 1e-3  # polling interval of jobs that wait for an event of another device
+_TIMEOUT_S = 120.0  # timeout, so that a bug of the fake hangs one test and not all that follow
 
 # Functions that may copy to and from pageable memory: before training, and where a user reads or
 # sets values. (Calibration measures both kinds.)
@@ -59,7 +59,7 @@ PASSED_ON_BY = {
     "infinity.offload.transfers",
 }
 # These copy to and from a buffer of their caller.
-_STAGED = {("infinity.offload.state", "stage"), ("infinity.offload.state", "send")}
+_STAGING = {("infinity.offload.state", "stage"), ("infinity.offload.state", "send")}
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,8 @@ def range_of(tensor: Tensor, ranges: Iterable[Range]) -> Range | None:
     """Return the live range that contains a tensor."""
     first = tensor.data_ptr()
     end = first + tensor.numel() * tensor.element_size()
-    found = (r for r in ranges if r.first <= first and end <= r.end and r.mapping() is not None)
-    return next(found, None)
+    matches = (r for r in ranges if r.first <= first and end <= r.end and r.mapping() is not None)
+    return next(matches, None)
 
 
 class FakeStamp:
@@ -113,7 +113,7 @@ class FakeEvent(FakeStamp):
     def wait(self) -> None:
         if self._hasten is not None and not self.done():
             self._hasten(self)
-        end = time.monotonic() + _LOST_S
+        end = time.monotonic() + _TIMEOUT_S
         while not self._set.wait(0.1):
             assert time.monotonic() < end, "a copy of the fake device never ends"
 
@@ -212,8 +212,12 @@ class FakeAccelerator(Device):
         assert source.dtype is torch.uint8
         assert target.numel() == source.numel()
         event = self._new_event()
-        there, here = (target, source) if name == "copy in" else (source, target)
-        holds = [self._of_device(there), self._of_host(here, name)] if target.numel() else []
+        device_tensor, host_tensor = (target, source) if name == "copy in" else (source, target)
+        references = (
+            [self._device_memory(device_tensor), self._host_memory(host_tensor, name)]
+            if target.numel()
+            else []
+        )
         start = target.data_ptr()
         target, source = alias(target), alias(source)
         previous = self._writing.get(start)
@@ -222,12 +226,12 @@ class FakeAccelerator(Device):
 
         def run() -> None:
             event.begin()
-            held = [hold() for hold in holds]
-            if any(memory is None for memory in held):
+            alive = [reference() for reference in references]
+            if any(memory is None for memory in alive):
                 self.violations.append(f"{name}: memory was let go before the copy was over")
             else:
                 target.copy_(source)
-            del held
+            del alive
             event.set()
 
         if after.done():
@@ -235,7 +239,7 @@ class FakeAccelerator(Device):
         self._submit(run, event, [start], after)
         return event
 
-    def _of_device(self, tensor: Tensor) -> Callable[[], object | None]:
+    def _device_memory(self, tensor: Tensor) -> Callable[[], object | None]:
         """Return a function that references device memory during the copy; None if it was freed."""
         found = range_of(tensor, self.reserved)
         if found is not None:
@@ -243,17 +247,17 @@ class FakeAccelerator(Device):
         storage = StorageWeakRef(tensor.untyped_storage())
         return lambda: torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
 
-    def _of_host(self, tensor: Tensor, name: str) -> Callable[[], object | None]:
-        """Like `_of_device`, for host memory.
+    def _host_memory(self, tensor: Tensor, name: str) -> Callable[[], object | None]:
+        """Like `_device_memory`, for host memory.
 
         A copy of pageable memory is complete, on its host side, before the call returns.
         """
         found = range_of(tensor, self.pinned)
         if found is not None:
             return found.mapping
-        asked = asker()
-        if asked is not None and asked not in UNPINNED:
-            self.violations.append(f"{name}: host memory is not pinned, for {'.'.join(asked)}")
+        caller = asker()
+        if caller is not None and caller not in UNPINNED:
+            self.violations.append(f"{name}: host memory is not pinned, for {'.'.join(caller)}")
         return lambda: tensor
 
     def _submit(
@@ -276,10 +280,10 @@ class FakeAccelerator(Device):
             jobs = {id(job.event): job for job in self._queue}
             wanted = [event]
             while wanted:
-                one = wanted.pop()
-                if isinstance(one, FakeEvent):
-                    one.is_wanted = True  # a worker may hold its job
-                job = jobs.pop(id(one), None)
+                current = wanted.pop()
+                if isinstance(current, FakeEvent):
+                    current.is_wanted = True  # a worker may hold its job
+                job = jobs.pop(id(current), None)
                 if job is not None:
                     job.due *= job.was_early
                     wanted += parts_of(job.after)
@@ -290,19 +294,19 @@ class FakeAccelerator(Device):
         while (job := self._next()) is not None:
             if job.after.done():
                 job.run()
-                self._look_again()
+                self._retry_waiting()
             else:  # its predecessor may be behind it in the queue
-                self._put_back(job)
+                self._requeue(job)
             del job  # it refers to the target's storage, which would pin the slot
 
-    def _put_back(self, job: _Job) -> None:
+    def _requeue(self, job: _Job) -> None:
         with self._changed:
-            job.due, job.was_early = time.perf_counter() + _AGAIN_S, True
+            job.due, job.was_early = time.perf_counter() + _RETRY_S, True
             heapq.heappush(self._queue, job)
             if job.event.is_wanted:
                 self._hasten(job.event)
 
-    def _look_again(self) -> None:
+    def _retry_waiting(self) -> None:
         """Make jobs due that were waiting for a predecessor."""
         with self._changed:
             for job in self._queue:
@@ -314,12 +318,12 @@ class FakeAccelerator(Device):
         """Return the next job that is due; None after `close`."""
         with self._changed:
             while self._queue or not self._closing:
-                left = 0.1  # a second Ctrl-C may come between a push and its notify
+                timeout_s = 0.1  # a second Ctrl-C may come between a push and its notify
                 if self._queue:
-                    left = min(left, self._queue[0].due - time.perf_counter())
-                    if left <= 0:
+                    timeout_s = min(timeout_s, self._queue[0].due - time.perf_counter())
+                    if timeout_s <= 0:
                         return heapq.heappop(self._queue)
-                self._changed.wait(left)
+                self._changed.wait(timeout_s)
             return None
 
     # --- optimizer kernels: those of the CPU on "device" memory, run by the queue ---
@@ -332,15 +336,15 @@ class FakeAccelerator(Device):
         kernels, event = self._kernels, self._new_event()
         pieces = [aliased(piece) for piece in pieces]
         written = [bytes_of(t) for piece in pieces for t in written_by(piece)]
-        old = []
+        values = []
         if after.done():  # else copies into them may be in flight, and have poisoned them
-            old = [tensor.clone() for tensor in written]
+            values = [tensor.clone() for tensor in written]
             for tensor in written:
                 tensor.fill_(0xFF)  # a read before the wait gets NaN
 
         def run() -> None:
             event.begin()
-            for tensor, value in zip(written, old, strict=bool(old)):
+            for tensor, value in zip(written, values, strict=bool(values)):
                 tensor.copy_(value)
             kernels.update_all(pieces)
             event.set()
@@ -393,14 +397,14 @@ def written_by(piece: Piece) -> list[Tensor]:
 def aliased(piece: Piece) -> Piece:
     """Return the piece with tensors that hold no reference to its memory."""
 
-    def other(tensor: Tensor | None) -> Tensor | None:
+    def alias_of(tensor: Tensor | None) -> Tensor | None:
         return None if tensor is None else alias(bytes_of(tensor)).view(tensor.dtype)
 
     return piece._replace(
-        weight=other(piece.weight),
-        master_state=other(piece.master_state),
-        gradient=other(piece.gradient),
-        moments=[Moment(other(m.values), other(m.scales), m.format) for m in piece.moments],
+        weight=alias_of(piece.weight),
+        master_state=alias_of(piece.master_state),
+        gradient=alias_of(piece.gradient),
+        moments=[Moment(alias_of(m.values), alias_of(m.scales), m.format) for m in piece.moments],
     )
 
 
@@ -408,9 +412,9 @@ def asker() -> tuple[str, str] | None:
     """Return the module and function of the engine that requested a copy; None for the test."""
     frame = sys._getframe(1)
     while frame is not None:
-        who = frame.f_globals["__name__"], frame.f_code.co_name
-        if who[0].startswith("infinity.") and who[0] not in PASSED_ON_BY and who not in _STAGED:
-            return who
+        call = frame.f_globals["__name__"], frame.f_code.co_name
+        if call[0].startswith("infinity.") and call[0] not in PASSED_ON_BY and call not in _STAGING:
+            return call
         frame = frame.f_back
     return None
 

@@ -35,8 +35,8 @@ class Family:
 
     def batches(self, count: int, dtype: torch.dtype = torch.float32) -> list[Batch]:
         """Return batches that depend on their index only; floating-point inputs in `dtype`."""
-        given = [self.batch(torch.Generator().manual_seed(100 + i)) for i in range(count)]
-        return [{name: _cast(x, dtype) for name, x in batch.items()} for batch in given]
+        batches = [self.batch(torch.Generator().manual_seed(100 + i)) for i in range(count)]
+        return [{name: _cast(x, dtype) for name, x in batch.items()} for batch in batches]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
@@ -49,62 +49,62 @@ def tokens(generator: torch.Generator) -> Tensor:
 
 
 def causal(generator: torch.Generator) -> Batch:
-    given = tokens(generator)
-    return {"input_ids": given, "labels": given}
+    ids = tokens(generator)
+    return {"input_ids": ids, "labels": ids}
 
 
 def masked(generator: torch.Generator) -> Batch:
-    given = tokens(generator)
-    mask = torch.ones_like(given)
+    ids = tokens(generator)
+    mask = torch.ones_like(ids)
     mask[0, -2:] = 0
-    labels = given.masked_fill(torch.rand(given.shape, generator=generator) < 0.5, -100)
-    return {"input_ids": given, "attention_mask": mask, "labels": labels}
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.5, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def pairs(generator: torch.Generator) -> Batch:
+def sequence_pairs(generator: torch.Generator) -> Batch:
     return {"input_ids": tokens(generator), "labels": tokens(generator)[:, :4].contiguous()}
 
 
-def sound(generator: torch.Generator) -> Batch:
+def audio(generator: torch.Generator) -> Batch:
     features = torch.randn(BATCH, 8, 16, generator=generator)
     labels = tokens(generator)[:, :4].contiguous()
     return {"input_features": features, "labels": labels}
 
 
-def picture(generator: torch.Generator) -> Tensor:
+def pixels(generator: torch.Generator) -> Tensor:
     return torch.randn(BATCH, 3, 8, 8, generator=generator)
 
 
-def pictures(generator: torch.Generator) -> Batch:
-    return {"pixel_values": picture(generator), "labels": torch.tensor([0, 1])}
+def images(generator: torch.Generator) -> Batch:
+    return {"pixel_values": pixels(generator), "labels": torch.tensor([0, 1])}
 
 
 def captions(generator: torch.Generator) -> Batch:
-    given = tokens(generator)
-    given[:, -1] = VOCABULARY - 1
-    return {"input_ids": given, "pixel_values": picture(generator), "return_loss": True}
+    ids = tokens(generator)
+    ids[:, -1] = VOCABULARY - 1
+    return {"input_ids": ids, "pixel_values": pixels(generator), "return_loss": True}
 
 
-def seen(generator: torch.Generator) -> Batch:
+def vision_text(generator: torch.Generator) -> Batch:
     text = tokens(generator).clamp(min=4)
-    given = torch.cat([torch.full((BATCH, 4), 3), text], dim=1)
-    return {"input_ids": given, "pixel_values": picture(generator), "labels": given}
+    ids = torch.cat([torch.full((BATCH, 4), 3), text], dim=1)
+    return {"input_ids": ids, "pixel_values": pixels(generator), "labels": ids}
 
 
 SMALL = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 3,
          "num_attention_heads": 2, "vocab_size": VOCABULARY}  # fmt: skip
 IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 DECODER = {**SMALL, **IDS, "num_key_value_heads": 1, "max_position_embeddings": 32, "head_dim": 8}
-STILL = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-SIDE = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
-        "num_attention_heads": 2}  # fmt: skip
-EYE = {**SIDE, "image_size": 8, "patch_size": 4}
-READER = {**SIDE, **IDS, "vocab_size": VOCABULARY, "max_position_embeddings": 16,
-          "eos_token_id": VOCABULARY - 1}  # fmt: skip
-BOTH_WAYS = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24,
-             "decoder_ffn_dim": 24, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
-             "vocab_size": VOCABULARY, "dropout": 0.0, "decoder_start_token_id": 1,
-             **IDS}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+ENCODER = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+           "num_attention_heads": 2}  # fmt: skip
+VISION = {**ENCODER, "image_size": 8, "patch_size": 4}
+TEXT = {**ENCODER, **IDS, "vocab_size": VOCABULARY, "max_position_embeddings": 16,
+        "eos_token_id": VOCABULARY - 1}  # fmt: skip
+ENCODER_DECODER = {"d_model": 16, "encoder_layers": 2, "decoder_layers": 2, "encoder_ffn_dim": 24,
+                   "decoder_ffn_dim": 24, "encoder_attention_heads": 2,
+                   "decoder_attention_heads": 2, "vocab_size": VOCABULARY, "dropout": 0.0,
+                   "decoder_start_token_id": 1, **IDS}  # fmt: skip
 SPARSE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
 
 
@@ -131,11 +131,11 @@ FAMILIES: dict[str, Family] = {
     ),
     "bert": Family(
         "encoder", "BertForMaskedLM",
-        lambda: hf.BertConfig(**SMALL, **STILL, max_position_embeddings=16), masked,
+        lambda: hf.BertConfig(**SMALL, **NO_DROPOUT, max_position_embeddings=16), masked,
     ),
     "roberta": Family(
         "encoder", "RobertaForMaskedLM",
-        lambda: hf.RobertaConfig(**SMALL, **STILL, **IDS, max_position_embeddings=16), masked,
+        lambda: hf.RobertaConfig(**SMALL, **NO_DROPOUT, **IDS, max_position_embeddings=16), masked,
     ),
     "modernbert": Family(
         "encoder", "ModernBertForMaskedLM",
@@ -145,14 +145,14 @@ FAMILIES: dict[str, Family] = {
     ),
     "albert": Family(
         "encoder, shared layers", "AlbertForMaskedLM",
-        lambda: hf.AlbertConfig(**SMALL, **IDS, **STILL, embedding_size=8,
+        lambda: hf.AlbertConfig(**SMALL, **IDS, **NO_DROPOUT, embedding_size=8,
                                 max_position_embeddings=16),
         masked,
     ),
     "deberta": Family(
         "encoder", "DebertaV2ForMaskedLM",
-        lambda: hf.DebertaV2Config(**SMALL, **STILL, max_position_embeddings=16, pad_token_id=0,
-                                   relative_attention=True, position_buckets=4,
+        lambda: hf.DebertaV2Config(**SMALL, **NO_DROPOUT, max_position_embeddings=16,
+                                   pad_token_id=0, relative_attention=True, position_buckets=4,
                                    pos_att_type=["p2c", "c2p"]),
         masked,
     ),
@@ -161,17 +161,17 @@ FAMILIES: dict[str, Family] = {
         lambda: hf.T5Config(d_model=16, d_kv=8, d_ff=24, num_layers=2, num_heads=2,
                             vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0,
                             feed_forward_proj="gated-gelu", pad_token_id=0, eos_token_id=2),
-        pairs,
+        sequence_pairs,
     ),
     "bart": Family(
         "encoder-decoder", "BartForConditionalGeneration",
-        lambda: hf.BartConfig(**BOTH_WAYS, max_position_embeddings=16), pairs,
+        lambda: hf.BartConfig(**ENCODER_DECODER, max_position_embeddings=16), sequence_pairs,
     ),
     "whisper": Family(
         "audio", "WhisperForConditionalGeneration",
-        lambda: hf.WhisperConfig(**BOTH_WAYS, num_mel_bins=8, max_source_positions=8,
+        lambda: hf.WhisperConfig(**ENCODER_DECODER, num_mel_bins=8, max_source_positions=8,
                                  max_target_positions=8),
-        sound,
+        audio,
     ),
     "wav2vec2": Family(
         "audio", "Wav2Vec2ForSequenceClassification",
@@ -196,13 +196,13 @@ FAMILIES: dict[str, Family] = {
                     num_experts_per_tok=2, sliding_window=4),
     "vit": Family(
         "vision", "ViTForImageClassification",
-        lambda: hf.ViTConfig(**EYE, **STILL, num_labels=2), pictures,
+        lambda: hf.ViTConfig(**VISION, **NO_DROPOUT, num_labels=2), images,
     ),
     "convnext": Family(
         "vision, convolutions", "ConvNextForImageClassification",
         lambda: hf.ConvNextConfig(hidden_sizes=[8, 12], depths=[2, 2], num_stages=2, patch_size=2,
                                   image_size=8, num_labels=2),
-        pictures,
+        images,
     ),
     "resnet": Family(
         "vision, running statistics", "ResNetForImageClassification",
@@ -214,17 +214,17 @@ FAMILIES: dict[str, Family] = {
     "llava": Family(
         "vision and text", "LlavaForConditionalGeneration",
         lambda: hf.LlavaConfig(text_config=hf.LlamaConfig(**DECODER),
-                               vision_config=hf.CLIPVisionConfig(**EYE), image_token_id=3,
+                               vision_config=hf.CLIPVisionConfig(**VISION), image_token_id=3,
                                vision_feature_layer=-1),
-        seen,
+        vision_text,
     ),
     "clip": Family(
         "vision and text", "CLIPModel",
-        lambda: hf.CLIPConfig(text_config=READER, vision_config=EYE, projection_dim=8), captions,
+        lambda: hf.CLIPConfig(text_config=TEXT, vision_config=VISION, projection_dim=8), captions,
     ),
     "siglip": Family(
         "vision and text", "SiglipModel",
-        lambda: hf.SiglipConfig(text_config=READER, vision_config=EYE), captions,
+        lambda: hf.SiglipConfig(text_config=TEXT, vision_config=VISION), captions,
     ),
     "mamba": Family(
         "state space", "MambaForCausalLM",

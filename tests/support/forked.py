@@ -72,8 +72,10 @@ def start(
         out: File to which stdout is appended, and stderr too if `err` is None.
         err: File to which stderr is appended.
     """
-    told = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-    child = server().Process(target=_run, args=(target, args, die_at_line, told, out, err or out))
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+    child = server().Process(
+        target=_run, args=(target, args, die_at_line, variables, out, err or out)
+    )
     child.start()
     return child
 
@@ -83,17 +85,17 @@ def _run(
     args: tuple[Any, ...],
     line: int | None,
     environment: Mapping[str, str],
-    *printed: Path | None,
+    *outputs: Path | None,
 ) -> None:
     os.environ.clear()
     os.environ.update(environment)
-    for number, path in enumerate(printed, 1):
+    for number, path in enumerate(outputs, 1):
         if path is not None:
             with path.open("ab") as file:
                 os.dup2(file.fileno(), number)
     torch.set_num_threads(1)
     if line is not None:
-        die_at(line)
+        kill_at_line(line)
     target(*args)
 
 
@@ -144,7 +146,7 @@ def run_script(path: Path, arguments: Sequence[str]) -> None:
     runpy.run_path(str(path), run_name="__main__")
 
 
-def die_at(line: int) -> None:
+def kill_at_line(line: int) -> None:
     """Kill this process before the n-th library line from now on, counted over all threads.
 
     A timer would hit other lines on a slow machine. Native threads continue until the kill.

@@ -18,8 +18,8 @@ _read = machine.read_meminfo
 def _read_meminfo(root: Path) -> dict[str, int]:
     sizes = _read(root)
     if root == Path("/") and "MemAvailable" in sizes:
-        least = min(LEAST_BYTES, sizes.get("MemTotal", 0))
-        sizes["MemAvailable"] = max(sizes["MemAvailable"], least)
+        minimum = min(LEAST_BYTES, sizes.get("MemTotal", 0))
+        sizes["MemAvailable"] = max(sizes["MemAvailable"], minimum)
     return sizes
 
 

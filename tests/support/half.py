@@ -46,28 +46,28 @@ class ScaleWords:
     static: float = 0.0
 
 
-def closed_form_scale(words: ScaleWords, overflows: Sequence[bool]) -> float:
+def closed_form_scale(settings: ScaleWords, overflows: Sequence[bool]) -> float:
     """Return the loss scale after steps, given which of them overflowed.
 
     A run of n good steps has (n - 1) // window doublings, because the first of it does not count.
     An overflow halves the scale if it is at least the hysteresis-th since the last doubling, or
     with `consecutive` since the last good step.
     """
-    if words.static:
-        return words.static
-    scale, impatience = words.initial, 0
+    if settings.static:
+        return settings.static
+    scale, impatience = settings.initial, 0
     for overflow, run in groupby(overflows):
         count = len(list(run))
         if not overflow:
-            doublings = (count - 1) // words.window
+            doublings = (count - 1) // settings.window
             scale *= 2.0**doublings
-            if doublings or words.consecutive:
+            if doublings or settings.consecutive:
                 impatience = 0
             continue
         for _ in range(count):
             impatience += 1
-            if impatience >= words.hysteresis:
-                scale = max(scale / 2, words.minimum)
+            if impatience >= settings.hysteresis:
+                scale = max(scale / 2, settings.minimum)
     return scale
 
 
@@ -96,7 +96,7 @@ def train_half(
     model: nn.Module,
     batches: Sequence[Batch],
     config: Mapping[str, Any],
-    words: ScaleWords,
+    scale_settings: ScaleWords,
     *,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     by_torch: bool = False,
@@ -122,7 +122,7 @@ def train_half(
     update = _ByTorch(halves, settings) if by_torch else _Exactly(settings, stepped)
     result = HalfResult([], {}, [])
     for index, batch in enumerate(batches):
-        scale = closed_form_scale(words, result.overflows)
+        scale = closed_form_scale(scale_settings, result.overflows)
         loss = batch.call(model)
         (loss.float() * scale / micro_batches).backward()
         result.losses.append(loss.item())
@@ -161,8 +161,8 @@ class _Exactly:
         clipping = self.settings.gradient_clipping
         factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
         if self.stepped is not None:
-            found = {id(h.parameter): h.gradient for h in active if h.gradient is not None}
-            self.stepped.step(found, factor / scale)
+            gradients = {id(h.parameter): h.gradient for h in active if h.gradient is not None}
+            self.stepped.step(gradients, factor / scale)
             for half in active:
                 half.master.copy_(self.stepped.masters[id(half.parameter)].detach().reshape(-1))
                 half.parameter.data.view(-1).copy_(half.master)
@@ -198,8 +198,8 @@ class _ByTorch:
         for half, master in zip(active, masters, strict=True):
             assert half.gradient is not None
             master.grad = half.gradient.float() / scale
-        found = nn.utils.clip_grad_norm_(masters, self.bound, foreach=False)
-        torch.testing.assert_close(found.item(), norm, rtol=1e-5, atol=0)
+        total_norm = nn.utils.clip_grad_norm_(masters, self.bound, foreach=False)
+        torch.testing.assert_close(total_norm.item(), norm, rtol=1e-5, atol=0)
         self.optimizer.step()
         self.optimizer.zero_grad()
         for half in active:
@@ -213,21 +213,21 @@ def _halves(
 ) -> list[_Half]:
     """Return the trained parameters in the model's order."""
     params_by_index = hypers_by_parameter(model, settings, groups)
-    found = []
+    halves = []
     for name, parameter in model.named_parameters():
         if id(parameter) in params_by_index:
             master = parameter.detach().float().reshape(-1).clone()
             rule_params = params_by_index[id(parameter)]
             moments = fresh_moments(rule_params, master.numel(), settings)
-            found.append(_Half(parameter, name, rule_params, master, moments))
-    return found
+            halves.append(_Half(parameter, name, rule_params, master, moments))
+    return halves
 
 
 def _collect(half: _Half, dtype: torch.dtype) -> None:
     """Accumulate gradients in `dtype` by a hook."""
 
-    def arrived(parameter: Tensor) -> None:
+    def accumulate(parameter: Tensor) -> None:
         flat = taken(parameter).reshape(-1).to(dtype)
         half.gradient = flat.clone() if half.gradient is None else half.gradient + flat
 
-    half.parameter.register_post_accumulate_grad_hook(arrived)
+    half.parameter.register_post_accumulate_grad_hook(accumulate)

@@ -55,12 +55,12 @@ def interrupt(engine: Engine, wait: Callable[[], object], tickets: Sequence[Tick
     interrupted = threading.Event()
     in_time: list[bool] = []
 
-    def strike() -> None:
+    def send_interrupt() -> None:
         signal.raise_signal(signal.SIGINT)
         in_time.append(interrupted.wait(LONG_S / 5))
         engine.close()
 
-    with while_this_thread_waits(strike):
+    with while_this_thread_waits(send_interrupt):
         with pytest.raises(KeyboardInterrupt):
             wait()
         assert not any(ticket.done() for ticket in tickets)

@@ -66,7 +66,7 @@ def arguments(out: Path, **changed: Any) -> Any:
     0 makes a step of any size, and since processors round differently, one weight in 256 would
     differ.
     """
-    told: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "output_dir": str(out), "per_device_train_batch_size": 2, "max_steps": 7,
         "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "adam_epsilon": 1e-5,
         "gradient_accumulation_steps": 3, "seed": 3, "report_to": "none",
@@ -74,20 +74,20 @@ def arguments(out: Path, **changed: Any) -> Any:
         "disable_tqdm": True, "save_strategy": "no",
     }  # fmt: skip
     kind = changed.pop("arguments", hf.TrainingArguments)
-    return kind(**{**told, **changed})
+    return kind(**{**defaults, **changed})
 
 
 def trainer_for(
     kind: Any, out: Path, model: Any = None, options: Any = None, **changed: Any
 ) -> Any:
     """Return a trainer of class `kind` with `options`; `changed` overrides TrainingArguments."""
-    given: dict[str, Any] = {"train_dataset": Texts(26), "eval_dataset": Texts(7, seed=2)}
+    keywords: dict[str, Any] = {"train_dataset": Texts(26), "eval_dataset": Texts(7, seed=2)}
     if issubclass(kind, InfinityTrainer):
-        given["infinity_config"] = FP32
-    given.update(options or {})
-    if "model_init" not in given:
-        given["model"] = llama() if model is None else model
-    return kind(args=arguments(out, **changed), **given)
+        keywords["infinity_config"] = FP32
+    keywords.update(options or {})
+    if "model_init" not in keywords:
+        keywords["model"] = llama() if model is None else model
+    return kind(args=arguments(out, **changed), **keywords)
 
 
 def history(trainer: Any) -> list[dict[str, float]]:
@@ -100,11 +100,11 @@ def history(trainer: Any) -> list[dict[str, float]]:
 
 def assert_close_history(one: Any, other: Any, tolerance: float) -> None:
     """Assert equal keys in equal order, and values within a relative tolerance."""
-    ours, theirs = history(one), history(other)
-    assert [list(entry) for entry in ours] == [list(entry) for entry in theirs]
-    for mine, yours in zip(ours, theirs, strict=True):
-        for key, value in mine.items():
-            assert abs(value - yours[key]) <= tolerance * max(1.0, abs(yours[key])), (key, mine)
+    first, second = history(one), history(other)
+    assert [list(entry) for entry in first] == [list(entry) for entry in second]
+    for values, others in zip(first, second, strict=True):
+        for key, value in values.items():
+            assert abs(value - others[key]) <= tolerance * max(1.0, abs(others[key])), (key, values)
 
 
 def masters(trainer: InfinityTrainer) -> dict[str, Tensor]:

@@ -68,23 +68,23 @@ struct StreamPool {
   std::size_t handed_out = 0;
 };
 
-struct Books {
+struct Tracker {
   std::mutex mutex;
-  std::map<int, StreamPool> pools;  // by priority
+  std::map<int, StreamPool> pools;                     // by priority
   std::vector<Clock> lines{Clock(2, 0), Clock(2, 0)};  // the main thread, the default stream
   std::vector<int> threads{0};                         // lines of running threads
-  std::map<std::uint64_t, Clock> handed_over;          // by lock, thread, event or disk request
+  std::map<std::uint64_t, Clock> released;             // by lock, thread, event or disk request
   std::vector<Access> accesses;
   std::vector<std::string> violations;
   std::map<Address, Address> pinned;
   std::uint32_t seed = 1;
-  bool refuses_waits = false;  // `set_sync_debug_mode("error")`
+  bool forbids_waits = false;  // `set_sync_debug_mode("error")`
 
   static void join(Clock& clock, const Clock& other) {
     if (clock.size() < other.size()) clock.resize(other.size());
     for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
   }
-  static std::uint64_t of(const Clock& clock, int line) {
+  static std::uint64_t time_of(const Clock& clock, int line) {
     return static_cast<std::size_t>(line) < clock.size() ? clock[line] : 0;
   }
   int new_line() {
@@ -96,7 +96,7 @@ struct Books {
     return found != pinned.begin() && address < std::prev(found)->second;
   }
   // Checks that a copy of host memory does not cross the edge of a registration.
-  void stays_in_one(Address first, Address end) {
+  void check_registration(Address first, Address end) {
     for (const auto& [start, stop] : pinned)
       if (first < stop && start < end && !(start <= first && end <= stop))
         violations.push_back("copy_ crosses the edge of a registration");
@@ -116,12 +116,12 @@ struct Books {
     const Clock& clock = lines[line];
     for (const Access& other : accesses) {
       if (other.end <= first || end <= other.first || !(write || other.write)) continue;
-      if (other.line == line || of(clock, other.line) >= other.time) continue;
-      std::ostringstream told;
-      told << what << (write ? " writes" : " reads") << " on line " << line << " what "
-           << other.what << (other.write ? " writes" : " reads") << " on line " << other.line
-           << ", bytes " << std::max(first, other.first) << " to " << std::min(end, other.end);
-      if (violations.size() < 100) violations.push_back(told.str());
+      if (other.line == line || time_of(clock, other.line) >= other.time) continue;
+      std::ostringstream message;
+      message << what << (write ? " writes" : " reads") << " on line " << line << " what "
+              << other.what << (other.write ? " writes" : " reads") << " on line " << other.line
+              << ", bytes " << std::max(first, other.first) << " to " << std::min(end, other.end);
+      if (violations.size() < 100) violations.push_back(message.str());
     }
     if (write)  // accesses ordered after this one are ordered after those it covers
       std::erase_if(accesses, [&](const Access& a) { return first <= a.first && a.end <= end; });
@@ -129,39 +129,39 @@ struct Books {
   }
   void host_waits(const Clock& clock) {
     join(lines[host_line], clock);
-    forget_known();
+    drop_ordered();
   }
   // Drops accesses that all threads are ordered after: no later access can conflict with them.
-  void forget_known() {
+  void drop_ordered() {
     std::erase_if(accesses, [&](const Access& a) {
       return std::all_of(threads.begin(), threads.end(), [&](int thread) {
-        return thread == a.line || of(lines[thread], a.line) >= a.time;
+        return thread == a.line || time_of(lines[thread], a.line) >= a.time;
       });
     });
   }
-  int chance(std::uint32_t of) {
+  int random_below(std::uint32_t bound) {
     seed = seed * 1664525u + 1013904223u;
-    return static_cast<int>((seed >> 16) % of);
+    return static_cast<int>((seed >> 16) % bound);
   }
   // A synchronizing operation of torch.
   void operation_waits(int line) {
-    TORCH_CHECK(!refuses_waits, "called a synchronizing CUDA operation");
+    TORCH_CHECK(!forbids_waits, "called a synchronizing CUDA operation");
     host_waits(lines[line]);
   }
-  bool look(Event& event) {
+  bool query(Event& event) {
     bool known = true;
     for (std::size_t i = 0; i < event.clock.size(); ++i)
-      known = known && of(lines[host_line], static_cast<int>(i)) >= event.clock[i];
+      known = known && time_of(lines[host_line], static_cast<int>(i)) >= event.clock[i];
     if (known) return true;
-    if (--event.polls > 0 && chance(4) != 0) return false;
+    if (--event.polls > 0 && random_below(4) != 0) return false;
     host_waits(event.clock);
     return true;
   }
 };
 
-Books& books() {
-  static Books* kept = new Books;
-  return *kept;
+Tracker& tracker() {
+  static Tracker* instance = new Tracker;
+  return *instance;
 }
 
 thread_local int current_line = 1;
@@ -181,50 +181,52 @@ struct DeviceMemory final : c10::Allocator {
   static constexpr std::size_t kSmall = 1 << 20, kLarge = 10 << 20, kPage = 2 << 20;
   struct Block {
     std::size_t size;
-    int line;      // the stream of its segment
-    bool is_small;  // of a segment for blocks of up to kSmall
+    int line;              // the stream of its segment
+    bool is_small;         // of a segment for blocks of up to kSmall
     bool is_free, begins;  // begins a segment
     Clock freed;           // clocks of the threads when it was freed: the allocator has a lock
   };
   std::mutex mutex;
   std::map<Address, Block> all;  // by address: blocks of a segment are consecutive
-  std::map<void*, std::vector<Clock>> used_elsewhere;  // by `record_stream`, as autograd calls it
+  std::map<void*, std::vector<Clock>> used_by_streams;  // by `record_stream`, as autograd calls it
   std::int64_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, segments = 0, retries = 0;
   std::int64_t limit = INT64_MAX;
-  using Place = std::map<Address, Block>::iterator;
+  using BlockIterator = std::map<Address, Block>::iterator;
 
   static std::size_t segment_of(std::size_t size) {
     if (size <= kSmall) return kPage;
     if (size < kLarge) return 2 * kLarge;
     return (size + kPage - 1) / kPage * kPage;
   }
-  Place best_fit(std::size_t size, bool is_small) {
-    Place best = all.end();
-    for (Place at = all.begin(); at != all.end(); ++at) {
+  BlockIterator best_fit(std::size_t size, bool is_small) {
+    BlockIterator best = all.end();
+    for (BlockIterator at = all.begin(); at != all.end(); ++at) {
       const Block& one = at->second;
       if (!one.is_free || one.line != current_line || one.is_small != is_small) continue;
       if (one.size >= size && (best == all.end() || one.size < best->second.size)) best = at;
     }
     return best;
   }
-  bool has_room(std::size_t bytes) const {
+  bool fits(std::size_t bytes) const {
     return reserved + static_cast<std::int64_t>(bytes) <= limit;
   }
-  Place new_segment(std::size_t size, bool is_small) {
+  BlockIterator new_segment(std::size_t size, bool is_small) {
     const std::size_t bytes = segment_of(size);
-    if (!has_room(bytes)) {
+    if (!fits(bytes)) {
       ++retries;
-      give_back();
+      release_free_segments();
     }
-    TORCH_CHECK_WITH(OutOfMemoryError, has_room(bytes), "CUDA out of memory. Tried to allocate ",
-                     size, " bytes of ", limit, ", ", reserved - allocated, " reserved but free");
+    TORCH_CHECK_WITH(OutOfMemoryError, fits(bytes), "CUDA out of memory. Tried to allocate ", size,
+                     " bytes of ", limit, ", ", reserved - allocated, " reserved but free");
     void* memory = std::aligned_alloc(512, bytes);
     std::memset(memory, 0xff, bytes);
     reserved += static_cast<std::int64_t>(bytes);
     reserved_peak = std::max(reserved_peak, reserved);
     ++segments;
-    return all.emplace(reinterpret_cast<Address>(memory),
-                       Block{bytes, current_line, is_small, true, true, {}}).first;
+    return all
+        .emplace(reinterpret_cast<Address>(memory),
+                 Block{bytes, current_line, is_small, true, true, {}})
+        .first;
   }
   c10::DataPtr allocate(std::size_t n) override {
     const Device device(DeviceType::CUDA, 0);
@@ -232,20 +234,20 @@ struct DeviceMemory final : c10::Allocator {
     const std::size_t size = (n + 511) / 512 * 512;
     const bool is_small = size <= kSmall;
     std::lock_guard<std::mutex> lock(mutex);
-    Place at = best_fit(size, is_small);
+    BlockIterator at = best_fit(size, is_small);
     if (at == all.end()) at = new_segment(size, is_small);
-    const std::size_t rest = at->second.size - size;
-    if (rest > (is_small ? 0 : kSmall)) {  // as torch: small remainders are not split off
+    const std::size_t remainder = at->second.size - size;
+    if (remainder > (is_small ? 0 : kSmall)) {  // as torch: small remainders are not split off
       Block end = at->second;
-      end.size = rest;
+      end.size = remainder;
       end.begins = false;
       all.emplace(at->first + size, end);
       at->second.size = size;
     }
     at->second.is_free = false;
     {
-      std::lock_guard<std::mutex> also(books().mutex);
-      books().host_waits(at->second.freed);
+      std::lock_guard<std::mutex> tracker_lock(tracker().mutex);
+      tracker().host_waits(at->second.freed);
     }
     allocated += static_cast<std::int64_t>(at->second.size);
     peak = std::max(peak, allocated);
@@ -253,14 +255,14 @@ struct DeviceMemory final : c10::Allocator {
     return {memory, memory, &DeviceMemory::release, device};
   }
   // Releases segments that are entirely free.
-  void give_back() {
-    for (Place at = all.begin(); at != all.end();) {
-      const Place next = std::next(at);
+  void release_free_segments() {
+    for (BlockIterator at = all.begin(); at != all.end();) {
+      const BlockIterator next = std::next(at);
       if (at->second.is_free && at->second.begins && (next == all.end() || next->second.begins)) {
         reserved -= static_cast<std::int64_t>(at->second.size);
         {  // the driver synchronizes the device before it frees memory
-          std::lock_guard<std::mutex> also(books().mutex);
-          std::erase_if(books().accesses, [&](const Access& one) {
+          std::lock_guard<std::mutex> tracker_lock(tracker().mutex);
+          std::erase_if(tracker().accesses, [&](const Access& one) {
             return at->first <= one.first && one.end <= at->first + at->second.size;
           });
         }
@@ -270,11 +272,11 @@ struct DeviceMemory final : c10::Allocator {
       at = next;
     }
   }
-  void join_behind(Place at) {
-    const Place next = std::next(at);
+  void merge_next(BlockIterator at) {
+    const BlockIterator next = std::next(at);
     if (next == all.end() || next->second.begins || !next->second.is_free) return;
     at->second.size += next->second.size;
-    Books::join(at->second.freed, next->second.freed);
+    Tracker::join(at->second.freed, next->second.freed);
     all.erase(next);
   }
   static void release(void* memory);
@@ -285,54 +287,54 @@ struct DeviceMemory final : c10::Allocator {
 };
 
 DeviceMemory& device_memory() {
-  static DeviceMemory* kept = new DeviceMemory;
-  return *kept;
+  static DeviceMemory* instance = new DeviceMemory;
+  return *instance;
 }
 
 void DeviceMemory::release(void* memory) {
   if (memory == nullptr) return;
   DeviceMemory& all = device_memory();
   std::lock_guard<std::mutex> lock(all.mutex);
-  Place at = all.all.find(reinterpret_cast<Address>(memory));
+  BlockIterator at = all.all.find(reinterpret_cast<Address>(memory));
   if (at == all.all.end() || at->second.is_free) return;
-  auto elsewhere = all.used_elsewhere.find(memory);
-  if (elsewhere != all.used_elsewhere.end()) {  // torch waits for those streams before reuse
-    Books& b = books();
-    std::lock_guard<std::mutex> also(b.mutex);
-    for (const Clock& clock : elsewhere->second) Books::join(b.lines[at->second.line], clock);
-    all.used_elsewhere.erase(elsewhere);
+  auto users = all.used_by_streams.find(memory);
+  if (users != all.used_by_streams.end()) {  // torch waits for those streams before reuse
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> tracker_lock(t.mutex);
+    for (const Clock& clock : users->second) Tracker::join(t.lines[at->second.line], clock);
+    all.used_by_streams.erase(users);
   }
   std::memset(memory, 0xff, at->second.size);
   all.allocated -= static_cast<std::int64_t>(at->second.size);
   at->second.is_free = true;
   {
-    std::lock_guard<std::mutex> also(books().mutex);
+    std::lock_guard<std::mutex> tracker_lock(tracker().mutex);
     // Another thread may have dropped an earlier reference: the reference count orders the two.
-    for (int thread : books().threads) Books::join(at->second.freed, books().lines[thread]);
+    for (int thread : tracker().threads) Tracker::join(at->second.freed, tracker().lines[thread]);
   }
-  all.join_behind(at);
-  if (!at->second.begins && std::prev(at)->second.is_free) all.join_behind(std::prev(at));
+  all.merge_next(at);
+  if (!at->second.begins && std::prev(at)->second.is_free) all.merge_next(std::prev(at));
 }
 
 // Pinned memory of torch, for `pin_memory=True`.
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(std::size_t n) override {
     void* memory = std::aligned_alloc(4096, (n + 4095) / 4096 * 4096 + 4096);
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
     const Address first = reinterpret_cast<Address>(memory);
-    b.pinned[first] = first + n;
+    t.pinned[first] = first + n;
     return {memory, memory, &PinnedMemory::release, Device(DeviceType::CPU)};
   }
   static void release(void* memory) {
-    Books& b = books();
+    Tracker& t = tracker();
     {
-      std::lock_guard<std::mutex> lock(b.mutex);
+      std::lock_guard<std::mutex> lock(t.mutex);
       const Address first = reinterpret_cast<Address>(memory);
       // torch reuses it only after the copies that use it.
-      std::erase_if(b.accesses,
-                    [&](const Access& a) { return first <= a.first && a.end <= b.pinned[first]; });
-      b.pinned.erase(first);
+      std::erase_if(t.accesses,
+                    [&](const Access& a) { return first <= a.first && a.end <= t.pinned[first]; });
+      t.pinned.erase(first);
     }
     std::free(memory);
   }
@@ -348,8 +350,8 @@ struct PinnedMemory final : at::HostAllocator {
 };
 
 PinnedMemory& pinned_memory() {
-  static PinnedMemory* kept = new PinnedMemory;
-  return *kept;
+  static PinnedMemory* instance = new PinnedMemory;
+  return *instance;
 }
 
 // --- streams and hooks that torch calls ---------------------------------------------------------
@@ -364,10 +366,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
   // As torch: streams of a pool of 32 per priority, reused in turn.
   c10::Stream getNewStream(Device, int priority) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    StreamPool& pool = b.pools[priority];
-    if (pool.lines.size() < StreamPool::kSize) pool.lines.push_back(b.new_line());
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    StreamPool& pool = t.pools[priority];
+    if (pool.lines.size() < StreamPool::kSize) pool.lines.push_back(t.new_line());
     return stream_of(pool.lines[pool.handed_out++ % StreamPool::kSize]);
   }
   c10::Stream exchangeStream(c10::Stream stream) const override {
@@ -378,27 +380,28 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceIndex deviceCount() const noexcept override { return 1; }
   void record(void** event, const c10::Stream& stream, const DeviceIndex,
               const c10::EventFlag) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
     if (*event == nullptr) *event = new Event;
-    b.begin(line_of(stream));
-    *static_cast<Event*>(*event) = {b.lines[line_of(stream)], b.chance(6),
+    t.begin(line_of(stream));
+    *static_cast<Event*>(*event) = {t.lines[line_of(stream)], t.random_below(6),
                                     std::chrono::steady_clock::now()};
   }
   void block(void* event, const c10::Stream& stream) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    if (event != nullptr) Books::join(b.lines[line_of(stream)], static_cast<Event*>(event)->clock);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    if (event != nullptr)
+      Tracker::join(t.lines[line_of(stream)], static_cast<Event*>(event)->clock);
   }
   bool queryEvent(void* event) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    return event == nullptr || b.look(*static_cast<Event*>(event));
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    return event == nullptr || t.query(*static_cast<Event*>(event));
   }
   void synchronizeEvent(void* event) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    if (event != nullptr) b.host_waits(static_cast<Event*>(event)->clock);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    if (event != nullptr) t.host_waits(static_cast<Event*>(event)->clock);
   }
   void destroyEvent(void* event, const DeviceIndex) const noexcept override {
     delete static_cast<Event*>(event);
@@ -409,24 +412,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryStream(const c10::Stream&) const override { return false; }
   void synchronizeStream(const c10::Stream& stream) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    b.host_waits(b.lines[line_of(stream)]);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    t.host_waits(t.lines[line_of(stream)]);
   }
   void synchronizeDevice(const DeviceIndex) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    for (std::size_t line = 1; line < b.lines.size(); ++line) b.host_waits(b.lines[line]);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    for (std::size_t line = 1; line < t.lines.size(); ++line) t.host_waits(t.lines[line]);
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
-    Books& b = books();
+    Tracker& t = tracker();
     Clock clock;
     {
-      std::lock_guard<std::mutex> lock(b.mutex);
-      clock = b.lines[line_of(stream)];
+      std::lock_guard<std::mutex> lock(t.mutex);
+      clock = t.lines[line_of(stream)];
     }
     std::lock_guard<std::mutex> lock(device_memory().mutex);
-    device_memory().used_elsewhere[data.get_context()].push_back(clock);
+    device_memory().used_by_streams[data.get_context()].push_back(clock);
   }
 };
 
@@ -447,9 +450,9 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   int getNumGPUs() const override { return 1; }
   Device getDeviceFromPtr(void*) const override { return Device(DeviceType::CUDA, 0); }
   bool isPinnedPtr(const void* data) const override {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
-    return b.is_pinned(reinterpret_cast<Address>(data));
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
+    return t.is_pinned(reinterpret_cast<Address>(data));
   }
   c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_memory(); }
   c10::Allocator* getCUDADeviceAllocator() const override { return &device_memory(); }
@@ -485,7 +488,7 @@ at::Tensor to_device(const at::Tensor& host) {
   return made;
 }
 
-struct Borrowed {
+struct DeviceArgument {
   at::Tensor device, host;
   bool write;
 };
@@ -493,51 +496,53 @@ struct Borrowed {
 // Runs an operation with the CPU kernel over the same memory.
 struct Call {
   const c10::OperatorHandle& op;
-  std::vector<Borrowed> borrowed;
-  bool meets_host = false;
+  std::vector<DeviceArgument> device_arguments;
+  bool has_host_tensor = false;
 
-  at::Tensor lend(const at::Tensor& tensor, bool write) {
+  at::Tensor to_host(const at::Tensor& tensor, bool write) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
-      meets_host = meets_host || (tensor.dim() > 0 && tensor.device().is_cpu());
+      has_host_tensor = has_host_tensor || (tensor.dim() > 0 && tensor.device().is_cpu());
       return tensor;
     }
     at::Tensor host = write && tensor.numel() == 0
                           ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
                           : on_host(tensor);  // an empty output may be resized
-    borrowed.push_back({tensor, host, write});
+    device_arguments.push_back({tensor, host, write});
     return host;
   }
 
-  void lend_all(torch::jit::Stack& stack, std::size_t begin) {
+  void arguments_to_host(torch::jit::Stack& stack, std::size_t begin) {
     const auto& arguments = op.schema().arguments();
     for (std::size_t i = 0; i < arguments.size(); ++i) {
       c10::IValue& value = stack[begin + i];
       const bool write =
           arguments[i].alias_info() != nullptr && arguments[i].alias_info()->isWrite();
       if (value.isTensor()) {
-        value = lend(value.toTensor(), write);
+        value = to_host(value.toTensor(), write);
       } else if (value.isTensorList()) {
-        c10::List<at::Tensor> lent;
-        for (const at::Tensor& one : value.toTensorVector()) lent.push_back(lend(one, write));
-        value = lent;
+        c10::List<at::Tensor> host_list;
+        for (const at::Tensor& one : value.toTensorVector())
+          host_list.push_back(to_host(one, write));
+        value = host_list;
       } else if (value.isOptionalTensorList()) {
-        c10::List<std::optional<at::Tensor>> lent;
+        c10::List<std::optional<at::Tensor>> host_list;
         for (const std::optional<at::Tensor>& one : value.toOptionalTensorVector())
-          lent.push_back(one.has_value() ? std::optional<at::Tensor>(lend(*one, write)) : one);
-        value = lent;
+          host_list.push_back(one.has_value() ? std::optional<at::Tensor>(to_host(*one, write))
+                                              : one);
+        value = host_list;
       } else if (value.isDevice() && value.toDevice().is_cuda()) {
         value = Device(DeviceType::CPU);
       }
     }
   }
 
-  at::Tensor back(const at::Tensor& result) {
+  at::Tensor to_result(const at::Tensor& result) {
     if (!result.defined() || !result.device().is_cpu()) return result;
-    for (const Borrowed& one : borrowed)
+    for (const DeviceArgument& one : device_arguments)
       if (result.unsafeGetTensorImpl() == one.host.unsafeGetTensorImpl()) return one.device;
     const Address first = reinterpret_cast<Address>(result.const_data_ptr());
-    for (const Borrowed& one : borrowed) {
+    for (const DeviceArgument& one : device_arguments) {
       const auto [begin, end] = range_of(one.host);
       if (result.numel() && begin <= first && first < end && result.dtype() == one.host.dtype()) {
         const auto offset = static_cast<int64_t>((first - begin) / result.itemsize());
@@ -549,44 +554,44 @@ struct Call {
   }
 };
 
-void note(const Call& call, bool host_waits) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  b.begin(current_line);
+void record_call(const Call& call, bool host_waits) {
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.begin(current_line);
   const std::string name = c10::toString(call.op.operator_name());
-  for (const Borrowed& one : call.borrowed) {
+  for (const DeviceArgument& one : call.device_arguments) {
     const auto [first, end] = range_of(one.device);
-    b.access(current_line, first, end, one.write, name);
+    t.access(current_line, first, end, one.write, name);
   }
-  if (host_waits) b.operation_waits(current_line);
+  if (host_waits) t.operation_waits(current_line);
 }
 
-void note_made(const Call& call, const at::Tensor& made) {
+void record_result(const Call& call, const at::Tensor& made) {
   if (!made.defined() || !made.is_cuda()) return;
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  b.begin(current_line);  // ordered after the allocation of this memory
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  t.begin(current_line);  // ordered after the allocation of this memory
   const auto [first, end] = range_of(made);
-  b.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
+  t.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
 }
 
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t begin = stack->size() - schema.arguments().size();
   Call call{op, {}, false};
-  call.lend_all(*stack, begin);
+  call.arguments_to_host(*stack, begin);
   TORCH_CHECK(
-      !(call.meets_host && !call.borrowed.empty()),
+      !(call.has_host_tensor && !call.device_arguments.empty()),
       "Expected all tensors to be on the same device, but found at least two devices, cuda:0 and "
       "cpu! (in ",
       c10::toString(op.operator_name()), ")");
-  bool gives_tensor = schema.returns().empty();
+  bool returns_tensor = schema.returns().empty();
   for (const auto& result : schema.returns())
-    gives_tensor = gives_tensor || result.type()->isSubtypeOf(*c10::TensorType::get()) ||
-                   result.type()->kind() == c10::TypeKind::ListType;
-  note(call, !gives_tensor);
+    returns_tensor = returns_tensor || result.type()->isSubtypeOf(*c10::TensorType::get()) ||
+                     result.type()->kind() == c10::TypeKind::ListType;
+  record_call(call, !returns_tensor);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  for (const Borrowed& one : call.borrowed) {  // an empty one may have been resized
+  for (const DeviceArgument& one : call.device_arguments) {  // an empty one may have been resized
     if (one.write && one.device.numel() == 0 && one.host.numel() > 0) {
       one.device.resize_(one.host.sizes());
       on_host(one.device).copy_(one.host);
@@ -596,13 +601,13 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   for (std::size_t i = first; i < stack->size(); ++i) {
     c10::IValue& value = (*stack)[i];
     if (value.isTensor()) {
-      const at::Tensor given = call.back(value.toTensor());
-      if (schema.returns()[i - first].alias_info() == nullptr) note_made(call, given);
-      value = given;
+      const at::Tensor on_device = call.to_result(value.toTensor());
+      if (schema.returns()[i - first].alias_info() == nullptr) record_result(call, on_device);
+      value = on_device;
     } else if (value.isTensorList()) {
-      c10::List<at::Tensor> given;
-      for (const at::Tensor& one : value.toTensorVector()) given.push_back(call.back(one));
-      value = given;
+      c10::List<at::Tensor> on_device;
+      for (const at::Tensor& one : value.toTensorVector()) on_device.push_back(call.to_result(one));
+      value = on_device;
     }
   }
 }
@@ -664,38 +669,39 @@ at::Tensor& copy_(at::Tensor& self, const at::Tensor& source, bool non_blocking)
   at::Tensor to = self.is_cuda() ? on_host(self) : self,
              from = source.is_cuda() ? on_host(source) : source;
   {
-    Books& b = books();
-    std::lock_guard<std::mutex> lock(b.mutex);
+    Tracker& t = tracker();
+    std::lock_guard<std::mutex> lock(t.mutex);
     const bool crosses = self.is_cuda() != source.is_cuda();
     const auto [first, end] = range_of(source);
     const auto [to_first, to_end] = range_of(self);
-    const bool pinned = b.is_pinned(self.is_cuda() ? first : to_first);
+    const bool pinned = t.is_pinned(self.is_cuda() ? first : to_first);
     const bool later = non_blocking && pinned;
-    if (crosses) b.stays_in_one(self.is_cuda() ? first : to_first, self.is_cuda() ? end : to_end);
-    b.begin(current_line);
-    if (source.is_cuda() || later) b.access(current_line, first, end, false, "copy_");
-    if (self.is_cuda() || later) b.access(current_line, to_first, to_end, true, "copy_");
-    if (crosses && !later && !(self.is_cuda() && non_blocking)) b.operation_waits(current_line);
+    if (crosses)
+      t.check_registration(self.is_cuda() ? first : to_first, self.is_cuda() ? end : to_end);
+    t.begin(current_line);
+    if (source.is_cuda() || later) t.access(current_line, first, end, false, "copy_");
+    if (self.is_cuda() || later) t.access(current_line, to_first, to_end, true, "copy_");
+    if (crosses && !later && !(self.is_cuda() && non_blocking)) t.operation_waits(current_line);
   }
   to.copy_(from);
   return self;
 }
 
 at::Scalar item(const at::Tensor& self) {
-  Books& b = books();
+  Tracker& t = tracker();
   {
-    std::lock_guard<std::mutex> lock(b.mutex);
-    b.begin(current_line);
+    std::lock_guard<std::mutex> lock(t.mutex);
+    t.begin(current_line);
     const auto [first, end] = range_of(self);
-    b.access(current_line, first, end, false, "item");
-    b.operation_waits(current_line);
+    t.access(current_line, first, end, false, "item");
+    t.operation_waits(current_line);
   }
   return at::_local_scalar_dense(on_host(self));
 }
 
-int64_t plain_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                        const std::optional<at::Tensor>&, double, bool, std::optional<double>,
-                        bool) {
+int64_t math_attention(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                       const std::optional<at::Tensor>&, double, bool, std::optional<double>,
+                       bool) {
   return 0;  // SDPBackend::math
 }
 
@@ -723,7 +729,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 const bool ready = [] {
   c10::SetAllocator(DeviceType::CUDA, &device_memory(), 100);
   at::setHostAllocator(DeviceType::CUDA, &pinned_memory(), 100);
-  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&plain_attention);
+  at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&math_attention);
   return true;
 }();
 
@@ -733,52 +739,52 @@ const bool ready = [] {
 
 extern "C" {
 void hc_register(void* memory, std::size_t n) {
-  std::lock_guard<std::mutex> lock(books().mutex);
+  std::lock_guard<std::mutex> lock(tracker().mutex);
   const Address first = reinterpret_cast<Address>(memory);
-  books().pinned[first] = first + n;
+  tracker().pinned[first] = first + n;
 }
 int hc_unregister(void* memory) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  return books().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
+  std::lock_guard<std::mutex> lock(tracker().mutex);
+  return tracker().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
 }
 // Called by a thread at its begin and its end.
 void hc_thread_begins() {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  host_line = books().new_line();
-  books().threads.push_back(host_line);
+  std::lock_guard<std::mutex> lock(tracker().mutex);
+  host_line = tracker().new_line();
+  tracker().threads.push_back(host_line);
 }
 void hc_thread_ends() {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  std::erase(books().threads, host_line);
+  std::lock_guard<std::mutex> lock(tracker().mutex);
+  std::erase(tracker().threads, host_line);
 }
 // Releases an object (lock, event, disk request) with the calling thread's clock, or acquires it.
 void hc_hands_over(std::uint64_t what) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  Books::join(b.handed_over[what], b.lines[host_line]);
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  Tracker::join(t.released[what], t.lines[host_line]);
 }
 void hc_takes_over(std::uint64_t what) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
-  const auto found = b.handed_over.find(what);
-  if (found != b.handed_over.end()) b.host_waits(found->second);
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
+  const auto found = t.released.find(what);
+  if (found != t.released.end()) t.host_waits(found->second);
 }
 // Records an access not made by torch: by a kernel on a stream, or the calling thread (line 0).
 void hc_access(int line, void* memory, std::size_t n, int write, const char* what) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
   if (line == 0) line = host_line;
-  b.begin(line);
+  t.begin(line);
   const Address first = reinterpret_cast<Address>(memory);
-  b.access(line, first, first + n, write != 0, what);
+  t.access(line, first, first + n, write != 0, what);
 }
 void hc_violations(char* into, int n) {
-  Books& b = books();
-  std::lock_guard<std::mutex> lock(b.mutex);
+  Tracker& t = tracker();
+  std::lock_guard<std::mutex> lock(t.mutex);
   std::string all;
-  for (const std::string& one : b.violations) all += one + "\n";
+  for (const std::string& one : t.violations) all += one + "\n";
   std::strncpy(into, all.c_str(), static_cast<std::size_t>(n - 1));
-  b.violations.clear();
+  t.violations.clear();
 }
 std::int64_t hc_memory(int what) {
   DeviceMemory& m = device_memory();
@@ -797,11 +803,11 @@ void hc_limit(std::int64_t bytes) {
   device_memory().limit = bytes;
 }
 void hc_refuse_waits(int yes) {
-  std::lock_guard<std::mutex> lock(books().mutex);
-  books().refuses_waits = yes != 0;
+  std::lock_guard<std::mutex> lock(tracker().mutex);
+  tracker().forbids_waits = yes != 0;
 }
 void hc_empty_cache() {
   std::lock_guard<std::mutex> lock(device_memory().mutex);
-  device_memory().give_back();
+  device_memory().release_free_segments();
 }
 }

@@ -51,13 +51,13 @@ def _build(torch_folder: Path) -> Path:
     folder.mkdir(mode=0o700, exist_ok=True)
     target = folder / f"{digest}.so"
     if not target.exists():
-        written = folder / f"{digest}.{os.getpid()}.so"
+        temporary = folder / f"{digest}.{os.getpid()}.so"
         include = torch_folder / "include"
-        command = [os.environ.get("CXX", "c++"), *_FLAGS, str(source), "-o", str(written)]
+        command = [os.environ.get("CXX", "c++"), *_FLAGS, str(source), "-o", str(temporary)]
         command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
         command += [f"-L{torch_folder / 'lib'}", "-ltorch_cpu", "-lc10"]
         subprocess.run(command, check=True)
-        os.replace(written, target)
+        os.replace(temporary, target)
     return target
 
 
@@ -90,10 +90,10 @@ class _Lock:
         self._at_fork_reinit = self._lock._at_fork_reinit  # type: ignore[attr-defined]
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
-        taken = self._lock.acquire(blocking, timeout)
-        if taken:
+        acquired = self._lock.acquire(blocking, timeout)
+        if acquired:
             LIBRARY.hc_takes_over(id(self))
-        return taken
+        return acquired
 
     def release(self) -> None:
         LIBRARY.hc_hands_over(id(self))
@@ -106,15 +106,15 @@ class _Lock:
         self.release()
 
 
-def _stand_in_for_threads() -> None:
+def _patch_threading() -> None:
     """Make threads timelines, ordered by locks, events, and start and join of threads."""
     start, run, join = threading.Thread.start, threading.Thread.run, threading.Thread.join
 
-    def start_after(self: threading.Thread) -> None:
+    def start_ordered(self: threading.Thread) -> None:
         LIBRARY.hc_hands_over(id(self))
         start(self)
 
-    def run_beside(self: threading.Thread) -> None:
+    def run_as_timeline(self: threading.Thread) -> None:
         LIBRARY.hc_thread_begins()
         LIBRARY.hc_takes_over(id(self))
         try:
@@ -123,35 +123,35 @@ def _stand_in_for_threads() -> None:
             LIBRARY.hc_hands_over(id(self))
             LIBRARY.hc_thread_ends()
 
-    def join_after(self: threading.Thread, timeout: float | None = None) -> None:
+    def join_ordered(self: threading.Thread, timeout: float | None = None) -> None:
         join(self, timeout)
         if not self.is_alive():
             LIBRARY.hc_takes_over(id(self))
 
     is_set, set_ = threading.Event.is_set, threading.Event.set
 
-    def set_after(self: threading.Event) -> None:
+    def set_ordered(self: threading.Event) -> None:
         LIBRARY.hc_hands_over(id(self))
         set_(self)
 
-    def is_set_after(self: threading.Event) -> bool:
-        found = is_set(self)
-        if found:
+    def is_set_ordered(self: threading.Event) -> bool:
+        result = is_set(self)
+        if result:
             LIBRARY.hc_takes_over(id(self))
-        return found
+        return result
 
-    names: dict[Any, dict[str, Any]] = {
-        threading.Event: {"set": set_after, "is_set": is_set_after},
+    patches: dict[Any, dict[str, Any]] = {
+        threading.Event: {"set": set_ordered, "is_set": is_set_ordered},
         threading: {"Lock": _Lock, "_allocate_lock": _Lock, "_CRLock": None},
-        threading.Thread: {"start": start_after, "run": run_beside, "join": join_after},
+        threading.Thread: {"start": start_ordered, "run": run_as_timeline, "join": join_ordered},
         queue: {"SimpleQueue": queue._PySimpleQueue},  # type: ignore[attr-defined]
     }
-    for owner, values in names.items():
+    for owner, values in patches.items():
         for name, value in values.items():
             setattr(owner, name, value)
 
 
-_stand_in_for_threads()
+_patch_threading()
 
 import torch  # noqa: E402  (after the device is loaded)
 from torch import Tensor  # noqa: E402
@@ -167,8 +167,8 @@ class Stream(torch.Stream):
     ) -> Any:
         if like is None:
             return super().__new__(cls, DEVICE, priority=priority)
-        place = {"device_index": like.device_index, "device_type": like.device_type}
-        return super().__new__(cls, stream_id=like.stream_id, **place)
+        location = {"device_index": like.device_index, "device_type": like.device_type}
+        return super().__new__(cls, stream_id=like.stream_id, **location)
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         pass
@@ -200,7 +200,7 @@ def on_stream(stream: torch.Stream | None) -> Iterator[None]:
         torch.accelerator.set_stream(before)
 
 
-class _Current:
+class _DeviceContext:
     """Replacement of `torch.cuda.device`: there is one device."""
 
     def __init__(self, device: Any) -> None:
@@ -213,25 +213,25 @@ class _Current:
         pass
 
 
-class _Share:
+class _MemoryFraction:
     """Share of the device's memory that torch's allocator may use."""
 
     def __init__(self) -> None:
-        self._share = 1.0
+        self._fraction = 1.0
 
     def get(self, device: Any = None) -> float:
-        return self._share
+        return self._fraction
 
     def set(self, share: float, device: Any = None) -> None:
-        self._share = share
+        self._fraction = share
         LIBRARY.hc_limit(int(share * TOTAL_BYTES))
 
 
 def violations() -> list[str]:
     """Return and clear the unordered accesses."""
-    told = ctypes.create_string_buffer(1 << 16)
-    LIBRARY.hc_violations(told, len(told))
-    return told.value.decode().splitlines()
+    text = ctypes.create_string_buffer(1 << 16)
+    LIBRARY.hc_violations(text, len(text))
+    return text.value.decode().splitlines()
 
 
 def _memory(what: int) -> Callable[..., int]:
@@ -242,8 +242,8 @@ def _memory_stats(device: Any = None) -> dict[str, int]:
     return {"num_alloc_retries": LIBRARY.hc_memory(4), "num_device_alloc": LIBRARY.hc_memory(3)}
 
 
-def _stand_in_for_torch() -> None:
-    facts = SimpleNamespace(
+def _patch_torch() -> None:
+    properties = SimpleNamespace(
         name="CUDA on the host", total_memory=TOTAL_BYTES, major=9, minor=0, multi_processor_count=4
     )
     runtime = SimpleNamespace(
@@ -251,11 +251,12 @@ def _stand_in_for_torch() -> None:
         cudaHostUnregister=LIBRARY.hc_unregister,
     )
     default = torch.Stream(stream_id=1, device_index=0, device_type=1)  # as in host_cuda.cpp
-    share, nothing = _Share(), lambda *arguments: None
+    share, nothing = _MemoryFraction(), lambda *arguments: None
     values: dict[str, Any] = {
         "is_available": lambda: True, "is_initialized": lambda: True, "device_count": lambda: 1,
-        "current_device": lambda: 0, "set_device": nothing, "device": _Current,
-        "device_of": type("device_of", (_Current,), {}), "init": nothing, "_lazy_init": nothing,
+        "current_device": lambda: 0, "set_device": nothing, "device": _DeviceContext,
+        "device_of": type("device_of", (_DeviceContext,), {}),
+        "init": nothing, "_lazy_init": nothing,
         "Stream": Stream, "Event": event, "stream": on_stream, "current_stream": current_stream,
         "default_stream": lambda device=None: Stream(like=default),
         "set_stream": torch.accelerator.set_stream, "synchronize": torch.accelerator.synchronize,
@@ -266,8 +267,8 @@ def _stand_in_for_torch() -> None:
         "reset_peak_memory_stats": lambda device=None: LIBRARY.hc_reset_peak(),
         "get_per_process_memory_fraction": share.get,
         "set_per_process_memory_fraction": share.set,
-        "get_device_properties": lambda device=None: facts,
-        "get_device_name": lambda device=None: facts.name,
+        "get_device_properties": lambda device=None: properties,
+        "get_device_name": lambda device=None: properties.name,
         "get_device_capability": lambda device=None: (9, 0), "cudart": lambda: runtime,
         "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": lambda mode: LIBRARY.hc_refuse_waits(mode == "error"),
@@ -282,32 +283,32 @@ def _stand_in_for_torch() -> None:
     for name, value in values.items():  # torch's compiler requires distinct objects
         for module in (torch.cuda, torch.cuda.random):
             if module is torch.cuda or hasattr(module, name):
-                own = value if isinstance(value, type | tuple) else partial(value)
-                setattr(module, name, own)
+                attribute = value if isinstance(value, type | tuple) else partial(value)
+                setattr(module, name, attribute)
 
     def clone(storage: Any) -> Any:
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return whole.set_(storage, 0, (storage.nbytes(),)).clone().untyped_storage()
+        view = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return view.set_(storage, 0, (storage.nbytes(),)).clone().untyped_storage()
 
     torch.UntypedStorage.clone = clone  # type: ignore[method-assign]
 
 
-def _note(line: int, write: bool, what: str, *tensors: Tensor | None) -> None:
+def _record(timeline: int, write: bool, what: str, *tensors: Tensor | None) -> None:
     for tensor in tensors:
         if tensor is not None and tensor.numel():
             nbytes = tensor.numel() * tensor.element_size()
-            LIBRARY.hc_access(line, tensor.data_ptr(), nbytes, write, what.encode())
+            LIBRARY.hc_access(timeline, tensor.data_ptr(), nbytes, write, what.encode())
 
 
-def _note_pieces(line: int, pieces: Any) -> None:
+def _record_update(timeline: int, pieces: Any) -> None:
     for piece in pieces:
-        _note(line, False, "an update", piece.gradient)
-        _note(line, True, "an update", piece.weight, piece.master_state)
+        _record(timeline, False, "an update", piece.gradient)
+        _record(timeline, True, "an update", piece.weight, piece.master_state)
         for moment in piece.moments:
-            _note(line, True, "an update", moment.values, moment.scales)
+            _record(timeline, True, "an update", moment.values, moment.scales)
 
 
-def _stand_in_for_kernels() -> None:
+def _patch_kernels() -> None:
     """Run GPU kernels on the host; record accesses of optimizer kernels, CPU kernels and disk."""
     from support.cuda_on_host import HostLauncher
 
@@ -326,68 +327,70 @@ def _stand_in_for_kernels() -> None:
     cuda.CudaLauncher = Launcher  # type: ignore[misc, assignment]
     cuda.why_not = lambda device: None
 
-    def before(owner: Any, name: str, note: Callable[..., None]) -> None:
-        plain = getattr(owner, name)
+    def record_before(owner: Any, name: str, record: Callable[..., None]) -> None:
+        original = getattr(owner, name)
 
-        def noted(self: Any, first: Any, *others: Any, **named: Any) -> Any:
+        def recorded(self: Any, first: Any, *others: Any, **named: Any) -> Any:
             first = first if isinstance(first, Tensor) else list(first)
-            note(first, *others, **named)
-            return plain(self, first, *others, **named)
+            record(first, *others, **named)
+            return original(self, first, *others, **named)
 
-        setattr(owner, name, noted)
+        setattr(owner, name, recorded)
 
-    def line_of(stream: Any) -> int:
+    def timeline_of(stream: Any) -> int:
         return (stream or current_stream()).stream_id
 
     def on_gpu(pieces: Any, stream: Any = None) -> None:
-        _note_pieces(line_of(stream), pieces)
+        _record_update(timeline_of(stream), pieces)
 
     def squares(tensors: Any, sums: Tensor, stream: Any = None) -> None:
-        _note(line_of(stream), False, "square sums", *tensors)
-        _note(line_of(stream), True, "square sums", sums)
+        _record(timeline_of(stream), False, "square sums", *tensors)
+        _record(timeline_of(stream), True, "square sums", sums)
 
     def sums(target: Tensor, source: Tensor) -> None:
-        _note(_HOST, False, "a sum", source)
-        _note(_HOST, True, "a sum", target)
+        _record(_HOST, False, "a sum", source)
+        _record(_HOST, True, "a sum", target)
 
-    def note_disk(name: str, write: bool) -> None:
+    def record_disk(name: str, write: bool) -> None:
         """Order the wait for a request after the request; the transfer itself counts as instant."""
-        plain = getattr(disk.Disk, name)
+        original = getattr(disk.Disk, name)
 
-        def noted(self: Any, pieces: Any, *others: Any, **named: Any) -> Any:
+        def recorded(self: Any, pieces: Any, *others: Any, **named: Any) -> Any:
             pieces = list(pieces)
-            _note(_HOST, write, "the disk", *(buffer for _, buffer in pieces))
-            ticket = plain(self, pieces, *others, **named)
+            _record(_HOST, write, "the disk", *(buffer for _, buffer in pieces))
+            ticket = original(self, pieces, *others, **named)
             LIBRARY.hc_hands_over(id(ticket))
             return ticket
 
-        setattr(disk.Disk, name, noted)
+        setattr(disk.Disk, name, recorded)
 
-    def after_request(name: str) -> None:
-        plain = getattr(disk.DiskTicket, name)
+    def order_after_request(name: str) -> None:
+        original = getattr(disk.DiskTicket, name)
 
-        def noted(self: Any) -> Any:
-            found = plain(self)
-            if found is not False:
+        def recorded(self: Any) -> Any:
+            result = original(self)
+            if result is not False:
                 LIBRARY.hc_takes_over(id(self))
-            return found
+            return result
 
-        setattr(disk.DiskTicket, name, noted)
+        setattr(disk.DiskTicket, name, recorded)
 
-    before(cuda.CudaKernels, "update_all", on_gpu)
-    before(cuda.CudaKernels, "square_sums", squares)
-    before(cpu.CpuKernels, "update_all", lambda pieces: _note_pieces(_HOST, pieces))
-    before(cpu.CpuKernels, "convert", sums)
-    before(cpu.CpuKernels, "accumulate", sums)
-    before(cpu.CpuKernels, "square_sum", lambda tensor: _note(_HOST, False, "a sum", tensor))
-    note_disk("read", write=True)  # a read writes the buffer
-    note_disk("write", write=False)
-    after_request("wait")
-    after_request("done")
+    record_before(cuda.CudaKernels, "update_all", on_gpu)
+    record_before(cuda.CudaKernels, "square_sums", squares)
+    record_before(cpu.CpuKernels, "update_all", lambda pieces: _record_update(_HOST, pieces))
+    record_before(cpu.CpuKernels, "convert", sums)
+    record_before(cpu.CpuKernels, "accumulate", sums)
+    record_before(
+        cpu.CpuKernels, "square_sum", lambda tensor: _record(_HOST, False, "a sum", tensor)
+    )
+    record_disk("read", write=True)  # a read writes the buffer
+    record_disk("write", write=False)
+    order_after_request("wait")
+    order_after_request("done")
 
 
-_stand_in_for_torch()
-_stand_in_for_kernels()
+_patch_torch()
+_patch_kernels()
 
 
 def pytest_runtest_teardown() -> None:

@@ -51,16 +51,16 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         expert, order = torch.sort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.count).tolist()
-        found = compute_ranges(self, self.compute, counts, x[order])
-        return torch.zeros_like(x).index_copy(0, order, found)
+        output = compute_ranges(self, self.compute, counts, x[order])
+        return torch.zeros_like(x).index_copy(0, order, output)
 
-    def compute(self, one: StackRange, rows: Tensor) -> Tensor:
-        found = []
-        for index, x in enumerate(rows.split(one.counts)):
+    def compute(self, stack_range: StackRange, rows: Tensor) -> Tensor:
+        outputs = []
+        for index, x in enumerate(rows.split(stack_range.counts)):
             for name in self.NAMES:
-                x = F.gelu(F.linear(x, one[name][index]))
-            found.append(x)
-        return torch.cat(found)
+                x = F.gelu(F.linear(x, stack_range[name][index]))
+            outputs.append(x)
+        return torch.cat(outputs)
 
 
 class Mixture(nn.Module):
@@ -121,7 +121,7 @@ def batches(job: dict[str, Any], count: int, seed: int) -> list[tuple[torch.Tens
     generator = torch.Generator().manual_seed(seed)
     shape = (count, 2, 1, job["context"])
     tokens = torch.randint(0, job["vocab_size"], shape, generator=generator)
-    return [(part[0], part[1]) for part in tokens]
+    return [(pair[0], pair[1]) for pair in tokens]
 
 
 @torch.no_grad()
@@ -146,20 +146,20 @@ def train(engine: infinity.Engine, job: dict[str, Any], step: int) -> list[str]:
 
 def digest(directory: Path) -> str:
     """Return a hash of the saved safetensors files."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for path in sorted(directory.glob("*.safetensors")):
         with open(path, "rb") as file:
-            for part in iter(lambda: file.read(1 << 20), b""):
-                whole.update(part)
-    return whole.hexdigest()
+            for block in iter(lambda: file.read(1 << 20), b""):
+                hasher.update(block)
+    return hasher.hexdigest()
 
 
 def layer_bytes(plan: Plan) -> Counter[str]:
     """Return bytes of weights by layer, with all ranges of its experts."""
-    found: Counter[str] = Counter()
+    sizes: Counter[str] = Counter()
     for unit in plan.units:
-        found[unit.name.partition("[")[0]] += unit.slot_bytes
-    return found
+        sizes[unit.name.partition("[")[0]] += unit.slot_bytes
+    return sizes
 
 
 def live(job: dict[str, Any]) -> dict[str, Any]:
@@ -175,11 +175,11 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
         engine.save_weights(saved, max_shard="256MiB")
         if job["reload"]:
             engine.save_checkpoint(saved / "checkpoint")
-        onward = train(engine, job, job["steps"])
+        continued = train(engine, job, job["steps"])
     del engine
-    found = {
+    results = {
         "losses": losses,
-        "onward": onward,
+        "onward": continued,
         "grad_norm": float(norm or 0.0).hex(),
         "evaluated": evaluated,
         "digest": digest(saved),
@@ -188,15 +188,15 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
         "largest_layer_bytes": max(layer_bytes(plan).values()),
     }
     if not job["reload"]:
-        return found
+        return results
     with start(job, saved if job["reload"] == "initialised" else None) as engine:
         if job["reload"] == "loaded":
-            found["fresh"] = evaluate(engine, job)
+            results["fresh"] = evaluate(engine, job)
             infinity.load_weights(engine, saved)
-        found["loaded"] = evaluate(engine, job)
+        results["loaded"] = evaluate(engine, job)
         engine.load_checkpoint(saved / "checkpoint")
-        found["resumed"] = train(engine, job, job["steps"])
-    return found
+        results["resumed"] = train(engine, job, job["steps"])
+    return results
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ from support.patience import wait_until
 from infinity.engine import Engine
 
 Open = frozenset[tuple[int, str]]
-_OURS = (tempfile.gettempdir(), "anon_inode:[io_uring]")
+_TEST_TARGETS = (tempfile.gettempdir(), "anon_inode:[io_uring]")
 
 
 def tasks() -> set[str]:
@@ -29,12 +29,12 @@ def tasks() -> set[str]:
 
 def native_threads() -> set[str]:
     """Return the ids of threads made by native engines."""
-    found = set()
+    ids = set()
     for task in Path("/proc/self/task").iterdir():
         with suppress(OSError):  # it has ended
             if (task / "comm").read_text().startswith("infinity-"):
-                found.add(task.name)
-    return found
+                ids.add(task.name)
+    return ids
 
 
 def threads() -> set[threading.Thread]:
@@ -44,13 +44,13 @@ def threads() -> set[threading.Thread]:
 
 def descriptors() -> Open:
     """Return open files below the temporary directory and io_uring rings, with their targets."""
-    found = set()
+    opened = set()
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):  # of the listing itself, or closed by another thread
             target = os.readlink(f"/proc/self/fd/{name}")
-            if target.startswith(_OURS):
-                found.add((int(name), target))
-    return frozenset(found)
+            if target.startswith(_TEST_TARGETS):
+                opened.add((int(name), target))
+    return frozenset(opened)
 
 
 class Watch:
@@ -58,29 +58,29 @@ class Watch:
 
     def __init__(self) -> None:
         self._engines: weakref.WeakSet[Engine] = weakref.WeakSet()
-        made = Engine.__init__
+        original_init = Engine.__init__
 
-        def noted(engine: Engine, *args: object, **more: object) -> None:
+        def init_and_register(engine: Engine, *args: object, **keywords: object) -> None:
             self._engines.add(engine)
-            made(engine, *args, **more)  # type: ignore[arg-type]
+            original_init(engine, *args, **keywords)  # type: ignore[arg-type]
 
-        Engine.__init__ = noted  # type: ignore[method-assign]
+        Engine.__init__ = init_and_register  # type: ignore[method-assign]
 
     def one_test(self) -> Iterator[None]:
         """Close engines that a test leaves open; assert that no thread or file remains.
 
         Engines of fixtures with a wider scope exist before the test and are not closed.
         """
-        wider = weakref.WeakSet(self._engines)
+        existing = weakref.WeakSet(self._engines)
         running, opened = threads(), descriptors()
         yield
         for engine in list(self._engines):
-            if engine not in wider:
+            if engine not in existing:
                 with suppress(Exception):  # the test has checked the error of a failed engine
                     engine.close()
         if threads() - running or descriptors() - opened:
             gc.collect()
         wait_until(lambda: not threads() - running)
-        left = [thread.name for thread in threads() - running]
-        left += [target for _, target in descriptors() - opened]
-        assert not left, f"the test left behind: {left}"
+        leaked = [thread.name for thread in threads() - running]
+        leaked += [target for _, target in descriptors() - opened]
+        assert not leaked, f"the test left behind: {leaked}"

@@ -32,11 +32,11 @@ class LiveBytes(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        found = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(found):
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
             if isinstance(tensor, Tensor):
                 self._add(tensor)
-        return found
+        return result
 
     def _add(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -49,8 +49,8 @@ class LiveBytes(TorchDispatchMode):
         self._seen.add(address)
         self.now += nbytes
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, address, nbytes)
+        weakref.finalize(storage, self._freed, address, nbytes)
 
-    def _gone(self, address: int, nbytes: int) -> None:
+    def _freed(self, address: int, nbytes: int) -> None:
         self._seen.discard(address)
         self.now -= nbytes

@@ -79,8 +79,8 @@ def throttled(path: Path, bytes_per_s: int) -> Iterator[Path]:
         pytest.skip(f"no blkio control group: {error}")
     try:
         rule = f"{os.major(device)}:{os.minor(device)} {bytes_per_s}"
-        for way in ("read", "write"):
-            (group / f"blkio.throttle.{way}_bps_device").write_text(rule)
+        for direction in ("read", "write"):
+            (group / f"blkio.throttle.{direction}_bps_device").write_text(rule)
         yield group
     finally:
         with suppress(OSError):

@@ -87,7 +87,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
         report = engine.last_report
         plan = engine.plan
         shape = ActivationModel(plan.units, lookups=facts.lookups, heads=facts.heads)
-        memory = {tier: dict(parts) for tier, parts in plan.memory.items()}
+        memory = {tier: dict(sizes) for tier, sizes in plan.memory.items()}
         del memory["host"]["process"]  # held before
         return {
             "initialised": initialised,

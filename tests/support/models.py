@@ -48,13 +48,13 @@ class Checkpointing:
     def call(self, place: str, function: Callable[..., Tensor], *args: Tensor) -> Tensor:
         """Return `function(*args)`, checkpointed if `place` is selected."""
         if place == "block" and self.slices > 1:
-            one = replace(self, slices=1)
-            parts = zip(*(tensor.chunk(self.slices) for tensor in args), strict=True)
+            single = replace(self, slices=1)
+            slices = zip(*(tensor.chunk(self.slices) for tensor in args), strict=True)
             if not torch.is_grad_enabled():
-                return torch.cat([function(*part) for part in parts])
+                return torch.cat([function(*batch_slice) for batch_slice in slices])
             assert isinstance(function, nn.Module)
-            wrap = partial(partial, one.call, place)
-            return torch.cat(in_slices(function, parts, wrap))
+            wrap = partial(partial, single.call, place)
+            return torch.cat(in_slices(function, slices, wrap))
         if self.mode == "none" or place != self.place or not torch.is_grad_enabled():
             return function(*args)
         result: Tensor = checkpoint(function, *args, use_reentrant=self.mode == "reentrant")
@@ -276,12 +276,14 @@ class Stacks(nn.Module):
     def forward(self, x: Tensor, expert: Tensor) -> Tensor:
         expert, order = torch.sort(expert, stable=True)
         counts = torch.bincount(expert, minlength=self.NUM_EXPERTS).tolist()
-        found = compute_ranges(self, self.compute, counts, x[order])
-        return torch.zeros_like(x).index_copy(0, order, found)
+        output = compute_ranges(self, self.compute, counts, x[order])
+        return torch.zeros_like(x).index_copy(0, order, output)
 
-    def compute(self, one: StackRange, rows: Tensor) -> Tensor:
-        parts = rows.split(one.counts)
-        matrices = zip(parts, one["up"].unbind(), one["down"].unbind(), strict=True)
+    def compute(self, stack_range: StackRange, rows: Tensor) -> Tensor:
+        expert_rows = rows.split(stack_range.counts)
+        matrices = zip(
+            expert_rows, stack_range["up"].unbind(), stack_range["down"].unbind(), strict=True
+        )
         return torch.cat([F.linear(F.gelu(F.linear(x, up)), down) for x, up, down in matrices])
 
 

@@ -33,7 +33,7 @@ class SignedMomentum(optim.Optimizer):
                 p.data = p.data - group["lr"] / group["count"] * state["momentum"].sign()
 
 
-class _WholeParameters(optim.Optimizer):
+class _PerParameter(optim.Optimizer):
     """Optimizer that steps one parameter at a time by `_update`, which is not elementwise."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
@@ -50,7 +50,7 @@ class _WholeParameters(optim.Optimizer):
         raise NotImplementedError
 
 
-class TrustRatio(_WholeParameters):
+class TrustRatio(_PerParameter):
     """LAMB-like optimizer: the length of a step is proportional to the parameter's norm."""
 
     def _update(self, p: Any, lr: float) -> None:
@@ -59,7 +59,7 @@ class TrustRatio(_WholeParameters):
         p.sub_(m * (lr * p.norm() / (m.norm() + 1e-6)))
 
 
-class TowardsStart(_WholeParameters):
+class TowardsStart(_PerParameter):
     """Pulls parameters towards their initial values; for zeros (biases) its state is a scalar."""
 
     def _update(self, p: Any, lr: float) -> None:

@@ -36,7 +36,7 @@ from support.fake_accelerator import (
     bytes_of,
     written_by,
 )
-from support.ranks import Beside
+from support.ranks import AsyncCollective
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -71,7 +71,7 @@ class OrderedEvent:
     """End of a copy, an update or a collective, or of the compute so far if `inner` is None."""
 
     def __init__(
-        self, device: OrderedAccelerator, past: Past, inner: FakeEvent | Beside | None
+        self, device: OrderedAccelerator, past: Past, inner: FakeEvent | AsyncCollective | None
     ) -> None:
         self._device = device
         self.past = past
@@ -85,10 +85,10 @@ class OrderedEvent:
         if self._inner is None:
             return self.seen or self._device.has_seen(self.past)
         with self._device.not_compute():
-            over = self._inner.done()
-        if over:
+            ended = self._inner.done()
+        if ended:
             self._see()
-        return over
+        return ended
 
     def wait(self) -> None:
         if not self.done():
@@ -133,14 +133,14 @@ class OrderedAccelerator(FakeAccelerator):
         super().__init__(seed, **options)
         self.host_waits: Counter[str] = Counter()
         self._thread = threading.get_ident()
-        self._books = threading.RLock()
+        self._lock = threading.RLock()
         self._silent = threading.local()
         self._number = 0  # of the last compute operation
         self._streams: defaultdict[str, Past] = defaultdict(Past)  # position of each stream
         self._current = self._seen = "main"  # the thread's stream, and the last the engine knows
         self._host = Past()  # work whose end the host has observed
         self._accesses: list[_Access] = []
-        self._beside: list[_Access] = []  # of copies, to device memory that was not reserved
+        self._unreserved: list[_Access] = []  # of copies, to device memory that was not reserved
 
     # --- tracking of accesses ------------------------------------------------------------------
 
@@ -151,12 +151,12 @@ class OrderedAccelerator(FakeAccelerator):
 
     def host_saw(self, past: Past) -> None:
         """Order all later operations of the host after `past`."""
-        with self._books:
+        with self._lock:
             self._host.join(past)
 
     def has_seen(self, past: Past) -> bool:
         """Return whether the host has observed the end of all of `past`."""
-        with self._books:
+        with self._lock:
             return self._host.covers(past)
 
     @contextmanager
@@ -182,7 +182,7 @@ class OrderedAccelerator(FakeAccelerator):
         """Record a compute operation that touches memory ranges (first, end, writes)."""
         if getattr(self._silent, "on", False):
             return
-        with self._books:
+        with self._lock:
             spans = [span for span in touched if not _within(span[0], self.pinned)]
             if not spans:
                 return
@@ -190,10 +190,12 @@ class OrderedAccelerator(FakeAccelerator):
             stream = self._current
             past = self._streams[stream].join(self._host)
             past.compute[stream] = self._number
-            self._beside = [a for a in self._beside if a.copy is not None and not a.copy.seen]
+            self._unreserved = [
+                a for a in self._unreserved if a.copy is not None and not a.copy.seen
+            ]
             for first, end, write in spans:
                 if not _within(first, self.reserved):
-                    self._check(first, end, write, past, f"compute {name}", self._beside)
+                    self._check(first, end, write, past, f"compute {name}", self._unreserved)
                     continue
                 self._check(first, end, write, past, f"compute {name}", self._accesses)
                 self._note(_Access(first, end, write, compute=(stream, self._number), what=name))
@@ -208,9 +210,9 @@ class OrderedAccelerator(FakeAccelerator):
             self._silent.on = False
 
     def _check(
-        self, first: int, end: int, write: bool, past: Past, who: str, among: list[_Access]
+        self, first: int, end: int, write: bool, past: Past, accessor: str, accesses: list[_Access]
     ) -> None:
-        for other in among:
+        for other in accesses:
             if other.first >= end or first >= other.end or not (write or other.write):
                 continue
             if other.copy is not None:
@@ -218,7 +220,7 @@ class OrderedAccelerator(FakeAccelerator):
             else:
                 ordered = past.has(*other.compute)
             if not ordered:
-                self.violations.append(f"{who} is not ordered after {other.what}")
+                self.violations.append(f"{accessor} is not ordered after {other.what}")
 
     def _note(self, access: _Access) -> None:
         """Record an access; drop accesses that a write covers and copies seen by the host."""
@@ -237,11 +239,11 @@ class OrderedAccelerator(FakeAccelerator):
 
     def _past_of(self, event: Event) -> Past:
         past = Past()
-        parts: Sequence[Event] = getattr(event, "events", (event,))
-        for part in parts:
-            if isinstance(part, OrderedEvent):
-                past.join(part.past)
-        with self._books:
+        events: Sequence[Event] = getattr(event, "events", (event,))
+        for single in events:
+            if isinstance(single, OrderedEvent):
+                past.join(single.past)
+        with self._lock:
             past.join(self._host)
         return past
 
@@ -251,26 +253,26 @@ class OrderedAccelerator(FakeAccelerator):
         self._silent.follows = True
 
     def sync_compute_stream(self) -> None:
-        with self._books:
+        with self._lock:
             self._chain()
 
     def compute_event(self) -> Event:
-        with self._books:
+        with self._lock:
             return OrderedEvent(self, Past().join(self._chain()), None)
 
     def compute_wait(self, event: Event) -> None:
-        with self._books:
+        with self._lock:
             self._chain().join(self._past_of(event))
-        for part in getattr(event, "events", (event,)):
-            if isinstance(part, OrderedEvent):
-                part.end()  # compute is synchronous here, so it must wait; a GPU's host does not
+        for single in getattr(event, "events", (event,)):
+            if isinstance(single, OrderedEvent):
+                single.end()  # compute is synchronous here, so it must wait; a GPU's host does not
 
     def copy_h2d(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         return self._ordered_copy("copy in", target, source, after, self._past_of(after))
 
     def copy_d2h(self, target: Tensor, source: Tensor, after: Event = HAPPENED) -> Event:
         past = self._past_of(after)
-        with self._books:  # also after all compute so far
+        with self._lock:  # also after all compute so far
             past.join(self._chain())
         return self._ordered_copy("copy out", target, source, after, past)
 
@@ -281,7 +283,7 @@ class OrderedAccelerator(FakeAccelerator):
     def _ordered_copy(
         self, name: str, target: Tensor, source: Tensor, after: Event, past: Past
     ) -> Event:
-        with self._books:
+        with self._lock:
             event = OrderedEvent(self, past, None)
             for tensor, write in ((target, True), (source, False)):
                 first = tensor.data_ptr()
@@ -292,14 +294,14 @@ class OrderedAccelerator(FakeAccelerator):
                     self._check(*span, write, past, name, self._accesses)
                     self._note(_Access(*span, write, copy=event, what=name))
                 elif write == (name == "copy in"):
-                    self._check(*span, write, past, name, self._beside)
+                    self._check(*span, write, past, name, self._unreserved)
                     if write and not all(
                         past.covers(Past(p.compute)) for p in self._streams.values()
                     ):
                         self.violations.append(f"{name} is not ordered after compute before it")
-                    self._beside.append(_Access(*span, write, copy=event, what=name))
+                    self._unreserved.append(_Access(*span, write, copy=event, what=name))
         with self.not_compute():
-            inner = super()._copy(name, target, source, _Inner(after))
+            inner = super()._copy(name, target, source, _InnerEvent(after))
         assert isinstance(inner, FakeEvent)
         event._inner = inner
         past.copies = {*past.copies, event}
@@ -307,7 +309,7 @@ class OrderedAccelerator(FakeAccelerator):
 
     def update(self, pieces: Sequence[Piece], after: Event = HAPPENED) -> Event:
         past = self._past_of(after)
-        with self._books:
+        with self._lock:
             event = OrderedEvent(self, past, None)
             for piece in pieces:
                 written = {t.data_ptr() for t in written_by(piece)}
@@ -320,19 +322,19 @@ class OrderedAccelerator(FakeAccelerator):
                     self._check(*span, first in written, past, "update", self._accesses)
                     self._note(_Access(*span, first in written, copy=event, what="update"))
         with self.not_compute():
-            inner = super().update(pieces, _Inner(after))
+            inner = super().update(pieces, _InnerEvent(after))
         assert isinstance(inner, FakeEvent)
         event._inner = inner
         past.copies = {*past.copies, event}
         return event
 
     def run_on_comm_stream(self, start: Callable[[], Event], after: Event = HAPPENED) -> Event:
-        _Inner(after).wait()
+        _InnerEvent(after).wait()
         with self.not_compute():
             work = start()
-        assert isinstance(work, Beside)
+        assert isinstance(work, AsyncCollective)
         past = self._past_of(after)
-        with self._books:
+        with self._lock:
             event = OrderedEvent(self, past, work)
             for tensor, write in work.touched:
                 span = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
@@ -348,10 +350,10 @@ class OrderedAccelerator(FakeAccelerator):
     def synchronize(self) -> None:
         self.count_wait("synchronize")
         super().synchronize()
-        with self._books:
+        with self._lock:
             self._host.join(*(Past(past.compute) for past in self._streams.values()))
             self._accesses.clear()
-            self._beside.clear()
+            self._unreserved.clear()
 
 
 class OrderedSums:
@@ -367,20 +369,20 @@ class OrderedSums:
         return self._inner.result()
 
 
-class _Inner:
+class _InnerEvent:
     """Predecessor of a copy of the base class: waits for copies; compute has already ended."""
 
     def __init__(self, after: Event) -> None:
-        parts: Sequence[Event] = getattr(after, "events", (after,))
-        self._parts = [p._inner if isinstance(p, OrderedEvent) else p for p in parts]
-        self.events = [part for part in self._parts if part is not None]
+        events: Sequence[Event] = getattr(after, "events", (after,))
+        self._events = [p._inner if isinstance(p, OrderedEvent) else p for p in events]
+        self.events = [event for event in self._events if event is not None]
 
     def done(self) -> bool:
-        return all(part.done() for part in self.events)
+        return all(event.done() for event in self.events)
 
     def wait(self) -> None:
-        for part in self.events:
-            part.wait()
+        for event in self.events:
+            event.wait()
 
 
 def span_of(tensor: Tensor) -> tuple[int, int]:
@@ -389,7 +391,7 @@ def span_of(tensor: Tensor) -> tuple[int, int]:
     return first, first + tensor.untyped_storage().nbytes() if first else first
 
 
-class _Watch(DispatchMode):
+class _RecordingMode(DispatchMode):
     """Dispatch mode that records every operation on device memory."""
 
     def __init__(self, device: OrderedAccelerator) -> None:
@@ -404,7 +406,7 @@ class _Watch(DispatchMode):
             tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
             written = [
                 t
-                for i in _places_written(func)
+                for i in _written_positions(func)
                 for t in tree_leaves(args[i : i + 1])
                 if isinstance(t, Tensor)
             ]
@@ -428,17 +430,17 @@ def _moves_data(func: Any) -> bool:
     """Return whether an operation reads or writes elements; views and queries do not."""
     if func.is_view or func.namespace != "aten":
         return func.namespace != "aten"
-    return func._schema.name not in _QUESTIONS
+    return func._schema.name not in _QUERIES
 
 
-_QUESTIONS = {"aten::detach", "aten::set_", "aten::empty_like", "aten::new_empty", "aten::sym_size"}
+_QUERIES = {"aten::detach", "aten::set_", "aten::empty_like", "aten::new_empty", "aten::sym_size"}
 
 
 @cache
-def _places_written(func: Any) -> list[int]:
+def _written_positions(func: Any) -> list[int]:
     """Return the positions of arguments that an operation writes."""
     infos = enumerate(argument.alias_info for argument in func._schema.arguments)
-    return [place for place, info in infos if info is not None and info.is_write]
+    return [position for position, info in infos if info is not None and info.is_write]
 
 
 @contextmanager
@@ -449,6 +451,6 @@ def ordered_device(seed: int = 0, **options: Any) -> Iterator[OrderedAccelerator
         yield device
 
 
-def watched(device: OrderedAccelerator) -> _Watch:
+def watched(device: OrderedAccelerator) -> _RecordingMode:
     """Return a context in which a device records the compute of this thread."""
-    return _Watch(device)
+    return _RecordingMode(device)

@@ -53,14 +53,14 @@ def load_and_save(path: Path, kind: str, num_layers: int) -> dict[str, Any]:
     engine.close()
     grown = peak.grown
     first, second = WeightFiles(path / "first"), WeightFiles(path / "second")
-    different = set(first.facts) ^ set(second.facts)
-    different |= {name for name in first.facts if not first.read(name).equal(second.read(name))}
+    differing = set(first.facts) ^ set(second.facts)
+    differing |= {name for name in first.facts if not first.read(name).equal(second.read(name))}
     return {
         "model_bytes": model_bytes,
         "slot_bytes": slots,
         "buffer_bytes": buffers,
         "grown_bytes": grown,
-        "different": sorted(different),
+        "different": sorted(differing),
     }
 
 

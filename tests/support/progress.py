@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 KEPT = Path(__file__).resolve().parent.parent / "seconds.json"
-_FEWEST = 500  # tests; shorter runs need no report
+_MIN_TESTS = 500  # tests; shorter runs need no report
 _STEP = 0.05  # share between two lines
 _UNKNOWN_S = 0.2  # per test of a file without a record
 
@@ -26,30 +26,32 @@ class Progress:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
-        self._keep = config.getoption("--keep-seconds")
-        self._kept: dict[str, float] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
-        self._took: Counter[str] = Counter()  # seconds by file
-        self._each: dict[str, float] = {}  # seconds of one test of a file
+        self._write_record = config.getoption("--keep-seconds")
+        self._recorded: dict[str, float] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+        self._durations: Counter[str] = Counter()  # seconds by file
+        self._seconds_per_test: dict[str, float] = {}  # seconds of one test of a file
         self._total = self._done = 0.0
         self._steps = 0
-        self._began = time.monotonic()
+        self._start = time.monotonic()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: Sequence[str]) -> None:
         """Take the tests from the first worker that is ready; all collect the same ones."""
-        if self._each or len(ids) < _FEWEST:
+        if self._seconds_per_test or len(ids) < _MIN_TESTS:
             return
         counts = Counter(map(_file_of, ids))
-        self._each = {f: self._kept.get(f, _UNKNOWN_S * n) / n for f, n in counts.items()}
-        self._total = sum(self._each[file] * count for file, count in counts.items())
-        self._began = time.monotonic()
+        self._seconds_per_test = {
+            f: self._recorded.get(f, _UNKNOWN_S * n) / n for f, n in counts.items()
+        }
+        self._total = sum(self._seconds_per_test[file] * count for file, count in counts.items())
+        self._start = time.monotonic()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         file = _file_of(report.nodeid)
-        self._took[file] += report.duration
-        if report.when != "teardown" or not self._each:
+        self._durations[file] += report.duration
+        if report.when != "teardown" or not self._seconds_per_test:
             return
-        self._done += self._each[file]
+        self._done += self._seconds_per_test[file]
         share = self._done / self._total
         steps = int(share / _STEP + 1e-6)
         if steps > self._steps:
@@ -58,15 +60,15 @@ class Progress:
 
     def _line(self, share: float) -> None:
         reporter = self._config.pluginmanager.get_plugin("terminalreporter")
-        passed_s = time.monotonic() - self._began
-        left = _minutes(passed_s * (1 - share) / share)
-        reporter.write_line(f"{share:4.0%} after {_minutes(passed_s)}, about {left} left")
+        elapsed_s = time.monotonic() - self._start
+        remaining = _minutes(elapsed_s * (1 - share) / share)
+        reporter.write_line(f"{share:4.0%} after {_minutes(elapsed_s)}, about {remaining} left")
 
     def pytest_report_teststatus(
         self, report: pytest.TestReport | pytest.CollectReport
     ) -> tuple[str, str, str] | None:
         """Print no letter for tests that pass or are skipped if lines report the progress."""
-        quiet = self._each and self._config.get_verbosity() <= 0
+        quiet = self._seconds_per_test and self._config.get_verbosity() <= 0
         if not quiet or report.failed or hasattr(report, "wasxfail"):
             return None
         if report.skipped or report.when == "call":
@@ -74,9 +76,9 @@ class Progress:
         return None
 
     def pytest_sessionfinish(self) -> None:
-        if self._keep:
-            kept = {file: round(seconds, 1) for file, seconds in sorted(self._took.items())}
-            KEPT.write_text(json.dumps(kept, indent=0) + "\n")
+        if self._write_record:
+            rounded = {file: round(seconds, 1) for file, seconds in sorted(self._durations.items())}
+            KEPT.write_text(json.dumps(rounded, indent=0) + "\n")
 
 
 def _file_of(nodeid: str) -> str:
@@ -84,5 +86,5 @@ def _file_of(nodeid: str) -> str:
 
 
 def _minutes(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02} s" if minutes else f"{rest} s"
+    minutes, seconds_left = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds_left:02} s" if minutes else f"{seconds_left} s"

@@ -34,9 +34,9 @@ def rounded(value: Tensor, form: str) -> Tensor:
     if form == "nf4_double":
         mean = scales.mean()
         levels8 = dynamic()
-        parts = (scales - mean).split(256)
-        found = [levels8[_nearest(part, levels8)] * part.abs().max() for part in parts]
-        scales = torch.cat(found) + mean
+        chunks = (scales - mean).split(256)
+        double_scales = [levels8[_nearest(chunk, levels8)] * chunk.abs().max() for chunk in chunks]
+        scales = torch.cat(double_scales) + mean
     values = [levels[code] * scale for code, scale in zip(codes, scales, strict=True)]
     return torch.cat(values).view(value.shape).to(value.dtype)
 
@@ -76,20 +76,20 @@ def dynamic() -> Tensor:
 
     A code has a sign, zeros that count the power of ten, a one, and a linear fraction.
     """
-    found = [0.0, 1.0]
+    levels = [0.0, 1.0]
     for code in range(1, 128):
         fraction_bits = code.bit_length() - 1
-        fraction, parts = code - (1 << fraction_bits), 1 << fraction_bits
-        middle = 0.1 + 0.9 * (fraction + 0.5) / parts
-        found += [sign * middle * 10.0 ** (fraction_bits - 6) for sign in (1, -1)]
-    return torch.tensor(sorted(found))
+        fraction, steps = code - (1 << fraction_bits), 1 << fraction_bits
+        middle = 0.1 + 0.9 * (fraction + 0.5) / steps
+        levels += [sign * middle * 10.0 ** (fraction_bits - 6) for sign in (1, -1)]
+    return torch.tensor(sorted(levels))
 
 
 def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
     """Quantise and dequantise frozen matrices and stacks in place, but for heads and adapters."""
     for name, module in model.named_modules():
-        kept = name.endswith("head") or "lora_" in name
-        if isinstance(module, nn.Linear) and not kept and not module.weight.requires_grad:
+        unquantised = name.endswith("head") or "lora_" in name
+        if isinstance(module, nn.Linear) and not unquantised and not module.weight.requires_grad:
             module.weight.data = rounded(module.weight.data.to(dtype), form).float()
     for stack in (p for p in model.parameters() if p.dim() == 3 and not p.requires_grad):
         stack.data = rounded(stack.data.to(dtype), form).float()
@@ -97,25 +97,25 @@ def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
 
 def packed(value: Tensor, form: FrozenFormat) -> Tensor:
     """Return the quantised bytes of a matrix."""
-    found = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
-    quantise(value, form, found)
-    return found
+    data = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
+    quantise(value, form, data)
+    return data
 
 
 def as_bitsandbytes(
-    name: str, one: Tensor, form: FrozenFormat, shape: Sequence[int]
+    name: str, data: Tensor, form: FrozenFormat, shape: Sequence[int]
 ) -> dict[str, Tensor]:
     """Return the tensors that bitsandbytes saves for a quantised matrix."""
-    codes, absmax, *rest = (part.clone() for part in one.split(list(form.parts(shape))))
+    codes, absmax, *nested = (section.clone() for section in data.split(list(form.parts(shape))))
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(shape)}
-    found = {name: codes.view(-1, 1), f"{name}.quant_map": torch.tensor(NF4_LEVELS)}
-    if rest:
-        state |= {"nested_blocksize": 256, "nested_offset": rest[1].view(torch.float32).item()}
-        found[f"{name}.nested_absmax"] = rest[0].view(torch.float32)
-        found[f"{name}.nested_quant_map"] = dynamic()
+    tensors = {name: codes.view(-1, 1), f"{name}.quant_map": torch.tensor(NF4_LEVELS)}
+    if nested:
+        state |= {"nested_blocksize": 256, "nested_offset": nested[1].view(torch.float32).item()}
+        tensors[f"{name}.nested_absmax"] = nested[0].view(torch.float32)
+        tensors[f"{name}.nested_quant_map"] = dynamic()
     else:
         absmax = absmax.view(torch.float32)
-    found[f"{name}.absmax"] = absmax
-    data = list(json.dumps(state).encode())
-    found[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(data, dtype=torch.uint8)
-    return found
+    tensors[f"{name}.absmax"] = absmax
+    encoded = list(json.dumps(state).encode())
+    tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(encoded, dtype=torch.uint8)
+    return tensors

@@ -37,14 +37,14 @@ def plain(job: dict[str, Any]) -> None:
     model = case.build()
     groups = case.groups(model) if case.groups else model.parameters()
     optimizer = torch.optim.AdamW(groups, **config["optimizer"])
-    shared, losses = torch.nn.parallel.DistributedDataParallel(model), []
-    together = config["gradient_accumulation_steps"]
+    ddp_model, losses = torch.nn.parallel.DistributedDataParallel(model), []
+    accumulation_steps = config["gradient_accumulation_steps"]
     for number, batch in enumerate(case.batches(job["batches"])[rank::count], 1):
-        with nullcontext() if number % together == 0 else shared.no_sync():
-            loss = batch.call(shared)
-            (loss / together).backward()
+        with nullcontext() if number % accumulation_steps == 0 else ddp_model.no_sync():
+            loss = batch.call(ddp_model)
+            (loss / accumulation_steps).backward()
         losses.append(loss.item())
-        if number % together == 0:
+        if number % accumulation_steps == 0:
             torch.nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
             optimizer.step()
             optimizer.zero_grad()
@@ -76,8 +76,8 @@ def main(job: dict[str, Any]) -> None:
         norms.append(engine.grad_norm)
     masters = {n: v.clone() for n, v in engine.state_dict(master=True).items()}
     engine.close()
-    found = {"losses": losses, "norms": norms, "masters": masters}
-    torch.save(found | {"stage": engine.plan.zero_stage}, f"{job['out']}-{rank}")
+    results = {"losses": losses, "norms": norms, "masters": masters}
+    torch.save(results | {"stage": engine.plan.zero_stage}, f"{job['out']}-{rank}")
 
 
 def waits_for_others() -> None:
@@ -95,13 +95,13 @@ def machines(job: dict[str, Any]) -> None:
     socket.gethostname = lambda: f"{name}-{rank // 2}"
     by_loopback = []
 
-    def noted(one_machine: bool) -> Any:
+    def record_one_machine(one_machine: bool) -> Any:
         by_loopback.append(one_machine)
-        return usual(True)  # in fact all are on one machine
+        return original(True)  # in fact all are on one machine
 
-    usual = infinity.distributed.environment.by_loopback
+    original = infinity.distributed.environment.by_loopback
     for module in (infinity.distributed.launch, infinity.distributed.torch_context):
-        module.by_loopback = noted
+        module.by_loopback = record_one_machine
     with closing(infinity.distributed.launch.find_ranks()) as ranks:
         found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
         ranks.synchronize("has found the others")  # closing would cut off ranks that still connect
@@ -163,14 +163,14 @@ def shares_ram(job: dict[str, Any]) -> None:
 
 def out_of_memory(job: dict[str, Any]) -> None:
     """Limit the second rank's address space, from the start or from the second step."""
-    rank, room = int(os.environ["RANK"]), 64 << 20
+    rank, extra_bytes = int(os.environ["RANK"]), 64 << 20
     dist.init_process_group("gloo")
     model = layers(1024, 24)
 
     def limit() -> None:
         if rank == 1:
-            most = psutil.Process().memory_info().vms + room
-            resource.setrlimit(resource.RLIMIT_AS, (most, most))
+            limit_bytes = psutil.Process().memory_info().vms + extra_bytes
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, limit_bytes))
 
     if job["when"] == "start":
         limit()
@@ -180,7 +180,9 @@ def out_of_memory(job: dict[str, Any]) -> None:
         for number in range(2):
             if number == 1:
                 limit()
-            samples = torch.ones(room // 1024 if number == 1 else 1, 1024, dtype=torch.bfloat16)
+            samples = torch.ones(
+                extra_bytes // 1024 if number == 1 else 1, 1024, dtype=torch.bfloat16
+            )
             engine.backward(engine(samples).sum())
             engine.step()
 
@@ -208,8 +210,8 @@ def two_engines(job: dict[str, Any]) -> None:
     second.step()
     state = {name: value.clone() for name, value in second.state_dict().items()}
     second.close()
-    found = {"state": state, "left": dist.is_initialized()}
-    torch.save(found, f"{job['out']}-{rank}")
+    results = {"state": state, "left": dist.is_initialized()}
+    torch.save(results, f"{job['out']}-{rank}")
 
 
 def on_one_rank_only(job: dict[str, Any]) -> None:
@@ -219,20 +221,20 @@ def on_one_rank_only(job: dict[str, Any]) -> None:
     engine = init_alone.start(layers(64, 2), config)
     # Set after the start, which is slow.
     infinity.distributed.torch_context._WARN_AFTER = timedelta(seconds=0.2)
-    said: list[str] = []
+    messages: list[str] = []
 
-    def hear(message: Warning | str, *_: Any, **__: Any) -> None:
-        said.append(str(message))
+    def record_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+        messages.append(str(message))
         store.set("said", "")
 
     if rank:
         store.wait(["said"])
         engine.close()
     else:
-        warnings.showwarning = hear
+        warnings.showwarning = record_warning
         try:
             engine.save_checkpoint(job["saves"])
         except InfinityError as error:
-            said.append(str(error))
+            messages.append(str(error))
         engine.close()
-    torch.save(said, f"{job['out']}-{rank}")
+    torch.save(messages, f"{job['out']}-{rank}")

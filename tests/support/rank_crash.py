@@ -45,7 +45,7 @@ def arm(death: Death) -> None:
     original: Callable[..., Any] = getattr(owner, method)
     left = number
 
-    def instead(*args: Any, **options: Any) -> Any:
+    def wrapper(*args: Any, **options: Any) -> Any:
         nonlocal left
         left -= 1
         if left == 0 and not name.startswith("after "):
@@ -55,7 +55,7 @@ def arm(death: Death) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return result
 
-    setattr(owner, method, instead)
+    setattr(owner, method, wrapper)
 
 
 def join(store: Path, rank: int, count: int, patience_s: float = HANG_S / 3) -> None:
@@ -101,10 +101,12 @@ def train(
     torch.manual_seed(rank)
     if death is not None and death[0] == rank:
         arm(death)
-    whole = not placement.get("reshard_after_forward", False)
-    ahead = 2 if whole else 0  # with prefetching these few units would have a slot each
-    engine = make_engine(root, placement, count, commit_every=every, prefetch_units=ahead)
-    assert engine.plan.zero_stage == (2 if whole else 3)
+    unsharded = not placement.get("reshard_after_forward", False)
+    prefetch_units = (
+        2 if unsharded else 0
+    )  # with prefetching these few units would have a slot each
+    engine = make_engine(root, placement, count, commit_every=every, prefetch_units=prefetch_units)
+    assert engine.plan.zero_stage == (2 if unsharded else 3)
     (root / f"from-{attempt}-{rank}").write_text(str(engine.global_steps))
     while engine.global_steps < TOTAL_STEPS:
         for micro in range(MICRO_BATCHES):
@@ -132,11 +134,11 @@ def journey(
     (folder / "nvme").mkdir(parents=True)
     for attempt, death in enumerate([*deaths, None]):
         point, line = (None, death) if isinstance(death, int) else (death, None)
-        dies = point[0] if point is not None else line % count if line is not None else None
+        dying_rank = point[0] if point is not None else line % count if line is not None else None
         children = [
             forked.start(
                 train, str(folder), attempt, rank, count, placement, every, point,
-                die_at_line=line if rank == dies else None,
+                die_at_line=line if rank == dying_rank else None,
             )
             for rank in range(count)
         ]  # fmt: skip
@@ -145,26 +147,26 @@ def journey(
         codes = [child.exitcode for child in children]
         for child in children:
             child.kill()
-        words = [(folder / f"log-{attempt}-{rank}").read_text() for rank in range(count)]
-        if dies is None:
-            assert codes == [0] * count, "\n".join(words)
+        logs = [(folder / f"log-{attempt}-{rank}").read_text() for rank in range(count)]
+        if dying_rank is None:
+            assert codes == [0] * count, "\n".join(logs)
             continue
         if line is not None and codes == [0] * count:  # the run has fewer lines
             continue
-        assert codes[dies] == -signal.SIGKILL, (death, codes, words)
-        for rank in set(range(count)) - {dies}:
-            assert codes[rank] == 1, (death, rank, codes, words)
-            assert "lost the others" in words[rank] or "do not find" in words[rank], words[rank]
-    begins = []
+        assert codes[dying_rank] == -signal.SIGKILL, (death, codes, logs)
+        for rank in set(range(count)) - {dying_rank}:
+            assert codes[rank] == 1, (death, rank, codes, logs)
+            assert "lost the others" in logs[rank] or "do not find" in logs[rank], logs[rank]
+    first_steps = []
     for attempt in range(len(deaths) + 1):
         files = [folder / f"from-{attempt}-{rank}" for rank in range(count)]
         steps = {int(file.read_text()) for file in files if file.exists()}
         assert len(steps) <= 1, "ranks went on from different steps"
-        begins += steps
+        first_steps += steps
     digests = {(folder / f"done-{rank}").read_text() for rank in range(count)}
     assert len(digests) == 1
     (folder / "done").write_text(digests.pop())
-    return begins
+    return first_steps
 
 
 def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float | None) -> None:
@@ -180,18 +182,20 @@ def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float 
                 time.sleep(HANG_S)
             engine.backward(engine(batch(number * count + rank)))
             engine.step()
-        told = engine.ranks.gather(torch.full((1 << 15,), rank))  # large messages take another path
-        assert [set(row.tolist()) for row in told] == [{other} for other in range(count)]
+        gathered = engine.ranks.gather(
+            torch.full((1 << 15,), rank)
+        )  # large messages take another path
+        assert [set(row.tolist()) for row in gathered] == [{other} for other in range(count)]
 
 
 def launched(folder: str, deaths: list[Death]) -> None:
     """Run ranks as functions under torchrun's launcher; each start but the last has a death."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    here = "127.0.0.1"
+    host = "127.0.0.1"
     config = LaunchConfig(
         min_nodes=1, max_nodes=1, nproc_per_node=2, run_id="restart", rdzv_backend="c10d",
-        rdzv_endpoint=f"{here}:0", local_addr=here, max_restarts=len(deaths), monitor_interval=0.1,
+        rdzv_endpoint=f"{host}:0", local_addr=host, max_restarts=len(deaths), monitor_interval=0.1,
         start_method="fork",
     )  # fmt: skip
     elastic_launch(config, started)(folder, [*deaths, None])

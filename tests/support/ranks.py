@@ -30,7 +30,7 @@ HANG_S = 600.0
 T = TypeVar("T")
 
 
-class StepInputs:
+class _Input:
     """Input of one rank to a collective; copied at its first use, or when the rank's work ends."""
 
     def __init__(self, kind: tuple[Any, ...], source: Tensor) -> None:
@@ -46,22 +46,24 @@ class StepInputs:
             return self._bytes
 
 
-class Beside:
+class AsyncCollective:
     """Asynchronous collective that completes when it is waited for.
 
     Until then its outputs hold poison.
     """
 
-    def __init__(self, ranks: ThreadRanks, what: str, own: Tensor, parts: list[Tensor]) -> None:
+    def __init__(
+        self, ranks: ThreadRanks, what: str, source: Tensor, outputs: list[Tensor]
+    ) -> None:
         self.what = what
         self._ranks = ranks
-        self._parts = parts  # outputs by rank; this rank's may be its input
-        elsewhere = [part for part in parts if part.data_ptr() != own.data_ptr()]
-        self.touched = [(own, False), *((part, True) for part in elsewhere)]
-        self._given = StepInputs((what, own.shape, own.dtype), own)
-        for part in elsewhere:
-            part.fill_(0xFF)
-        self.number = ranks.group.give(ranks.rank, self._given)
+        self._outputs = outputs  # outputs by rank; this rank's may be its input
+        remote_outputs = [output for output in outputs if output.data_ptr() != source.data_ptr()]
+        self.touched = [(source, False), *((output, True) for output in remote_outputs)]
+        self._input = _Input((what, source.shape, source.dtype), source)
+        for output in remote_outputs:
+            output.fill_(0xFF)
+        self.number = ranks.group.post_input(ranks.rank, self._input)
         self.awaited = self._over = False
         self._lock = threading.Lock()
 
@@ -70,7 +72,11 @@ class Beside:
 
         Completion is decided at random, so that no test depends on polling.
         """
-        if not self._over and self._ranks.luck() and self._ranks.group.have_given(self.number):
+        if (
+            not self._over
+            and self._ranks.random_bool()
+            and self._ranks.group.have_all_started(self.number)
+        ):
             self.wait()
         return self._over
 
@@ -79,16 +85,16 @@ class Beside:
         with self._lock:
             if self._over:
                 return
-            found = self._ranks.group.others(self._ranks.rank, self.number)
-            kinds = {given.kind for given in found}
+            inputs = self._ranks.group.wait_for_all(self._ranks.rank, self.number)
+            kinds = {rank_input.kind for rank_input in inputs}
             assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
-            self._given.bytes()  # the source may change from now on
-            for part, given in zip(self._parts, found, strict=True):
-                theirs = given.bytes()
+            self._input.bytes()  # the source may change from now on
+            for output, rank_input in zip(self._outputs, inputs, strict=True):
+                received = rank_input.bytes()
                 if self.what == "all_to_all":
-                    theirs = theirs.view(self._ranks.count, -1)[self._ranks.rank]
-                if given is not self._given or self.what == "all_to_all":
-                    part.copy_(theirs)
+                    received = received.view(self._ranks.count, -1)[self._ranks.rank]
+                if rank_input is not self._input or self.what == "all_to_all":
+                    output.copy_(received)
             self._over = True
             self._ranks.log.append(("over", self.number))
 
@@ -105,7 +111,7 @@ class Group:
         self._table: dict[int, dict[int, Any]] = {}
         self._ended: set[int] = set()
         self._starts = [0] * count
-        self._under_way: dict[int, dict[int, StepInputs]] = {}
+        self._under_way: dict[int, dict[int, _Input]] = {}
 
     def ranks(self) -> list[ThreadRanks]:
         return [ThreadRanks(self, rank) for rank in range(self.count)]
@@ -115,43 +121,43 @@ class Group:
             self._ended.add(rank)
             self._changed.notify_all()
 
-    def swap(self, rank: int, given: Any) -> list[Any]:
+    def exchange(self, rank: int, value: Any) -> list[Any]:
         """Exchange values synchronously; return those of all ranks."""
         with self._changed:
             number = self._rounds[rank]
             self._rounds[rank] += 1
-            there = self._table.setdefault(number, {})
-            there[rank] = given
+            values = self._table.setdefault(number, {})
+            values[rank] = value
             self._changed.notify_all()
-            while len(there) < self.count:
-                if self._ended - there.keys():
+            while len(values) < self.count:
+                if self._ended - values.keys():
                     raise MachineError(f"rank {rank} lost the others")
                 assert self._changed.wait(HANG_S), "the ranks hang"
             self._table.pop(number - 1, None)  # all ranks have read it
-            return [there[other] for other in range(self.count)]
+            return [values[other] for other in range(self.count)]
 
-    def give(self, rank: int, given: StepInputs) -> int:
-        """Start an asynchronous exchange; return its number, for `others`."""
+    def post_input(self, rank: int, rank_input: _Input) -> int:
+        """Start an asynchronous exchange; return its number, for `wait_for_all`."""
         with self._changed:
             number = self._starts[rank]
             self._starts[rank] += 1
-            self._under_way.setdefault(number, {})[rank] = given
+            self._under_way.setdefault(number, {})[rank] = rank_input
             self._changed.notify_all()
             return number
 
-    def have_given(self, number: int) -> bool:
+    def have_all_started(self, number: int) -> bool:
         with self._changed:
             return len(self._under_way[number]) == self.count
 
-    def others(self, rank: int, number: int) -> list[StepInputs]:
+    def wait_for_all(self, rank: int, number: int) -> list[_Input]:
         """Wait for an asynchronous exchange; return the inputs of all ranks."""
         with self._changed:
-            there = self._under_way[number]
-            while len(there) < self.count:
-                if self._ended - there.keys():
+            inputs = self._under_way[number]
+            while len(inputs) < self.count:
+                if self._ended - inputs.keys():
                     raise MachineError(f"rank {rank} lost the others")
                 assert self._changed.wait(HANG_S), "the ranks hang"
-            return [there[other] for other in range(self.count)]
+            return [inputs[other] for other in range(self.count)]
 
 
 class ThreadRanks(DistContext):
@@ -165,7 +171,7 @@ class ThreadRanks(DistContext):
         self.thread = 0  # the thread that all collectives must come from
         # In order: collectives started, with their numbers; synchronizations; completions.
         self.log: list[tuple[str, str | int]] = []
-        self.works: list[Beside] = []
+        self.works: list[AsyncCollective] = []
         self._random = random.Random(rank)
 
     @property
@@ -173,22 +179,22 @@ class ThreadRanks(DistContext):
         """Bytes that this rank sent, by collective, including its own share."""
         return self.group.sent[self.rank]
 
-    def luck(self) -> bool:
+    def random_bool(self) -> bool:
         return self._random.random() < 0.5
 
-    def _begin(self, what: str, own: Tensor) -> None:
+    def _begin(self, what: str, source: Tensor) -> None:
         thread = threading.get_ident()
         assert self.thread in (0, thread), "a collective of another thread"
         self.thread = thread
-        self.sent[what] = self.sent.get(what, 0) + own.nbytes
+        self.sent[what] = self.sent.get(what, 0) + source.nbytes
 
-    def _swap(self, what: str, own: Tensor) -> list[Tensor]:
-        self._begin(what, own)
+    def _exchange(self, what: str, source: Tensor) -> list[Tensor]:
+        self._begin(what, source)
         group = self.group
-        found = group.swap(self.rank, (what, own.shape, own.dtype, own.clone()))
-        kinds = {(name, shape, dtype) for name, shape, dtype, _ in found}
+        exchanged = group.exchange(self.rank, (what, source.shape, source.dtype, source.clone()))
+        kinds = {(name, shape, dtype) for name, shape, dtype, _ in exchanged}
         assert len(kinds) == 1, f"collectives that do not belong together: {kinds}"
-        return [tensor for *_, tensor in found]
+        return [tensor for *_, tensor in exchanged]
 
     def synchronize(
         self, doing: str, *notes: int, error: BaseException | None = None
@@ -196,30 +202,32 @@ class ThreadRanks(DistContext):
         self.log.append(("meets", doing))
         return super().synchronize(doing, *notes, error=error)
 
-    def all_gather(self, whole: Tensor, *, overlap: bool = False) -> Work:
-        parts = whole.view(self.count, -1)
+    def all_gather(self, full: Tensor, *, overlap: bool = False) -> Work:
+        outputs = full.view(self.count, -1)
         if overlap:
-            return self._beside("all_gather", parts[self.rank], parts)
-        for part, theirs in zip(parts, self._swap("gather", parts[self.rank]), strict=True):
-            part.copy_(theirs)
+            return self._start_async("all_gather", outputs[self.rank], outputs)
+        for output, received in zip(
+            outputs, self._exchange("gather", outputs[self.rank]), strict=True
+        ):
+            output.copy_(received)
         return CompletedWork()
 
     def all_to_all(self, received: Tensor, sent: Tensor) -> Work:
-        return self._beside("all_to_all", sent, received.view(self.count, -1))
+        return self._start_async("all_to_all", sent, received.view(self.count, -1))
 
-    def _beside(self, what: str, own: Tensor, parts: Tensor) -> Work:
-        self._begin(what, own)
-        work = Beside(self, what, own, list(parts))
+    def _start_async(self, what: str, source: Tensor, outputs: Tensor) -> Work:
+        self._begin(what, source)
+        work = AsyncCollective(self, what, source, list(outputs))
         self.works.append(work)
         self.log.append((what, work.number))
         return work
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        tensor.copy_(self._swap("broadcast", tensor)[source])
+        tensor.copy_(self._exchange("broadcast", tensor)[source])
 
     def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
         members = next(members for members in sets if self.rank in members)
-        groups = self.group.swap(self.rank, Group(len(members)))
+        groups = self.group.exchange(self.rank, Group(len(members)))
         return ThreadRanks(groups[members[0]], members.index(self.rank))
 
 
@@ -267,10 +275,10 @@ def together(
             thread.join()
     finally:
         gc.enable()
-    left = [
+    pending = [
         (ranks.rank, work.what) for ranks in members for work in ranks.works if not work.awaited
     ]
-    assert not left, f"left under way: {left}; errors {errors}"
+    assert not pending, f"left under way: {pending}; errors {errors}"
     return results, errors
 
 
@@ -295,10 +303,10 @@ def make_engine(
     plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)
-    made: Engine = rough.initialize(
+    engine: Engine = rough.initialize(
         model, load_config(plain), io=io, device=device, ranks=ranks, **options
     )[0]
-    return made
+    return engine
 
 
 def train_over(
@@ -316,10 +324,10 @@ def train_over(
     """
     losses: list[float] = []
     norms: list[float] = []
-    each = len(batches) // len(counts)
+    share = len(batches) // len(counts)
     for number, count in enumerate(counts):
         result = train_ranks(
-            count, partial(build, number), batches[number * each :][:each],
+            count, partial(build, number), batches[number * share :][:share],
             config_of(number, count), save=folder / str(number),
             load=folder / str(number - 1) if number else None, **options,
         )  # fmt: skip
@@ -361,14 +369,14 @@ def train_ranks(
                 result.losses = losses.T.flatten().tolist()
                 return result
 
-        found = on_ranks(count, work, nodes=nodes)
-        left = list(Path(name).iterdir())
-        assert not left, f"left in nvme_path: {left}"
+        results = on_ranks(count, work, nodes=nodes)
+        files = list(Path(name).iterdir())
+        assert not files, f"left in nvme_path: {files}"
     for used in devices:
         if isinstance(used, FakeAccelerator):
             assert not used.violations, used.violations[:3]
-    first = found[0]
-    for other in found[1:]:
+    first = results[0]
+    for other in results[1:]:
         assert first.differences(other) == [], "ranks differ"
-    first.of_ranks = [replace(one) for one in found]
+    first.of_ranks = [replace(one) for one in results]
     return first

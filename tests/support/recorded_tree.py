@@ -66,7 +66,7 @@ class RecordedTree:
         """Record changes; `before` is called with the name of each call first, and may raise."""
         with pytest.MonkeyPatch.context() as patch:
             for name in CALLS:
-                patch.setattr(os, name, self._noted(name, getattr(os, name), before))
+                patch.setattr(os, name, self._recorded(name, getattr(os, name), before))
             sync, finish = Disk.sync, BlockWriter.finish
 
             def sync_disk(disk: Disk) -> None:
@@ -94,24 +94,24 @@ class RecordedTree:
             self.look()
             self.log.append(Event("mark", text=text))
 
-    def _noted(self, name: str, call: Callable[..., Any], before: Callable[[str], None]) -> Any:
-        def noted(*arguments: Any, **more: Any) -> Any:
-            here = threading.current_thread() is threading.main_thread()
-            if here and not str(arguments[0]).startswith("/proc"):
+    def _recorded(self, name: str, call: Callable[..., Any], before: Callable[[str], None]) -> Any:
+        def recorded(*arguments: Any, **keywords: Any) -> Any:
+            on_main_thread = threading.current_thread() is threading.main_thread()
+            if on_main_thread and not str(arguments[0]).startswith("/proc"):
                 before(name)
             if name in ("fsync", "fdatasync"):
                 self.look()
                 path = os.readlink(f"/proc/self/fd/{arguments[0]}")
                 call(*arguments)
                 return self._synced(path)
-            result = call(*arguments, **more)
+            result = call(*arguments, **keywords)
             if name not in ("open", "write", "pwrite") or (
                 name == "open" and arguments[1] & os.O_CREAT
             ):
                 self.look()
             return result
 
-        return noted
+        return recorded
 
     def _synced(self, path: str) -> None:
         with self._lock:
@@ -127,44 +127,44 @@ class RecordedTree:
     def look(self) -> None:
         """Log the changes since the last look."""
         with self._lock:
-            there: set[int] = set()
-            self._look_into(self.root, 0, there)
-            self._numbers = {i: n for i, n in self._numbers.items() if i in there or n == 0}
+            inodes: set[int] = set()
+            self._look_into(self.root, 0, inodes)
+            self._numbers = {i: n for i, n in self._numbers.items() if i in inodes or n == 0}
 
-    def _look_into(self, path: Path, number: int, there: set[int]) -> None:
+    def _look_into(self, path: Path, number: int, inodes: set[int]) -> None:
         try:
-            with os.scandir(path) as found:
-                entries = sorted(found, key=lambda entry: entry.name)
+            with os.scandir(path) as scan:
+                entries = sorted(scan, key=lambda entry: entry.name)
         except FileNotFoundError:
             return
         now: dict[str, int] = {}
         children = []
         for entry in entries:
             try:
-                facts = entry.stat(follow_symlinks=False)
+                status = entry.stat(follow_symlinks=False)
             except FileNotFoundError:
                 continue
-            there.add(facts.st_ino)
-            child = self._numbers.get(facts.st_ino)
+            inodes.add(status.st_ino)
+            child = self._numbers.get(status.st_ino)
             if child is None:
-                child = self._numbers[facts.st_ino] = 1 + max(self._all_numbers(), default=0)
+                child = self._numbers[status.st_ino] = 1 + max(self._all_numbers(), default=0)
                 if entry.is_dir(follow_symlinks=False):
                     self._directories[child] = {}
                 else:
                     self._bytes[child] = b""
             now[entry.name] = child
-            children.append((Path(entry.path), child, facts))
+            children.append((Path(entry.path), child, status))
         before = self._directories[number]
         if now != before:
             names = {name: now.get(name) for name in now.keys() | before.keys()}
             names = {name: child for name, child in names.items() if child != before.get(name)}
             self.log.append(Event("names", number, names=names))
             self._directories[number] = now
-        for child_path, child, facts in children:
+        for child_path, child, status in children:
             if child in self._directories:
-                self._look_into(child_path, child, there)
-            elif self._seen.get(child) != (facts.st_mtime_ns, facts.st_size):
-                self._seen[child] = (facts.st_mtime_ns, facts.st_size)
+                self._look_into(child_path, child, inodes)
+            elif self._seen.get(child) != (status.st_mtime_ns, status.st_size):
+                self._seen[child] = (status.st_mtime_ns, status.st_size)
                 self._compare(child_path, child)
 
     def _all_numbers(self) -> set[int]:
@@ -196,18 +196,18 @@ class RecordedTree:
         synced = {e.of: i for i, e in enumerate(self.log[:cut]) if e.what == "sync"}
         contents: dict[int, bytearray] = {}
         names: dict[int, dict[str, int]] = {0: {}}
-        loose: dict[int, list[Event]] = {}
+        unsynced: dict[int, list[Event]] = {}
         for index, event in enumerate(self.log[:cut]):
             if event.what not in ("bytes", "names"):
                 continue
             safe = choose is None or index < max(self.num_safe, synced.get(event.of, -1))
             if not safe:
-                loose.setdefault(event.of, []).append(event)
+                unsynced.setdefault(event.of, []).append(event)
             elif event.what == "names":
                 _rename(names.setdefault(event.of, {}), event)
             else:
-                _put(contents.setdefault(event.of, bytearray()), event, event.pieces)
-        for number, events in loose.items():
+                _write(contents.setdefault(event.of, bytearray()), event, event.pieces)
+        for number, events in unsynced.items():
             assert choose is not None
             if events[0].what == "names":
                 for event in events[: choose.randint(0, len(events))]:
@@ -216,8 +216,8 @@ class RecordedTree:
             for event in events:
                 fate = choose.choice(("lost", "whole", "torn"))
                 if fate != "lost":
-                    torn = [p for p in event.pieces if fate == "whole" or choose.random() < 0.5]
-                    _put(contents.setdefault(number, bytearray()), event, torn)
+                    written = [p for p in event.pieces if fate == "whole" or choose.random() < 0.5]
+                    _write(contents.setdefault(number, bytearray()), event, written)
         self._make(target, 0, names, contents)
 
     def _make(
@@ -243,7 +243,7 @@ def _rename(names: dict[str, int], event: Event) -> None:
             names[name] = number
 
 
-def _put(data: bytearray, event: Event, pieces: list[tuple[int, bytes]]) -> None:
+def _write(data: bytearray, event: Event, pieces: list[tuple[int, bytes]]) -> None:
     del data[event.size :]
     data.extend(bytes(event.size - len(data)))
     for start, piece in pieces:

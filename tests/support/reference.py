@@ -54,7 +54,7 @@ _Result = tuple[Fp32Array, list[Fp32Array]]
 
 def reference_update(
     weight: torch.Tensor,
-    rest: torch.Tensor | None,
+    master_state: torch.Tensor | None,
     moments: Sequence[Moment],
     gradient: torch.Tensor,
     rule_params: RuleParams,
@@ -65,53 +65,59 @@ def reference_update(
 ) -> None:
     """Reference of `CpuKernels.update`, with the same arguments."""
     if isinstance(rule_params, Muon):
-        _muon_by_torch(weight, rest, moments, gradient.float() * grad_scale, rule_params)
+        _muon_by_torch(weight, master_state, moments, gradient.float() * grad_scale, rule_params)
         return
     if weight.dtype == torch.float16:
-        assert rest is not None
-        p = floats(rest)
+        assert master_state is not None
+        p = floats(master_state)
     else:
-        p = floats(weight) if rest is None else floats(join_master(weight, rest))
-    old = [
+        p = floats(weight) if master_state is None else floats(join_master(weight, master_state))
+    old_moments = [
         read_moment(m, signed=not s) for m, s in zip(moments, rule_params.nonnegative, strict=False)
     ]
     with np.errstate(all="ignore"):
-        new, values = _KERNELS[rule_params.kernel](
-            p, floats(gradient), old, rule_params.scalars(step, grad_scale)
+        new_weight, values = _KERNELS[rule_params.kernel](
+            p, floats(gradient), old_moments, rule_params.scalars(step, grad_scale)
         )
-    bits = random_bits(key, first, weight.numel())
+    random_words = random_bits(key, first, weight.numel())
     for index, (moment, value) in enumerate(zip(moments, values, strict=True)):
         signed = not rule_params.nonnegative[index]
         random: U32Array | None = None
         if moment.format is MomentFormat.BF16_STOCHASTIC:
-            random = random_for_bf16(bits, index)
+            random = random_for_bf16(random_words, index)
         elif moment.format is MomentFormat.INT8 and not signed:
-            random = bits
+            random = random_words
         write_moment(moment, canonical(value), signed=signed, random=random)
-    _write_weight(weight, rest, canonical(new))
+    _write_weight(weight, master_state, canonical(new_weight))
 
 
 def _muon_by_torch(
     weight: torch.Tensor,
-    rest: torch.Tensor | None,
+    master_state: torch.Tensor | None,
     moments: Sequence[Moment],
     gradient: torch.Tensor,
     rule_params: Muon,
 ) -> None:
     """Step the master, one matrix or a stack of them, with `torch.optim.Muon`."""
-    split = rest is not None and weight.dtype == torch.bfloat16
-    master = join_master(weight, rest) if split else weight if rest is None else rest
-    one = (-1, *rule_params.shape[-2:])
-    matrices = [torch.nn.Parameter(matrix) for matrix in master.view(one)]
+    split = master_state is not None and weight.dtype == torch.bfloat16
+    master = (
+        join_master(weight, master_state)
+        if split
+        else weight
+        if master_state is None
+        else master_state
+    )
+    stack_shape = (-1, *rule_params.shape[-2:])
+    matrices = [torch.nn.Parameter(matrix) for matrix in master.view(stack_shape)]
     entries = Muon.defaults().keys() & inspect.signature(torch.optim.Muon).parameters.keys()
     optimizer = torch.optim.Muon(matrices, **{name: getattr(rule_params, name) for name in entries})
-    buffers = moments[0].values.view(one)
-    for matrix, grad, buffer in zip(matrices, gradient.view(one), buffers, strict=True):
+    buffers = moments[0].values.view(stack_shape)
+    for matrix, grad, buffer in zip(matrices, gradient.view(stack_shape), buffers, strict=True):
         matrix.grad = grad
         optimizer.state[matrix]["momentum_buffer"] = buffer
     optimizer.step()
-    new = torch.stack([matrix.detach() for matrix in matrices])
-    _write_weight(weight, rest, canonical(floats(new.reshape(-1))))
+    new_master = torch.stack([matrix.detach() for matrix in matrices])
+    _write_weight(weight, master_state, canonical(floats(new_master.reshape(-1))))
 
 
 def read_moment(moment: Moment, *, signed: bool) -> Fp32Array:
@@ -138,16 +144,16 @@ def write_moment(
         moment.scales.numpy()[:] = scales
 
 
-def _write_weight(weight: torch.Tensor, rest: torch.Tensor | None, new: Fp32Array) -> None:
-    if rest is None:
+def _write_weight(weight: torch.Tensor, master_state: torch.Tensor | None, new: Fp32Array) -> None:
+    if master_state is None:
         weight.numpy()[:] = new
     elif weight.dtype == torch.float16:
-        rest.numpy()[:] = new
+        master_state.numpy()[:] = new
         weight.numpy()[:] = to_fp16(new)
     else:
         high, residual = split_master(torch.from_numpy(new))
         weight.view(torch.int16).copy_(high.view(torch.int16))
-        rest.copy_(residual)
+        master_state.copy_(residual)
 
 
 def _rounded(s: _Scalars) -> list[np.float32]:
@@ -161,8 +167,8 @@ def _adam(p: Fp32Array, gradient: Fp32Array, moments: list[Fp32Array], s: _Scala
     if l2 != 0:
         g = g + l2 * p
     p = p * decay
-    near = lerp < np.float32(0.5)
-    m = m + lerp * (g - m) if near else g - (np.float32(1) - lerp) * (g - m)
+    from_old = lerp < np.float32(0.5)
+    m = m + lerp * (g - m) if from_old else g - (np.float32(1) - lerp) * (g - m)
     v = v * beta2
     v = v + (one_minus_beta2 * g) * g
     root: Fp32Array = np.sqrt(v)

@@ -23,65 +23,67 @@ def fill(slot: Tensor) -> None:
     slot.fill_(255)
 
 
-_of_thread = threading.local()  # options of engines that the thread makes: `io`, `poison`
+_thread_options = threading.local()  # options of engines that the thread makes: `io`, `poison`
 _lock = threading.Lock()
-_patched: dict[str, tuple[int, Any]] = {}  # by name: number of users of the patch, original value
+_patches: dict[str, tuple[int, Any]] = {}  # by name: number of users of the patch, original value
 
 
 @contextmanager
-def _with(owner: Any, name: str, patch: Callable[..., Any], **options: Any) -> Iterator[None]:
+def _patched_for_thread(
+    owner: Any, name: str, patch: Callable[..., Any], **options: Any
+) -> Iterator[None]:
     """Patch `owner.name`, and set options for engines that this thread makes.
 
     Ranks are threads, so the patch is counted and removed by its last user. Two overlapping mocks
     would leave the patch of the first one in place.
     """
     with _lock:
-        count, before = _patched.get(name, (0, getattr(owner, name)))
-        _patched[name] = count + 1, before
+        users, original = _patches.get(name, (0, getattr(owner, name)))
+        _patches[name] = users + 1, original
         setattr(owner, name, patch)
-    outer = dict(vars(_of_thread))
-    vars(_of_thread).update(options)
+    outer_options = dict(vars(_thread_options))
+    vars(_thread_options).update(options)
     try:
         yield
     finally:
-        vars(_of_thread).clear()
-        vars(_of_thread).update(outer)
+        vars(_thread_options).clear()
+        vars(_thread_options).update(outer_options)
         with _lock:
-            count, before = _patched.pop(name)
-            if count > 1:
-                _patched[name] = count - 1, before
+            users, original = _patches.pop(name)
+            if users > 1:
+                _patches[name] = users - 1, original
             else:
-                setattr(owner, name, before)
+                setattr(owner, name, original)
 
 
 @contextmanager
 def rough_io(**options: Any) -> Iterator[None]:
     """Pass `faults` and `slow_bytes_per_s` to native I/O engines that this thread makes."""
-    with _with(_aio, "Engine", _rough_engine, io=options):
+    with _patched_for_thread(_aio, "Engine", _rough_engine, io=options):
         yield
 
 
-_Engine, _begin = _aio.Engine, SlotLedger.__post_init__
+_Engine, _post_init = _aio.Engine, SlotLedger.__post_init__
 
 
-def _rough_engine(**given: Any) -> Any:
-    return _Engine(**given, **getattr(_of_thread, "io", {}))
+def _rough_engine(**options: Any) -> Any:
+    return _Engine(**options, **getattr(_thread_options, "io", {}))
 
 
 @contextmanager
 def poisoned(poison: Poison) -> Iterator[None]:
     """Overwrite freed slots of engines that this thread makes."""
-    with _with(SlotLedger, "__post_init__", _begin_poisoned, poison=poison):
+    with _patched_for_thread(SlotLedger, "__post_init__", _post_init_poisoned, poison=poison):
         yield
 
 
-def _begin_poisoned(self: SlotLedger) -> None:
-    _begin(self)
-    poison: Poison | None = getattr(_of_thread, "poison", None)
+def _post_init_poisoned(self: SlotLedger) -> None:
+    _post_init(self)
+    poison: Poison | None = getattr(_thread_options, "poison", None)
     if poison is None:
         return
 
-    def give_up_poisoned(unit: int) -> None:
+    def evict_and_poison(unit: int) -> None:
         entry, slot = self.entries[unit], self.entries[unit].slot
         SlotLedger.evict(self, unit)
         if slot is not None and slot.arena is not None and slot.is_free():
@@ -89,7 +91,7 @@ def _begin_poisoned(self: SlotLedger) -> None:
             poison(slot.alias())
             slot.free_after = self.device.compute_event()  # poisoning is compute
 
-    self.evict = give_up_poisoned  # type: ignore[method-assign]
+    self.evict = evict_and_poison  # type: ignore[method-assign]
 
 
 def initialize(
@@ -104,22 +106,22 @@ def initialize(
 
     `faults` and `slow_bytes_per_s` are taken from `io` or from the `io` section of the config.
     """
-    with ExitStack() as rough:
+    with ExitStack() as stack:
         if isinstance(config, Mapping):
-            config, found = taken(config)
-            io = {**found, **(io or {})}
+            config, faults = taken(config)
+            io = {**faults, **(io or {})}
         if io:
-            rough.enter_context(rough_io(**io))
+            stack.enter_context(rough_io(**io))
         if poison is not None:
-            rough.enter_context(poisoned(poison))
+            stack.enter_context(poisoned(poison))
         return infinity.initialize(model, config, **more)
 
 
 def taken(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split a configuration into that of the engine and the options of `rough_io`."""
-    rough, io = {}, dict(config.get("io", {}))
+    faults, io = {}, dict(config.get("io", {}))
     if "faults" in io:
-        rough["faults"] = io.pop("faults")
+        faults["faults"] = io.pop("faults")
     if "slow_bytes_per_s" in io:
-        rough["slow_bytes_per_s"] = parse_size(io.pop("slow_bytes_per_s"))
-    return {**config, "io": io} if rough else dict(config), rough
+        faults["slow_bytes_per_s"] = parse_size(io.pop("slow_bytes_per_s"))
+    return {**config, "io": io} if faults else dict(config), faults

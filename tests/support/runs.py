@@ -88,17 +88,17 @@ def settings(folder: Path, **changes: Any) -> dict[str, Any]:
     }
     for name, value in changes.items():
         *parents, key = name.split("__")
-        place = raw
+        section = raw
         for parent in parents:
-            place = place.setdefault(parent, {})
+            section = section.setdefault(parent, {})
         if value is None:
-            place.pop(key, None)
+            section.pop(key, None)
         else:
-            place[key] = value
+            section[key] = value
     return raw
 
 
-class Remembers:
+class RecordingWatcher:
     """Watcher that records a run; it stops it after `stop_after` steps or raises at `die_after`."""
 
     def __init__(self, stop_after: int = 0, die_after: int = 0) -> None:
@@ -130,8 +130,10 @@ class Remembers:
         return bool(self._stop_after) and len(self.steps) >= self._stop_after
 
 
-def train(raw: dict[str, Any], resume: str = "never", **watch: int) -> tuple[Result, Remembers]:
-    watcher = Remembers(**watch)
+def train(
+    raw: dict[str, Any], resume: str = "never", **watch: int
+) -> tuple[Result, RecordingWatcher]:
+    watcher = RecordingWatcher(**watch)
     with Run(load_run_config(raw), resume) as run:
         run.prepare()
         return run.train(watcher), watcher
@@ -144,5 +146,5 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 def losses_of(folder: Path) -> list[tuple[str, int, float]]:
     """Return the logged losses, which must not depend on interruptions."""
-    told = (line for line in metrics_of(folder) if "loss" in line)
-    return [(line["event"], line["step"], line["loss"]) for line in told]
+    entries = (line for line in metrics_of(folder) if "loss" in line)
+    return [(line["event"], line["step"], line["loss"]) for line in entries]

@@ -11,12 +11,14 @@ def many(seeds: Iterable[int], bad_end: Callable[[int], str]) -> Counter[str]:
 
     Raises one AssertionError at the end, with the first five failures.
     """
-    seen: Counter[str] = Counter()
-    wrong: list[str] = []
+    counts: Counter[str] = Counter()
+    failures: list[str] = []
     for seed in seeds:
         try:
-            seen[bad_end(seed)] += 1
+            counts[bad_end(seed)] += 1
         except AssertionError as error:
-            wrong.append(str(error))
-    assert not wrong, f"{len(wrong)} of {seen.total() + len(wrong)}:\n" + "\n".join(wrong[:5])
-    return seen
+            failures.append(str(error))
+    assert not failures, f"{len(failures)} of {counts.total() + len(failures)}:\n" + "\n".join(
+        failures[:5]
+    )
+    return counts

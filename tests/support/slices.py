@@ -13,28 +13,28 @@ _SUM = "_sum_of_slices"
 
 
 def in_slices(
-    block: nn.Module, parts: Iterable[tuple[Tensor, ...]], wrap: Callable[..., Callable[..., Any]]
+    block: nn.Module, slices: Iterable[tuple[Tensor, ...]], wrap: Callable[..., Callable[..., Any]]
 ) -> list[Tensor]:
     """Call `block` on every slice, through `wrap` of a function of it.
 
     When the last leaf of a parameter has its gradient, the sum over slices, in their order, is
     passed to the parameter's hooks: see `taken`.
     """
-    parts = list(parts)
+    slices = list(slices)
     parameters = {n: p for n, p in block.named_parameters() if p.requires_grad}
     arrived: dict[str, dict[int, Tensor]] = {name: {} for name in parameters}
     results = []
-    for number, part in enumerate(parts):
+    for number, batch_slice in enumerate(slices):
         leaves = {name: p.detach().requires_grad_() for name, p in parameters.items()}
         for name, leaf in leaves.items():
-            take = partial(_take, parameters[name], arrived[name], len(parts), number)
+            take = partial(_take, parameters[name], arrived[name], len(slices), number)
             leaf.register_post_accumulate_grad_hook(take)
 
-        def run(*given: Tensor, leaves: dict[str, Tensor] = leaves) -> Tensor:
-            found: Tensor = torch.func.functional_call(block, leaves, given)
-            return found
+        def run(*inputs: Tensor, leaves: dict[str, Tensor] = leaves) -> Tensor:
+            output: Tensor = torch.func.functional_call(block, leaves, inputs)
+            return output
 
-        results.append(wrap(run)(*part))
+        results.append(wrap(run)(*batch_slice))
     return results
 
 

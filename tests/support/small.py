@@ -97,10 +97,10 @@ def small_engine(
 ) -> Iterator[Engine]:
     """Yield an engine for a small model; then close it and check that it leaks nothing."""
     threads = set(threading.enumerate())
-    given = settings(path, placement, **more)
+    config = settings(path, placement, **more)
     model = small_model() if model is None else model
     arguments = {"engine_class": engine_class, **(arguments or {})}
-    engine, *_ = rough.initialize(model, given, **arguments)
+    engine, *_ = rough.initialize(model, config, **arguments)
     try:
         yield engine
     finally:

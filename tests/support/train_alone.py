@@ -17,11 +17,11 @@ from torch import Tensor
 
 def digest(state: dict[str, Tensor]) -> str:
     """Return a hash of a state."""
-    whole = hashlib.sha256()
+    hasher = hashlib.sha256()
     for name, value in sorted(state.items()):
-        whole.update(name.encode())
-        whole.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return whole.hexdigest()
+        hasher.update(name.encode())
+        hasher.update(value.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()
 
 
 def train_alone(path: Path, steps: int, more: dict[str, Any], group: Path | None) -> None:

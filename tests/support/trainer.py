@@ -98,24 +98,24 @@ class Result:
 
     def differences(self, other: Result) -> list[str]:
         """Return messages on all differences between two runs; empty if they are bit-equal."""
-        found = []
-        for what, mine, theirs in (
+        messages = []
+        for what, first_values, second_values in (
             ("loss", self.losses, other.losses),
             ("norm", self.norms, other.norms),
         ):
-            if len(mine) != len(theirs):
-                found.append(f"{len(mine)} {what} values against {len(theirs)}")
-            pairs = enumerate(zip(mine, theirs, strict=False))
-            first = next(((i, a, b) for i, (a, b) in pairs if a != b and (a == a or b == b)), None)
-            if first is not None:
-                found.append(f"{what} {first[0]}: {first[1]!r} against {first[2]!r}")
+            if len(first_values) != len(second_values):
+                messages.append(f"{len(first_values)} {what} values against {len(second_values)}")
+            pairs = enumerate(zip(first_values, second_values, strict=False))
+            diff = next(((i, a, b) for i, (a, b) in pairs if a != b and (a == a or b == b)), None)
+            if diff is not None:
+                messages.append(f"{what} {diff[0]}: {diff[1]!r} against {diff[2]!r}")
         if self.masters.keys() != other.masters.keys():
-            found.append(f"names: {sorted(self.masters.keys() ^ other.masters.keys())}")
-            return found
+            messages.append(f"names: {sorted(self.masters.keys() ^ other.masters.keys())}")
+            return messages
         for name, value in self.masters.items():
             if not same_bits(value, other.masters[name]):
-                found.append(f"master of {name}")
-        return found
+                messages.append(f"master of {name}")
+        return messages
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
@@ -162,7 +162,7 @@ class Run:
     def __enter__(self) -> Run:
         return self
 
-    def __exit__(self, kind: object, *rest: object) -> None:
+    def __exit__(self, kind: object, *details: object) -> None:
         try:
             self.engine.close()
             if kind is None:
@@ -176,10 +176,10 @@ class Run:
 
     def check_nothing_left(self) -> None:
         """Assert after `close` that there are no scratch files, threads or violations."""
-        left = os.listdir(Path(self._directory.name))
-        assert not left, f"left in nvme_path: {left}"
-        extra = set(threading.enumerate()) - self._threads
-        assert not extra, f"threads left: {extra}"
+        files = os.listdir(Path(self._directory.name))
+        assert not files, f"left in nvme_path: {files}"
+        threads = set(threading.enumerate()) - self._threads
+        assert not threads, f"threads left: {threads}"
         assert wait_until(lambda: tasks() <= self._tasks), "native threads left"
         if isinstance(self.device, FakeAccelerator):
             assert not self.device.violations, self.device.violations[:3]
@@ -187,8 +187,8 @@ class Run:
 
 def masters_of(engine: Engine) -> dict[str, Tensor]:
     """Return fp32 masters of trained parameters and all other state, by names of the module."""
-    found = Engine.state_dict(engine, master=True)
-    return {name: value.clone() for name, value in found.items()}
+    state = Engine.state_dict(engine, master=True)
+    return {name: value.clone() for name, value in state.items()}
 
 
 @contextmanager
@@ -204,12 +204,12 @@ def at_once(chunks: int) -> Iterator[None]:
 @contextmanager
 def cpu_beside(share: float) -> Iterator[None]:
     """Make the CPU update a `share` of the streamed chunks, whatever the plan would choose."""
-    streaming = streamed_updates._with_streamed
+    original = streamed_updates._with_streamed
 
-    def both(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
-        return with_memory(replace(streaming(plan, streamed, limits), cpu_share=share), limits)
+    def with_cpu_share(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
+        return with_memory(replace(original(plan, streamed, limits), cpu_share=share), limits)
 
-    with mock.patch.object(streamed_updates, "_with_streamed", both):
+    with mock.patch.object(streamed_updates, "_with_streamed", with_cpu_share):
         yield
 
 
@@ -388,13 +388,13 @@ class _Master:
             rounding_key(seed, self.name, self.step),
         )
 
-    def take(self, master: Tensor) -> None:
+    def set_master(self, master: Tensor) -> None:
         """Replace the master by another one (flat, fp32)."""
         if self.residual is None:
             self.weight.copy_(master)
         else:
-            for mine, new in zip((self.weight, self.residual), split_master(master), strict=True):
-                mine.copy_(new)
+            for old, new in zip((self.weight, self.residual), split_master(master), strict=True):
+                old.copy_(new)
 
     def value(self) -> Tensor:
         flat = self.weight if self.residual is None else join_master(self.weight, self.residual)
@@ -417,8 +417,8 @@ class Stepped:
 
     def step(self, gradients: Mapping[int, Tensor], factor: float) -> None:
         for key, master in self.masters.items():
-            found = gradients.get(key)
-            master.grad = None if found is None else (found.float() * factor).view(master.shape)
+            grad = gradients.get(key)
+            master.grad = None if grad is None else (grad.float() * factor).view(master.shape)
         self.optimizer.step()
 
 
@@ -468,14 +468,14 @@ def train_exactly(
         clipping = settings.gradient_clipping
         factor = min(1.0, clipping / (norm + 1e-6)) if clipping else 1.0
         if stepped is not None:
-            found = {id(m.parameter): m.gradient for m in active if m.gradient is not None}
-            stepped.step(found, factor)
+            grads = {id(m.parameter): m.gradient for m in active if m.gradient is not None}
+            stepped.step(grads, factor)
         for master in active:
             assert master.gradient is not None
             if stepped is None:
                 master.update(factor, settings.seed or 0)
             else:
-                master.take(stepped.masters[id(master.parameter)].detach().reshape(-1))
+                master.set_master(stepped.masters[id(master.parameter)].detach().reshape(-1))
             master.gradient = None
     values = _values(model)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -532,14 +532,14 @@ def hypers_by_parameter(
 def _collect(master: _Master, dtype: torch.dtype) -> None:
     """Accumulate gradients in `dtype` by a hook."""
 
-    def arrived(parameter: Tensor) -> None:
+    def accumulate(parameter: Tensor) -> None:
         flat = taken(parameter).reshape(-1).to(dtype)
         if master.gradient is None:
             master.gradient = flat.clone()
         else:
             master.gradient += flat
 
-    master.parameter.register_post_accumulate_grad_hook(arrived)
+    master.parameter.register_post_accumulate_grad_hook(accumulate)
 
 
 # --- memory of activations -----------------------------------------------------------------------
@@ -561,9 +561,9 @@ class LiveBytes(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_real(t)}
+        inputs = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if _is_tensor(t)}
         for tensor in tree_leaves(out):
-            if _is_real(tensor) and tensor.untyped_storage()._cdata not in given:
+            if _is_tensor(tensor) and tensor.untyped_storage()._cdata not in inputs:
                 storage = tensor.untyped_storage()
                 self._storages[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self.peak = max(self.peak, self.now())
@@ -577,33 +577,33 @@ class LiveBytes(TorchDispatchMode):
         return sum(nbytes for _, nbytes in self._storages.values())
 
 
-def _is_real(value: Any) -> bool:
+def _is_tensor(value: Any) -> bool:
     return isinstance(value, Tensor)
 
 
 class SavedBytes:
     """Saved-tensor hooks of a user, which count the tensors that autograd saves.
 
-    Tensors that share a storage with one of `apart` (weights) are counted in `num_apart` only.
+    Tensors that share a storage with one of `excluded` (weights) only count in `num_excluded`.
     """
 
-    def __init__(self, apart: Sequence[Tensor] = ()) -> None:
-        self._apart = {t.untyped_storage().data_ptr() for t in apart}
-        self.total = self.num_packed = self.num_unpacked = self.num_apart = 0
+    def __init__(self, excluded: Sequence[Tensor] = ()) -> None:
+        self._excluded = {t.untyped_storage().data_ptr() for t in excluded}
+        self.total = self.num_packed = self.num_unpacked = self.num_excluded = 0
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         """Return the context to train in."""
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: Tensor) -> Tensor:
-        if tensor.untyped_storage().data_ptr() in self._apart:
-            self.num_apart += 1
+        if tensor.untyped_storage().data_ptr() in self._excluded:
+            self.num_excluded += 1
         else:
             self.num_packed += 1
             self.total += tensor.numel() * tensor.element_size()
         return tensor.detach()
 
     def _unpack(self, packed: Tensor) -> Tensor:
-        if packed.untyped_storage().data_ptr() not in self._apart:
+        if packed.untyped_storage().data_ptr() not in self._excluded:
             self.num_unpacked += 1
         return packed

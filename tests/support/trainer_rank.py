@@ -27,10 +27,10 @@ def main(jobs: list[dict[str, Any]]) -> None:
             trainer.train(job.get("resume"))
             predicted = trainer.predict(Texts(7, seed=5))
             trainer.save_model(f"{job['out']}/model")
-            found = {
+            results = {
                 "history": history(trainer),
                 "masters": {name: value.clone() for name, value in masters(trainer).items()},
                 "predicted": torch.from_numpy(predicted.predictions),
                 "ranks": trainer.engine.ranks.count if trainer.engine is not None else 0,
             }
-            torch.save(found, f"{job['out']}-{trainer.args.process_index}")
+            torch.save(results, f"{job['out']}-{trainer.args.process_index}")

@@ -22,8 +22,8 @@ from infinity.storage.cuda_events import CudaEvent
 from infinity.storage.device import HAPPENED
 
 _copy = CudaDevice._copy
-BESIDE = "what the optimizer pass waits for of the CPU's thread"
-LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
+CPU_THREAD = "what the optimizer pass waits for of the CPU's thread"
+REMOVED_SYNC: dict[str, dict[tuple[Any, str], Any]] = {
     "nothing": {},
     "the edges of registrations": {
         (CudaDevice, "_registered_ranges"): lambda self, address, nbytes: [(0, nbytes)]
@@ -43,7 +43,7 @@ LEFT_OUT: dict[str, dict[tuple[Any, str], Any]] = {
         (CudaEvent, "wait"): lambda self: None,
         (CudaEvent, "done"): lambda self: True,
     },
-    BESIDE: {(Future, "result"): lambda self, timeout=None: None},
+    CPU_THREAD: {(Future, "result"): lambda self, timeout=None: None},
 }
 
 
@@ -74,12 +74,12 @@ def train(update: str) -> int:
 
 
 def main() -> None:
-    found = {}
+    counts = {}
     with mock.patch.object(CudaDevice, "_PIN_SLICE", 1 << 14):
-        for name, left_out in LEFT_OUT.items():
-            for (owner, attribute), value in left_out.items():
+        for name, patches in REMOVED_SYNC.items():
+            for (owner, attribute), value in patches.items():
                 mock.patch.object(owner, attribute, value).start()
-            updates = {"nothing": ("cpu", "device", "beside"), BESIDE: ("beside",)}
-            found[name] = sum(map(train, updates.get(name, ("cpu",))))
+            updates = {"nothing": ("cpu", "device", "beside"), CPU_THREAD: ("beside",)}
+            counts[name] = sum(map(train, updates.get(name, ("cpu",))))
             mock.patch.stopall()
-    print(json.dumps(found))
+    print(json.dumps(counts))

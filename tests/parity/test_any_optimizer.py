@@ -73,7 +73,7 @@ class Matrices(nn.Module):
         return x.square().mean()
 
 
-def test_muon_gets_whole_matrices() -> None:
+def test_adapted_muon_matches_torch_bitwise() -> None:
     inputs = torch.randn(5, 8, 48, generator=torch.Generator().manual_seed(0))
 
     def build() -> Matrices:
@@ -98,7 +98,7 @@ def test_muon_gets_whole_matrices() -> None:
             assert same_bits(state["momentum_buffer"], muon.state[other]["momentum_buffer"])
 
 
-def test_schedule_free_trains_where_it_computes_gradients() -> None:
+def test_schedule_free_masters_match_torch_in_train_mode() -> None:
     """The engine holds what its `train()` leaves; what `eval()` would is a line of state away."""
     package = pytest.importorskip("schedulefree")
 
@@ -130,7 +130,7 @@ def test_schedule_free_trains_where_it_computes_gradients() -> None:
 
 
 @pytest.mark.parametrize("name", ["NAdam", "RMSprop", "own", "Adafactor"])
-def test_bf16_steps_the_split_masters(name: str) -> None:
+def test_bf16_masters_match_torch_bitwise(name: str) -> None:
     """Plain torch's optimizer on fp32 masters, from the gradients of a bf16 model."""
     maker = (ELEMENTWISE | WHOLE)[name]
     batches = CASE.batches(STEPS)
@@ -162,7 +162,7 @@ def test_bf16_steps_the_split_masters(name: str) -> None:
             assert same_bits(ours.masters[key], masters[parameter].detach()), key
 
 
-def test_a_parameter_larger_than_a_tile_and_a_chunk() -> None:
+def test_parameter_larger_than_tile_and_chunk_matches_torch() -> None:
     """Its last elements lie in a tail of torch's loops, and its tiles in several chunks."""
     size = 2 * TILE_ELEMENTS + 77
 
@@ -193,7 +193,7 @@ def test_a_parameter_larger_than_a_tile_and_a_chunk() -> None:
                 assert same_bits(run.masters()["weight"], theirs.weight.detach()), (name, chunk)
 
 
-def test_an_instance_without_state_gives_class_groups_and_defaults() -> None:
+def test_optimizer_instance_without_state_matches_torch() -> None:
     model, twin = CASE.build(), CASE.build()
     instance = optim.NAdam(model.parameters(), lr=3e-3, betas=(0.8, 0.99))
     batches = CASE.batches(STEPS)
@@ -206,7 +206,7 @@ def test_an_instance_without_state_gives_class_groups_and_defaults() -> None:
 
 
 @pytest.mark.parametrize("name", ["cosine", "one_cycle"])
-def test_schedules_reach_the_adapted(name: str) -> None:
+def test_schedulers_drive_adapted_optimizer(name: str) -> None:
     schedules: dict[str, Callable[[optim.Optimizer], Any]] = {
         "cosine": lambda o: optim.lr_scheduler.CosineAnnealingLR(o, T_max=STEPS),
         "one_cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=9),
@@ -222,7 +222,7 @@ def test_schedules_reach_the_adapted(name: str) -> None:
     assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
 
 
-def test_state_reads_by_the_names_of_the_optimizer() -> None:
+def test_read_state_has_optimizer_keys_and_values() -> None:
     case, model, twin = CASE, CASE.build(), CASE.build()
     optimizer = optim.NAdam(twin.parameters())
     with Run(model, config_of(), device="cpu", optimizer=optim.NAdam) as run:
@@ -371,7 +371,7 @@ class _Idle(SignedMomentum):
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "made"),
 )
-def test_what_cannot_be_run_is_refused_by_name_and_reason(given: Any, words: str) -> None:
+def test_unsupported_optimizer_is_rejected(given: Any, words: str) -> None:
     assert words in refusal(given)
 
 
@@ -465,7 +465,7 @@ def small_step(run: Run, number: int) -> None:
         (_LateNoise, "a parameter of shape", False),
     ],
 )
-def test_coupling_that_begins_late_is_refused_before_the_step(
+def test_late_coupling_is_rejected_before_step(
     given: Any, words: str, resumes: bool, tmp_path: Path
 ) -> None:
     """By small parameters that are as old as the model's; nothing has changed then."""
@@ -500,7 +500,7 @@ class _LateGroup(_LateNorm):
 
 
 @pytest.mark.parametrize("odd", [False, True])
-def test_groups_that_differ_in_rates_take_turns_in_the_check(
+def test_groups_differing_in_lr_are_probed_round_robin(
     odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four of them in a step, all of them in time; one that differs otherwise steps every time."""
@@ -572,7 +572,7 @@ class _LargeOnes(SignedMomentum):
         ("state", r"state\['shared'\]"),
     ],
 )
-def test_coupling_by_values_of_the_model_is_refused_in_the_update(where: str, words: str) -> None:
+def test_value_dependent_coupling_raises_in_update(where: str, words: str) -> None:
     with small_run(lambda groups: _LargeOnes(groups, where)) as run:
         small_step(run, 0)
         with pytest.raises(EngineFailedError, match=words) as caught:
@@ -580,7 +580,7 @@ def test_coupling_by_values_of_the_model_is_refused_in_the_update(where: str, wo
         assert "_LargeOnes does not update '0.weight' alone" in str(caught.value)
 
 
-def test_a_parameter_that_the_optimizer_cannot_step_is_named() -> None:
+def test_error_in_adapted_step_names_parameter() -> None:
     """A weight of zeros, larger than those of the trial."""
 
     def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:
@@ -598,12 +598,12 @@ def test_a_parameter_that_the_optimizer_cannot_step_is_named() -> None:
 
 
 @pytest.mark.parametrize("given", [_GlobalNorm, _OneRateForAll])
-def test_parameters_of_one_shape_are_no_reason_to_miss_that_they_mix(given: Any) -> None:
+def test_coupling_is_detected_with_equal_shapes(given: Any) -> None:
     assert "mixes parameters" in refusal(given, Matrices())
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
-def test_a_plain_optimizer_of_torch_is_the_built_in_rule(name: str) -> None:
+def test_torch_optimizer_instance_maps_to_built_in_rule(name: str) -> None:
     """A loop is moved with the optimizer it has: its groups, rates and weight decay."""
     kind, batches = getattr(optim, name), CASE.batches(STEPS)
     theirs, mine = CASE.build(), CASE.build()
@@ -635,7 +635,7 @@ def test_a_plain_optimizer_of_torch_is_the_built_in_rule(name: str) -> None:
     assert found == pytest.approx(losses, rel=1e-5)
 
 
-def test_which_optimizers_of_torch_stay_its_own() -> None:
+def test_torch_optimizer_adapter_or_built_in_selection() -> None:
     """A function of groups always; what a built-in rule has not: another setting, a subclass."""
 
     class Own(optim.AdamW):
@@ -657,7 +657,7 @@ def test_which_optimizers_of_torch_stay_its_own() -> None:
         assert isinstance(run.engine.optimizer.rule, AdapterRule)
 
 
-def test_other_refusals() -> None:
+def test_stepped_duplicate_or_partial_optimizer_is_rejected() -> None:
     model = CASE.build()
     stepped = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     CASE.batch(0).call(model).backward()
@@ -670,7 +670,7 @@ def test_other_refusals() -> None:
         Run(model, config_of(), optimizer=instance, model_parameters=fewer)
 
 
-def test_whole_parameters_that_do_not_fit_are_refused_with_the_reason() -> None:
+def test_full_parameter_optimizer_over_budget_is_rejected() -> None:
     device = FakeAccelerator(0, max_delay_s=0.001)
     config = config_of(budget={"host": "330 MB", "device": "1 GB"})
     try:
@@ -680,7 +680,7 @@ def test_whole_parameters_that_do_not_fit_are_refused_with_the_reason() -> None:
         device.close()
 
 
-def test_the_trial_leaves_the_random_state_and_allocates_nothing_of_the_model() -> None:
+def test_adapter_probe_keeps_rng_state_and_allocates_no_parameter() -> None:
     with torch.device("meta"):
         huge = nn.Parameter(torch.empty(1 << 20, 1 << 20))
     before = torch.get_rng_state()

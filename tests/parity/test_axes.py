@@ -324,7 +324,7 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
     return found
 
 
-def test_the_base() -> None:
+def test_base_configuration_matches_plain_torch() -> None:
     assert check(BASE) == []
 
 
@@ -381,7 +381,7 @@ GROUPS = 8
 
 
 @pytest.mark.parametrize("group", range(GROUPS))
-def test_pairs_of_axes(group: int) -> None:
+def test_axis_pairs_match_plain_torch(group: int) -> None:
     rows = pairwise()[group::GROUPS]
     problems = {str(row): found for i, row in enumerate(rows) if (found := check(row, i))}
     assert problems == {}
@@ -395,7 +395,9 @@ def test_pairs_of_axes(group: int) -> None:
 @pytest.mark.parametrize("precision", AXES["precision"])
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("model", CASES)
-def test_full_product(model: str, recompute: str, precision: str, micro_batches: int) -> None:
+def test_axis_product_matches_plain_torch(
+    model: str, recompute: str, precision: str, micro_batches: int
+) -> None:
     fixed = {"model": model, "recompute": recompute, "precision": precision}
     fixed["micro_batches"] = micro_batches
     chance = random.Random(repr(fixed))

@@ -71,9 +71,7 @@ def _measure(model: nn.Module, batch: Batch, called: object, backward: object) -
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
-def test_recomputes_and_keeps_what_plain_torch_does(
-    name: str, checkpointing: Checkpointing
-) -> None:
+def test_recomputation_and_saved_bytes_match_torch(name: str, checkpointing: Checkpointing) -> None:
     case = CASES[name]
     plain, ours = measure_plain(case, checkpointing), measure_engine(case, checkpointing)
     blocks, inner = plain.forwards
@@ -91,7 +89,7 @@ def test_recomputes_and_keeps_what_plain_torch_does(
 
 @pytest.mark.parametrize("place", ["block", "inside"])
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
-def test_checkpointing_saves_memory_here_too(mode: str, place: str) -> None:
+def test_checkpointing_reduces_live_bytes(mode: str, place: str) -> None:
     without = measure_engine(CASES["gpt"], CHECKPOINTINGS[0])
     with_it = measure_engine(CASES["gpt"], Checkpointing(mode, place))
     share = {"block": 0.45, "inside": 0.85}[place]
@@ -99,9 +97,7 @@ def test_checkpointing_saves_memory_here_too(mode: str, place: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
-def test_hooks_of_the_user_see_every_saved_tensor_but_weights(
-    name: str, checkpointing: Checkpointing
-) -> None:
+def test_user_saved_tensor_hooks_match_torch(name: str, checkpointing: Checkpointing) -> None:
     """Pairs compose: one around the engine call is handed exactly what it is in plain torch."""
     case = CASES[name]
     model = case.build(checkpointing)

@@ -93,7 +93,7 @@ OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": 4, "min_bytes": 1
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("activations", [{}, OFFLOAD, {"slices": 2}], ids=["plain", "ck", "cut"])
-def test_the_bits_of_torch_with_one_graph_and_no_more(
+def test_compiled_blocks_match_torch_with_one_graph(
     activations: dict[str, Any], backend: str
 ) -> None:
     uncompiled = {"activations": activations}
@@ -107,7 +107,7 @@ def test_the_bits_of_torch_with_one_graph_and_no_more(
 
 
 @pytest.mark.big  # a minute where nothing is cached
-def test_inductor_gives_the_same_bits_wherever_weights_rest(
+def test_inductor_is_bitwise_equal_across_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inductor = pytest.importorskip("torch._inductor.config")
@@ -127,7 +127,7 @@ def test_inductor_gives_the_same_bits_wherever_weights_rest(
     assert moved[0] == pytest.approx(plain.losses, rel=1e-5)
 
 
-def test_the_configuration_asks_for_it_and_eval_does_without(tmp_path: Path) -> None:
+def test_compile_option_applies_to_training_only(tmp_path: Path) -> None:
     with Run(CASE.build(), make_config(compile=True), device="cpu") as run:
         assert components(run.engine).forwards.num_compiled == 4
         run.engine.eval()
@@ -154,7 +154,7 @@ class Crowd(nn.Module):
         return self.experts[0](x) + self.experts[1](x)
 
 
-def test_what_cannot_be_compiled_is_said_by_name() -> None:
+def test_uncompilable_block_error_names_block() -> None:
     x = torch.randn(4, WIDTH)
     with Run(Stack(Talkative), make_config(ON_DISK), device="cpu") as run:
         components(run.engine).forwards.compile_units(backend="eager")

@@ -67,7 +67,7 @@ def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[floa
 
 
 @pytest.mark.parametrize("loop", ["none", "stage1", "stage3"])
-def test_the_three_loops_are_plain_torchs(
+def test_deepspeed_loop_matches_plain_torch(
     tutorial: ModuleType, loop: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses, weights = tutorial.train(None, tutorial.CONFIGS[loop])
@@ -139,7 +139,7 @@ def offloaded(name: str, path: Path) -> dict[str, Any]:
         (by_caller, 4, "bf16", "stage3_nvme"),
     ],
 )
-def test_accumulation_offload_precision(
+def test_loop_style_by_accumulation_and_offload_is_bitwise_equal(
     tmp_path: Path, offload: str, precision: str, steps: int, loop: Callable[..., None]
 ) -> None:
     """Bit for bit the update rule written out over plain torch's gradients."""

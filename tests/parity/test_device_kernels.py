@@ -32,9 +32,7 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
 
 
 @pytest.mark.parametrize(("name", "precision"), diagonal(NAMES, ["bf16", "fp16", "fp32"]))
-def test_updates_on_the_device_give_the_same_bits_and_move_nothing(
-    name: str, precision: str
-) -> None:
+def test_device_update_is_bitwise_equal_without_transfers(name: str, precision: str) -> None:
     expected = run(name, "cpu", precision=precision, gradient_accumulation_steps=2)
     fake = with_kernels()
     got = run(name, fake, precision=precision, gradient_accumulation_steps=2)
@@ -50,7 +48,7 @@ def test_updates_on_the_device_give_the_same_bits_and_move_nothing(
 
 
 @pytest.mark.parametrize("moments", ["bf16", "bf16_stochastic", "8bit"])
-def test_lossy_moments(moments: str) -> None:
+def test_device_update_with_lossy_moments_matches_cpu(moments: str) -> None:
     changes = {"precision": "bf16", "optimizer": {"lr": 1e-2, "moments": moments}}
     expected = run("gpt", "cpu", **changes)
     assert run("gpt", with_kernels(), **changes).differences(expected) == []
@@ -59,7 +57,7 @@ def test_lossy_moments(moments: str) -> None:
 
 
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("host", "device", "device")])
-def test_what_rests_only_partly_on_the_device_may_come_to_the_cpu(
+def test_partly_resident_state_is_updated_by_cpu_if_configured(
     placement: tuple[str, str, str],
 ) -> None:
     expected = run("gpt", "cpu", precision="bf16")
@@ -71,7 +69,7 @@ def test_what_rests_only_partly_on_the_device_may_come_to_the_cpu(
     assert got.report.moved == got.forecast
 
 
-def test_an_optimizer_of_torch_is_run_by_the_host() -> None:
+def test_torch_optimizer_runs_on_host() -> None:
     def losses(device: Any) -> list[float]:
         torch.manual_seed(0)
         model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
@@ -95,7 +93,7 @@ def test_an_optimizer_of_torch_is_run_by_the_host() -> None:
     assert fake.num_updates == 0
 
 
-def test_the_plan_says_why_the_host_updates_what_rests_on_the_device() -> None:
+def test_plan_notes_missing_device_kernels() -> None:
     without = run("gpt", FakeAccelerator(max_delay_s=0.0005), precision="bf16")
     assert without.plan is not None
     assert any("this fake device was made without" in note for note in without.plan.notes)
@@ -120,13 +118,13 @@ def masters_after_an_old_backward(device: Any) -> torch.Tensor:
         return engine.state_dict(master=True)["bias"]
 
 
-def test_an_old_graph_waits_for_an_update_that_is_only_queued() -> None:
+def test_old_graph_backward_waits_for_queued_update() -> None:
     expected = masters_after_an_old_backward("cpu")
     late = FakeAccelerator(max_delay_s=0.02, kernels=True)
     assert torch.equal(masters_after_an_old_backward(late), expected)
 
 
-def test_state_is_read_after_the_update_has_ended() -> None:
+def test_state_dict_waits_for_queued_update() -> None:
     for seed in range(12):  # each has another order of what is queued
         late = FakeAccelerator(seed, max_delay_s=0.02, kernels=True)
         config = make_config(ALL, precision="bf16")

@@ -111,7 +111,7 @@ def assert_same(run: Run, model: nn.Module) -> None:
         {2: {"lr": 0.3, "frozen": True}, 4: {"frozen": False}},
     ],
 )
-def test_an_edit_wins_over_what_the_optimizer_wrote_and_else_its_own_stays(edits: Edits) -> None:
+def test_user_edit_overrides_entry_written_by_optimizer(edits: Edits) -> None:
     theirs = plain(Halving, 6, edits)
     with Run(build(), config_of(), device=make_device("fake"), optimizer=Halving) as run:
         for number, x in enumerate(inputs(6)):
@@ -120,7 +120,7 @@ def test_an_edit_wins_over_what_the_optimizer_wrote_and_else_its_own_stays(edits
         assert_same(run, theirs)
 
 
-def test_a_schedule_wins_over_what_the_optimizer_wrote() -> None:
+def test_scheduler_overrides_lr_written_by_optimizer() -> None:
     rates = [0.5, 0.4, 0.3, 0.2, 0.1]
 
     def schedule(optimizer: optim.Optimizer) -> Any:
@@ -136,9 +136,7 @@ def test_a_schedule_wins_over_what_the_optimizer_wrote() -> None:
 
 
 @pytest.mark.parametrize("resumes", [False, True])
-def test_what_it_writes_holds_for_parameters_without_a_gradient(
-    resumes: bool, tmp_path: Path
-) -> None:
+def test_optimizer_written_entries_persist_without_gradients(resumes: bool, tmp_path: Path) -> None:
     """One group has gradients of some parameters in some steps, another of none."""
 
     def make(model: nn.Module) -> Any:
@@ -171,7 +169,7 @@ def test_what_it_writes_holds_for_parameters_without_a_gradient(
         assert_same(run, theirs)
 
 
-def test_entries_are_compared_by_value() -> None:
+def test_group_entries_compare_by_value() -> None:
     nan = float("nan")
     for one in (nan, (nan, 1), [torch.ones(2)], torch.ones(2), None, "a", {"a": 1}):
         assert same(one, copy.deepcopy(one))
@@ -199,7 +197,7 @@ def sgd_config(kind: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("kind", SGD)
 @pytest.mark.parametrize("again", [True, False])
-def test_momentum_switched_on_is_refused_before_anything_changes(kind: str, again: bool) -> None:
+def test_enabling_momentum_is_rejected_before_update(kind: str, again: bool) -> None:
     """Set back, the step may be asked for again, or its gradients be dropped and made anew."""
     with Run(build(), sgd_config(kind), device="cpu", **SGD[kind]) as run:
         for x in inputs(4):
@@ -237,7 +235,7 @@ def test_momentum_switched_on_is_refused_before_anything_changes(kind: str, agai
         (lambda p: optim.AdamW(p, lr=1e-3), "amsgrad", False, True),
     ],
 )
-def test_what_needs_more_state_is_refused_and_may_come_and_go_if_planned(
+def test_unplanned_state_is_rejected_and_planned_state_can_toggle(
     make: Callable[..., optim.Optimizer], name: str, off: Any, on: Any
 ) -> None:
     with Run(build(), config_of(), device="cpu", optimizer=make) as run:
@@ -263,7 +261,7 @@ def test_what_needs_more_state_is_refused_and_may_come_and_go_if_planned(
         assert_same(run, theirs)
 
 
-def test_a_group_may_be_switched_on_where_another_made_room() -> None:
+def test_momentum_of_one_group_allows_enabling_another() -> None:
     def split(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
 
@@ -288,7 +286,7 @@ def test_a_group_may_be_switched_on_where_another_made_room() -> None:
 
 @pytest.mark.parametrize("device", ["cpu", "kernels"])
 @pytest.mark.parametrize("momenta", [(0, 0, 0.9, 0.5, 0, 0.9), (0.9, 0, 0.9, 0.9, 0.9, 0.9)])
-def test_momentum_of_the_built_in_rule_begins_with_its_first_gradient(
+def test_built_in_momentum_starts_at_first_gradient(
     momenta: tuple[float, ...], device: str
 ) -> None:
     """As torch's buffer does: also where a schedule, or a gradient, comes late."""
@@ -318,7 +316,7 @@ def test_momentum_of_the_built_in_rule_begins_with_its_first_gradient(
             torch.testing.assert_close(state["momentum_buffer"], expected, rtol=1e-5, atol=1e-6)
 
 
-def test_parameters_that_begin_count_too() -> None:
+def test_new_state_of_parameter_at_first_step_is_rejected() -> None:
     """Those that have stepped could go on; one that begins would need a second buffer."""
     with Run(build(), config_of(), device="cpu", optimizer=TwoKinds) as run:
         (group,) = run.engine.optimizer.param_groups
@@ -328,7 +326,7 @@ def test_parameters_that_begin_count_too() -> None:
             step(run, inputs(1)[0])
 
 
-def test_a_schedule_that_switches_momentum_on_at_the_start_is_refused_there() -> None:
+def test_scheduler_enabling_momentum_is_rejected_at_init() -> None:
     def one_cycle(optimizer: optim.Optimizer) -> Any:
         return optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
 
@@ -342,7 +340,7 @@ def test_a_schedule_that_switches_momentum_on_at_the_start_is_refused_there() ->
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", SGD)
-def test_the_state_of_sgd_has_the_entries_of_torchs(kind: str, momentum: float) -> None:
+def test_sgd_state_has_torch_entries(kind: str, momentum: float) -> None:
     theirs, model = build(), build()
     reference = optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
     given: dict[str, Any] = {}

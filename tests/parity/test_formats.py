@@ -72,7 +72,7 @@ def plain_loop(optimizer: dict[str, Any], moments: str, **more: Any) -> Result:
     return train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
 
 
-def test_a_rule_without_moments() -> None:
+def test_rule_without_moments_matches_plain_loop() -> None:
     expected = plain_loop(PLAIN, "fp32")
     for number, placement in enumerate(sampled(3)):
         assert check(expected, PLAIN, "fp32", placement, number) == []
@@ -88,7 +88,7 @@ def test_lossy_formats_differ_from_fp32_and_from_each_other() -> None:
     assert stochastic.differences(nearest) != []
 
 
-def test_the_seed_chooses_the_random_bits_of_rounding() -> None:
+def test_seed_determines_stochastic_rounding() -> None:
     config = config_of(OPTIMIZERS["AdamW"], "bf16_stochastic", PLACEMENTS[0])
 
     def run(seed: int) -> Result:
@@ -101,7 +101,7 @@ def test_the_seed_chooses_the_random_bits_of_rounding() -> None:
 
 @pytest.mark.parametrize("placement", [PLACEMENTS[0], ("disk", "host", "disk"), PLACEMENTS[26]])
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_the_optimizer_reads_its_state_as_fp32(
+def test_read_state_returns_full_fp32_tensors(
     moments: str, placement: tuple[str, str, str]
 ) -> None:
     """In every format, from every tier, whole although parameters span chunks."""
@@ -128,7 +128,7 @@ def test_the_optimizer_reads_its_state_as_fp32(
                 torch.testing.assert_close(state[name], expected[name], rtol=0.15, atol=atol)
 
 
-def test_state_that_cannot_be_read_is_refused() -> None:
+def test_read_state_of_frozen_or_unknown_parameter_raises() -> None:
     """Of a frozen parameter, of a stranger, and when the engine is closed."""
     case = CASES["frozen"]
     config = make_config(PLACEMENTS[0])
@@ -146,7 +146,7 @@ def test_state_that_cannot_be_read_is_refused() -> None:
         optimizer.read_state(trained[0])
 
 
-def test_a_fresh_accumulator_reads_as_its_initial_value_in_every_format() -> None:
+def test_initial_accumulator_value_in_every_format() -> None:
     for kind in MomentFormat:
         config = config_of(OPTIMIZERS["Adagrad"], kind.value, ("disk", "disk", "disk"))
         with Run(CASE.build(), config, device="cpu") as run:
@@ -163,7 +163,7 @@ def test_a_fresh_accumulator_reads_as_its_initial_value_in_every_format() -> Non
     ("moments", "bytes_per_parameter"),
     [("fp32", 12), ("bf16", 8), ("bf16_stochastic", 8), ("8bit", 6.0625)],
 )
-def test_the_plan_names_the_format_and_its_size(moments: str, bytes_per_parameter: float) -> None:
+def test_plan_describes_moment_format_and_size(moments: str, bytes_per_parameter: float) -> None:
     config = config_of(OPTIMIZERS["AdamW"], moments, ("disk", "disk", "disk"))
     with Run(CASE.build(), config, device="cpu") as run:
         text = run.engine.plan.describe()

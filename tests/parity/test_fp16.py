@@ -50,7 +50,7 @@ def run(case: Case, config: dict[str, Any], device: Any = "cpu") -> Result:
 
 
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
-def test_close_to_a_loop_that_unscales_clips_and_steps(name: str) -> None:
+def test_fp16_close_to_torch_loop_with_unscale_and_clip(name: str) -> None:
     """Torch's own AdamW and `clip_grad_norm_` on fp32 masters: our one factor is no other order."""
     case = CASES[name]
     config = fp16(("disk",) * 3, optimizer={"eps": 1e-4})
@@ -69,7 +69,7 @@ def test_close_to_a_loop_that_unscales_clips_and_steps(name: str) -> None:
             torch.testing.assert_close(ours.masters[key].float(), value.float(), rtol=0, atol=5e-3)
 
 
-def test_an_optimizer_of_torch() -> None:
+def test_fp16_torch_optimizer_weights_are_rounded_masters() -> None:
     """An adapted optimizer steps on the masters; the weights are those masters, rounded."""
     case = CASES["gpt"]
 
@@ -95,7 +95,7 @@ def test_an_optimizer_of_torch() -> None:
 # --- at rest -------------------------------------------------------------------------------------
 
 
-def test_fourteen_bytes_a_parameter() -> None:
+def test_fp16_plan_takes_14_bytes_per_parameter() -> None:
     precision = PRECISIONS["fp16"]
     assert precision.bytes_per_parameter == 14
     assert precision.kinds == (Kind.WEIGHT, Kind.MASTER, Kind.MOMENT1, Kind.MOMENT2)
@@ -109,7 +109,7 @@ def test_fourteen_bytes_a_parameter() -> None:
 
 
 @pytest.mark.parametrize("placement", [SIMPLEST, ("disk",) * 3])
-def test_values_are_read_and_edited(placement: tuple[str, str, str]) -> None:
+def test_fp16_weights_and_masters_can_be_edited(placement: tuple[str, str, str]) -> None:
     case = CASES["gpt"]
     with Run(case.build(), fp16(placement)) as made:
         engine = made.engine
@@ -141,7 +141,7 @@ def steps(engine: Any, batches: Sequence[Batch]) -> None:
         engine.step()
 
 
-def test_checkpoints(tmp_path: Path) -> None:
+def test_fp16_checkpoint_round_trip_and_precision_change(tmp_path: Path) -> None:
     """Saved on disk, gone on with in RAM; read alone; weights taken by another precision."""
     case = CASES["frozen"]
     batches = case.batches(8)
@@ -168,7 +168,7 @@ def test_checkpoints(tmp_path: Path) -> None:
         assert all(same_bits(found[n], v) for n, v in saved.items() if v.dtype is torch.float32)
 
 
-def test_a_durable_run(tmp_path: Path) -> None:
+def test_fp16_durable_run_resumes(tmp_path: Path) -> None:
     case, batches = CASES["gpt"], CASES["gpt"].batches(6)
     config = fp16(("disk",) * 3, durable=True, nvme_path=str(tmp_path))
     engine = infinity.initialize(case.build(), config)[0]

@@ -58,7 +58,9 @@ CHANGES = [unfreeze_later, freeze_later, part_of_a_unit_comes_and_goes, first_un
 
 
 @pytest.mark.parametrize(("change", "place"), diagonal(CHANGES, PLACES[::-1]))
-def test_as_in_torch(change: Change, place: tuple[str, tuple[str, str, str]]) -> None:
+def test_freezing_during_training_matches_torch(
+    change: Change, place: tuple[str, tuple[str, str, str]]
+) -> None:
     device, placement = place
     case = CASES["gpt"]
     config = make_config(placement, optimizer={"eps": EPS, "weight_decay": 0.1})
@@ -83,7 +85,7 @@ def test_as_in_torch(change: Change, place: tuple[str, tuple[str, str, str]]) ->
 
 
 @pytest.mark.parametrize("place", PLACES, ids=str)
-def test_what_is_frozen_keeps_its_bits(place: tuple[str, tuple[str, str, str]]) -> None:
+def test_frozen_parameters_keep_their_bits(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     case = CASES["gpt"]
     model = case.build()
@@ -99,7 +101,7 @@ def test_what_is_frozen_keeps_its_bits(place: tuple[str, tuple[str, str, str]]) 
         assert same_bits(masters[f"blocks.1.{name}"], value), name
 
 
-def test_unfreezing_what_was_not_passed_is_refused_by_name() -> None:
+def test_unfreezing_untracked_parameter_is_rejected() -> None:
     case = CASES["gpt"]
     model = case.build()
     one_block(model).requires_grad_(False)
@@ -115,7 +117,7 @@ def test_unfreezing_what_was_not_passed_is_refused_by_name() -> None:
         run.engine.step()
 
 
-def test_state_of_frozen_parameters_is_warned_of_where_it_is_most() -> None:
+def test_mostly_frozen_optimizer_state_warns() -> None:
     """As with adapters, and an optimizer over all of model.parameters()."""
     model = CASES["gpt"].build().requires_grad_(False)
     next(model.parameters()).requires_grad_(True)

@@ -146,7 +146,7 @@ def spectral() -> nn.Module:
 
 
 @pytest.mark.parametrize("place", SOME, ids=str)
-def test_conjugated_weights(place: Any) -> None:
+def test_conjugated_weights_match_plain_torch(place: Any) -> None:
     def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
         backward(model(ids(1)))
 
@@ -184,7 +184,7 @@ PARAMETRIZED: list[Any] = [
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize(("parametrize", "place"), diagonal(PARAMETRIZED, PLACES))
-def test_parametrized_weights_of_rnns_equal_plain_torch(
+def test_parametrized_rnn_weights_match_plain_torch(
     parametrize: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While the engine has the weights and afterwards; nothing moves them to flat memory."""
@@ -226,7 +226,7 @@ class Holding(nn.Module):
         return functional.linear(x, held).square().mean()
 
 
-def test_a_weight_that_is_held_while_others_are_used(tmp_path: Path) -> None:
+def test_weight_held_across_blocks_is_refetched(tmp_path: Path) -> None:
     """It is offloaded by then, and fetched again when it is used."""
     torch.manual_seed(0)
     given = small.settings(tmp_path, small.ON_DISK, prefetch_units=0)
@@ -244,7 +244,7 @@ def test_a_weight_that_is_held_while_others_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("place", SOME, ids=str)
-def test_unequal_micro_batches(place: tuple[str, tuple[str, str, str]]) -> None:
+def test_unequal_micro_batches_match_plain_torch(place: tuple[str, tuple[str, str, str]]) -> None:
     device, placement = place
     case = CASES["gpt"]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=3)
@@ -272,7 +272,7 @@ class PartlyUsed(nn.Module):
 
 
 @pytest.mark.parametrize(("place", "micro_batches"), diagonal(SOME, [1, 2]))
-def test_what_gets_no_gradient_is_untouched(place: Any, micro_batches: int) -> None:
+def test_parameters_without_gradient_stay_unchanged(place: Any, micro_batches: int) -> None:
     """No weight decay and no step counted, as in torch, where `grad` is None."""
     device, placement = place
     config = make_config(
@@ -301,7 +301,9 @@ def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
 
 
 @pytest.mark.parametrize("place", SOME, ids=str)
-def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, str]]) -> None:
+def test_eval_between_steps_does_not_change_training(
+    place: tuple[str, tuple[str, str, str]],
+) -> None:
     device, placement = place
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
     case = CASES["gpt"]
@@ -332,7 +334,7 @@ def test_eval_between_steps_changes_nothing(place: tuple[str, tuple[str, str, st
     ("place", "mode"),
     diagonal([("fake", DISK), ("fake", ("host",) * 3), ("cpu", DISK)], ["none", "non_reentrant"]),
 )
-def test_a_wrong_prefetch_costs_a_wait_and_never_an_error(
+def test_mispredicted_prefetch_matches_plain_torch(
     mode: str, place: tuple[str, tuple[str, str, str]]
 ) -> None:
     """Each batch names other experts than the last; at times every slot is filled for nothing."""
@@ -347,7 +349,7 @@ def test_a_wrong_prefetch_costs_a_wait_and_never_an_error(
 
 
 @pytest.mark.parametrize(("weights", "seed"), diagonal(["host", "disk"], range(2)))
-def test_a_slot_given_up_while_it_is_filled(weights: str, seed: int) -> None:
+def test_slot_evicted_while_filled_matches_plain_torch(weights: str, seed: int) -> None:
     """Not poisoned: to poison a slot is to wait for the copy that fills it."""
     case = CASES["routed"]
     config = make_config((weights, "host", "host"), prefetch_units=3, gradient_accumulation_steps=3)
@@ -391,9 +393,7 @@ class NestedBlock(nn.Module):
 
 
 @pytest.mark.parametrize(("device", "prefetch_units"), diagonal(["cpu", "fake"], [0, 1]))
-def test_a_unit_is_wanted_while_the_pass_fills_the_only_other_slot(
-    prefetch_units: int, device: str
-) -> None:
+def test_fetch_while_optimizer_pass_fills_last_slot(prefetch_units: int, device: str) -> None:
     """The wanted unit had no gradient, so no update is owed to it, and none helps."""
     build = seeded(Nested)
     config = make_config(DISK, prefetch_units=prefetch_units, io={"slow_bytes_per_s": 8 << 20})
@@ -425,7 +425,7 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(("place", "precision"), diagonal(SOME, ["fp32", "bf16"]))
-def test_odd_parameters_and_dropout(place: Any, precision: str) -> None:
+def test_odd_parameters_and_dropout_match_plain_torch(place: Any, precision: str) -> None:
     device, placement = place
     config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
     batches = [Batch((ids(i),)) for i in range(8)]
@@ -445,7 +445,7 @@ def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
 
 
 @pytest.mark.parametrize("place", SOME, ids=str)
-def test_weights_in_a_loss_outside_the_engine_call(place: Any) -> None:
+def test_weight_penalty_outside_engine_call_matches_or_raises(place: Any) -> None:
     """Right, or an error: autograd saves a leaf as itself, which pins nothing."""
     build, use = CASES["gpt"].build, weights_in_a_loss_outside
     problem = None

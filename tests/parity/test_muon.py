@@ -52,7 +52,7 @@ def hidden(model: nn.Module) -> list[nn.Parameter]:
     [{"lr": 0.02}, {"nesterov": False, "momentum": 0.8, "adjust_lr_fn": "match_rms_adamw"},
      {"weight_decay": 0.5, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}],
 )  # fmt: skip
-def test_matrices_equal_torchs_muon(options: dict[str, Any]) -> None:
+def test_matrices_match_torch_muon_bitwise(options: dict[str, Any]) -> None:
     """All else stands still, with a rate of 0: so not even losses round otherwise."""
     theirs, batches = CASE.build(), CASE.batches(4)
     matrices = hidden(theirs)
@@ -124,7 +124,7 @@ def mixture() -> tuple[nn.Module, list[torch.Tensor]]:
 
 
 @pytest.mark.parametrize("kernels", [True, False])
-def test_each_matrix_of_stacked_experts_equals_torchs_muon_on_it_alone(kernels: bool) -> None:
+def test_stacked_expert_matrices_match_torch_muon_bitwise(kernels: bool) -> None:
     """Weights of convolutions and stacked biases stay with AdamW, whose rate is 0 here."""
     theirs, batches = mixture()
     stacks = {n: p for n, p in theirs.named_parameters() if "experts" in n and p.dim() == 3}
@@ -161,7 +161,7 @@ def test_each_matrix_of_stacked_experts_equals_torchs_muon_on_it_alone(kernels: 
         assert same_bits(state["momentum_buffer"], momenta)
 
 
-def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> None:
+def test_matrix_state_takes_8_bytes_and_plan_reports_split() -> None:
     with Run(CASE.build(), config_of(), device="cpu") as run:
         plan, store = run.engine.plan, components(run.engine).store
         matrices = sum(p.numel() for p in hidden(run.model))
@@ -187,7 +187,7 @@ def test_a_matrix_rests_in_eight_bytes_and_the_plan_says_what_went_where() -> No
         assert "embed.weight" in note
 
 
-def test_who_steps_what_is_the_users_to_say() -> None:
+def test_param_groups_select_muon_or_adamw() -> None:
     """Groups are split, but where they say; each half takes what its group says."""
     model = CASE.build()
     one, two, *rest = hidden(model)
@@ -227,7 +227,7 @@ def steps(run: Run, count: int) -> list[float]:
 
 
 @pytest.mark.parametrize("which", [0, -1])
-def test_a_group_that_turns_is_refused_before_the_step(which: int) -> None:
+def test_toggling_use_muon_is_rejected_before_step(which: int) -> None:
     """Which then goes on as if nothing had been asked."""
     with Run(CASE.build(), config_of(), device="cpu") as run:
         expected = steps(run, 2)
@@ -245,7 +245,7 @@ def test_a_group_that_turns_is_refused_before_the_step(which: int) -> None:
 
 
 @pytest.mark.parametrize("kind", [None, optim.NAdam])
-def test_groups_of_other_rules_may_say_use_muon(kind: Any) -> None:
+def test_use_muon_key_is_ignored_by_other_rules(kind: Any) -> None:
     """It is a word like any other there, and says nothing of how parameters rest."""
     losses = []
     for word in ("use_muon", "name"):
@@ -261,7 +261,7 @@ def test_groups_of_other_rules_may_say_use_muon(kind: Any) -> None:
     assert losses[0] == losses[1]
 
 
-def test_a_durable_run_goes_on(tmp_path: Path) -> None:
+def test_muon_durable_run_resumes(tmp_path: Path) -> None:
     config = {"precision": "bf16", "gradient_clipping": 0.1, "optimizer": {"type": "Muon"}}
     run = ResumeRun({**config, "durable": True, "commit_every": 1, "resume": "auto"})
     expected = straight(tmp_path, ResumeRun(config), 6)
@@ -280,7 +280,7 @@ def test_a_durable_run_goes_on(tmp_path: Path) -> None:
     assert loaded.differences(expected) == []
 
 
-def test_the_plan_prices_the_products() -> None:
+def test_plan_update_time_includes_matrix_products() -> None:
     with Run(CASE.build(), config_of(), device=FakeAccelerator(1, kernels=True)) as run:
         plan = run.engine.plan
         sides = [sorted(p.shape) for p in hidden(run.model)]
@@ -291,7 +291,7 @@ def test_the_plan_prices_the_products() -> None:
     assert (host, device) == (0.0, pytest.approx(moved + flops / NOMINAL.compute["bf16"]))
 
 
-def test_products_are_left_to_the_device_wherever_state_rests() -> None:
+def test_muon_updates_are_streamed_if_buffers_fit() -> None:
     """The share of the device that placement leaves is that of the buffers, where they fit."""
     names = [("w", (4096, 4096)), ("up", (16384, 4096)), ("norm", (4096,))]
     units = tuple(
@@ -315,7 +315,7 @@ def test_products_are_left_to_the_device_wherever_state_rests() -> None:
     assert UpdatePlace.CPU in places(2)  # three buffers do not fit
 
 
-def test_an_instance_of_torchs_is_the_built_in_rule_and_its_class_names_ours() -> None:
+def test_torch_muon_instance_maps_to_built_in_rule() -> None:
     """With its groups, so that a schedule over it goes on; embeddings, too, if they were given."""
 
     def made(model: nn.Module) -> tuple[Any, Any]:

@@ -179,16 +179,14 @@ PLACED = [SIMPLEST, ALL_HOST, ("disk", "disk", "disk"), ("disk", "host", "disk")
 @pytest.mark.parametrize(
     ("first", "second", "precision"), diagonal(PLACED, PLACED[2:] + PLACED[:2], ["fp32", "bf16"])
 )
-def test_every_pair_of_placements(tmp_path: Path, first: Any, second: Any, precision: str) -> None:
+def test_resume_across_placements(tmp_path: Path, first: Any, second: Any, precision: str) -> None:
     run = Run({"precision": precision, "gradient_clipping": 0.5})
     expected = straight(tmp_path, run, 5)
     assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
 
 
 @pytest.mark.parametrize(("place", "leaves"), diagonal(PLACED[2:4], [False, True]))
-def test_from_and_to_a_device_with_memory_of_its_own(
-    tmp_path: Path, place: Any, leaves: bool
-) -> None:
+def test_resume_to_and_from_discrete_device(tmp_path: Path, place: Any, leaves: bool) -> None:
     run = Run({"precision": "bf16"}, device="fake")
     expected = straight(tmp_path, Run({"precision": "bf16"}), 4)
     first, second = (SIMPLEST, place) if leaves else (place, SIMPLEST)
@@ -202,7 +200,7 @@ WAYS = [(DISK, ALL_HOST), (ALL_HOST, DISK)]
 @pytest.mark.parametrize(
     ("cut", "between", "placement"), diagonal(range(6), [True, False], WAYS + WAYS[::-1])
 )
-def test_anywhere_in_an_accumulation_window(
+def test_resume_within_accumulation_window(
     tmp_path: Path, cut: int, between: bool, placement: Any
 ) -> None:
     run = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
@@ -243,7 +241,7 @@ RUNS = {
 
 
 @pytest.mark.parametrize(("name", "placement"), diagonal([*RUNS], WAYS))
-def test_whatever_else_a_run_depends_on(tmp_path: Path, name: str, placement: Any) -> None:
+def test_resume_by_configuration(tmp_path: Path, name: str, placement: Any) -> None:
     run = RUNS[name]
     expected = straight(tmp_path, run, 5)
     assert resumed(tmp_path, run, 5, 3, *placement).differences(expected) == []
@@ -258,7 +256,7 @@ ADAPTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.parametrize(("name", "placement"), diagonal([*ADAPTED], WAYS))
-def test_adapters(tmp_path: Path, name: str, placement: Any) -> None:
+def test_resume_with_torch_optimizer(tmp_path: Path, name: str, placement: Any) -> None:
     run = Run({"precision": "bf16"}, adapted(ADAPTED[name]))
 
     class AdapterRun(Run):
@@ -278,7 +276,7 @@ def test_adapters(tmp_path: Path, name: str, placement: Any) -> None:
     assert resumed(tmp_path, AdapterRun(), 5, 3, *placement).differences(expected) == []
 
 
-def test_another_precision_is_refused_and_its_weights_are_taken(tmp_path: Path) -> None:
+def test_resume_with_other_precision_loads_weights_only(tmp_path: Path) -> None:
     with Run({"precision": "bf16"}).engine(tmp_path / "a", DISK, seed=1) as engine:
         micro_step(engine, 0)
         engine.save_checkpoint(tmp_path / "saved", wait=True)

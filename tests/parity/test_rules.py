@@ -60,7 +60,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_fp32_agrees_with_torch(name: str) -> None:
+def test_fp32_rule_close_to_torch(name: str) -> None:
     case, config = CASES["gpt"], config_of(RULES[name])
     batches = case.batches(STEPS)
     ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
@@ -70,7 +70,7 @@ def test_fp32_agrees_with_torch(name: str) -> None:
     assert len(set(theirs.losses)) == STEPS
 
 
-def test_lion_agrees_with_lion_by_hand() -> None:
+def test_lion_close_to_reference() -> None:
     """A sign may turn where the interpolation is zero but for rounding; one step is 2 lr."""
     case = CASES["buffered"]
     options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
@@ -91,7 +91,7 @@ def test_lion_agrees_with_lion_by_hand() -> None:
     assert turned <= total * 0.01
 
 
-def test_groups_may_have_momentum_or_not() -> None:
+def test_groups_with_and_without_momentum_match_torch() -> None:
     """The group that needs the most moments decides what is reserved."""
     case = CASES["gpt"]
     config = config_of({"type": "SGD", "lr": 0.05})
@@ -110,7 +110,7 @@ def test_groups_may_have_momentum_or_not() -> None:
     assert_close(ours.masters, theirs.masters)
 
 
-def test_the_keys_of_groups_follow_the_rule() -> None:
+def test_param_group_keys_match_rule() -> None:
     for optimizer in ({}, *RULES.values(), {"type": "Lion"}):
         with Run(CASES["gpt"].build(), config_of(optimizer), device="cpu") as run:
             (group,) = run.engine.optimizer.param_groups
@@ -118,7 +118,7 @@ def test_the_keys_of_groups_follow_the_rule() -> None:
             assert set(group) == {"params", *expected}
 
 
-def test_momentum_that_was_not_reserved_is_refused_at_the_step() -> None:
+def test_unreserved_momentum_is_rejected_at_step() -> None:
     case = CASES["gpt"]
     with Run(case.build(), config_of({"type": "SGD", "lr": 0.05}), device="cpu") as run:
         run.engine.backward(case.batch(0).call(run.engine))
@@ -127,7 +127,7 @@ def test_momentum_that_was_not_reserved_is_refused_at_the_step() -> None:
             run.engine.step()
 
 
-def test_a_schedule_moves_what_the_rule_has() -> None:
+def test_one_cycle_schedule_of_momentum_matches_torch() -> None:
     """OneCycleLR cycles momentum; the run is the one with the same values set by hand."""
     case, config = CASES["gpt"], config_of({"type": "SGD", "lr": 0.01, "momentum": 0.9})
     batches = case.batches(STEPS)

@@ -82,7 +82,7 @@ class Codes(Block):
         return y
 
 
-def test_buffers_that_change_through_data_are_recomputed_with(tmp_path: Path) -> None:
+def test_buffer_changed_through_data_is_recomputed_correctly(tmp_path: Path) -> None:
     as_plain(tmp_path, partial(Blocks, Codes), activations={"checkpoint": "units"})
 
 
@@ -103,7 +103,7 @@ class Listed(Blocks):
         return x.square().mean()
 
 
-def test_a_parameter_in_a_list_that_blocks_are_given(tmp_path: Path) -> None:
+def test_parameter_passed_to_blocks_in_list(tmp_path: Path) -> None:
     as_plain(tmp_path, Listed, activations={"checkpoint": "units"})
 
 
@@ -120,7 +120,7 @@ class Answering(Blocks):
         return Answer(x, {"weight": self.blocks[0].up.weight})
 
 
-def test_a_parameter_deep_in_what_the_model_returns(tmp_path: Path) -> None:
+def test_parameter_nested_in_model_output(tmp_path: Path) -> None:
     as_plain(tmp_path, Answering, lambda out: (out.x @ out.more["weight"].T).square().mean())
 
 
@@ -137,11 +137,11 @@ class Selective(Blocks):
         return x.square().mean()
 
 
-def test_selective_checkpoints_see_nothing_of_what_moves(tmp_path: Path) -> None:
+def test_selective_checkpoint_matches_plain_torch(tmp_path: Path) -> None:
     as_plain(tmp_path, Selective, prefetch_units=1)
 
 
-def test_an_encoder_that_makes_nested_tensors_in_evaluation(tmp_path: Path) -> None:
+def test_transformer_encoder_with_nested_tensors_in_eval(tmp_path: Path) -> None:
     layer = nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0, batch_first=True)
     plain, mask = nn.TransformerEncoder(layer, 2).eval(), torch.zeros(4, 6, dtype=torch.bool)
     mask[0, 4:] = True
@@ -152,7 +152,7 @@ def test_an_encoder_that_makes_nested_tensors_in_evaluation(tmp_path: Path) -> N
     assert torch.allclose(found[~mask], expected[~mask], atol=1e-6)
 
 
-def test_a_view_of_a_weight_in_an_attribute_is_refused(tmp_path: Path) -> None:
+def test_weight_view_in_attribute_is_rejected(tmp_path: Path) -> None:
     model = Blocks()
     model.transposed = model.blocks[0].up.weight.t()
     with (
@@ -163,14 +163,14 @@ def test_a_view_of_a_weight_in_an_attribute_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_an_embedding_that_edits_itself_is_refused(tmp_path: Path) -> None:
+def test_embedding_with_max_norm_is_rejected(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Embedding(8, WIDTH, max_norm=1.0))
     with pytest.raises(ConfigError, match="max_norm"), small_engine(tmp_path, model=model):
         pass
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, MIXED])
-def test_a_module_that_comes_later_has_its_values_in_state_dicts(
+def test_module_added_after_init_is_in_state_dict(
     placement: dict[str, str], tmp_path: Path
 ) -> None:
     model = small_model()
@@ -185,7 +185,7 @@ def test_a_module_that_comes_later_has_its_values_in_state_dicts(
         assert state["head.weight"].isfinite().all()
 
 
-def test_a_state_dict_that_was_saved_is_loaded_without_trust(tmp_path: Path) -> None:
+def test_saved_state_dict_loads_with_weights_only(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         file = io.BytesIO()
         torch.save({"model": engine.state_dict()}, file)
@@ -198,7 +198,7 @@ def test_a_state_dict_that_was_saved_is_loaded_without_trust(tmp_path: Path) -> 
 # --- loops ---------------------------------------------------------------------------------------
 
 
-def test_a_gradient_that_is_put_there_by_hand_is_refused(tmp_path: Path) -> None:
+def test_manually_assigned_grad_is_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         parameter = next(engine.module.parameters())
         engine.backward(engine(batch(0)))
@@ -211,7 +211,7 @@ def test_a_gradient_that_is_put_there_by_hand_is_refused(tmp_path: Path) -> None
         assert engine.global_steps == 1
 
 
-def test_a_parameter_that_was_taken_from_its_group_is_named(tmp_path: Path) -> None:
+def test_parameter_removed_from_group_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         engine.optimizer.param_groups[0]["params"].pop()
         engine.backward(engine(batch(0)))
@@ -219,7 +219,7 @@ def test_a_parameter_that_was_taken_from_its_group_is_named(tmp_path: Path) -> N
             engine.step()
 
 
-def test_sliced_logits_are_summed_in_fp32_whatever_the_default_is(tmp_path: Path) -> None:
+def test_chunked_logits_sum_ignores_default_dtype(tmp_path: Path) -> None:
     found = []
     for default in (torch.float32, torch.bfloat16):
         model = small_model()
@@ -239,7 +239,7 @@ def warned(loop: Callable[[], object]) -> list[str]:
     return [str(w.message) for w in caught if w.category is InfinityWarning]
 
 
-def test_loops_that_update_nothing_are_warned_of(tmp_path: Path) -> None:
+def test_loop_without_updates_warns(tmp_path: Path) -> None:
     with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
 
         def never() -> None:
@@ -265,7 +265,7 @@ def test_loops_that_update_nothing_are_warned_of(tmp_path: Path) -> None:
         assert ["step 1 updates nothing" in said for said in warned(elsewhere)] == [True]
 
 
-def test_what_is_no_loss_and_no_function_is_answered(tmp_path: Path) -> None:
+def test_invalid_loss_or_loss_fn_raises(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         with pytest.raises(TrainingError, match=r"output\.loss"):
             engine.backward({"loss": engine(batch(0))})

@@ -121,7 +121,7 @@ ALLOWED = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 4e-3}
 @pytest.mark.parametrize(
     ("name", "precision", "loss_of"), diagonal([*MODELS], [*ALLOWED], [theirs, users])
 )
-def test_near_whole_logits(
+def test_chunked_loss_close_to_full_logits(
     name: str, precision: str, loss_of: Callable[[Any, Batch], Tensor]
 ) -> None:
     whole, sliced = both(MODELS[name], loss_of, precision)
@@ -133,7 +133,7 @@ def test_near_whole_logits(
     ("placement", "case", "device", "precision"),
     diagonal(PAIRED, ["gpt", "encoder_decoder"], ["fake", "cpu", "fake"], ["fp32", "bf16"]),
 )
-def test_the_same_bits_in_every_placement(
+def test_chunked_logits_bitwise_equal_across_placements(
     placement: tuple[str, str, str], case: str, device: str, precision: str
 ) -> None:
     """With a tied head and one of its own; and the bytes of the forecast."""
@@ -166,7 +166,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2, soft cap"])
-def test_no_tensor_has_the_size_of_all_logits(name: str) -> None:
+def test_no_tensor_has_full_logits_size(name: str) -> None:
     tokens, vocabulary, largest = 64, 640, {}
     facts = MODELS[name].config()
     facts.vocab_size, facts.max_position_embeddings = vocabulary, tokens
@@ -212,7 +212,7 @@ def token_by_token(logits: Tensor, labels: Tensor) -> Tensor:
     "loss_of", [with_z_loss, label_smoother, changed_in_place, weighted, token_by_token]
 )
 @pytest.mark.parametrize("name", ["gemma2, soft cap", "phi, bias"])
-def test_anything_else_makes_logits_whole_and_says_so_once(
+def test_unsupported_use_materializes_logits_with_one_warning(
     name: str, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
     def compute(engine: Any, given: Batch) -> Tensor:
@@ -228,7 +228,7 @@ def test_anything_else_makes_logits_whole_and_says_so_once(
     assert "'lm_head'" in said
 
 
-def test_who_reads_logits_finds_values_and_gradients() -> None:
+def test_logits_values_and_gradients_are_readable() -> None:
     def compute(engine: Any, given: Batch) -> Tensor:
         logits = engine(input_ids=given["input_ids"]).logits
         flat, labels = logits.view(-1, VOCABULARY), given["labels"].flatten()
@@ -249,7 +249,7 @@ def test_who_reads_logits_finds_values_and_gradients() -> None:
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_a_loss_after_the_call_finds_the_weight_that_is_on_disk(device: str) -> None:
+def test_loss_after_call_fetches_head_from_disk(device: str) -> None:
     found = []
     for logits in ("whole", "sliced"):
         with run(LLAMA.build(), logits, ON_DISK, device, prefetch_units=0) as one:
@@ -263,7 +263,7 @@ def test_a_loss_after_the_call_finds_the_weight_that_is_on_disk(device: str) -> 
     assert found[1] == pytest.approx(found[0], rel=1e-5)
 
 
-def test_logits_are_not_made_of_weights_that_have_changed_or_gone() -> None:
+def test_logits_after_update_or_close_raise() -> None:
     (given,) = LLAMA.batches(1)
     with run(LLAMA.build(), "sliced", ON_DISK) as one:
         output = one.engine(**given)
@@ -276,7 +276,7 @@ def test_logits_are_not_made_of_weights_that_have_changed_or_gone() -> None:
         output.logits.argmax()
 
 
-def test_without_gradients_or_training_logits_of_few_tokens_are_there() -> None:
+def test_small_eval_or_autocast_logits_are_tensors() -> None:
     (given,) = ({n: t[:1, :CHUNK] for n, t in g.items()} for g in LLAMA.batches(1))
     with run(LLAMA.build(), "sliced") as one:
         with torch.no_grad():
@@ -288,7 +288,7 @@ def test_without_gradients_or_training_logits_of_few_tokens_are_there() -> None:
         assert type(one.engine(**given).logits) is Tensor
 
 
-def test_an_evaluation_has_no_logits_and_whoever_wants_them_is_not_warned() -> None:
+def test_eval_loss_is_chunked_and_reading_logits_does_not_warn() -> None:
     tokens, vocabulary = 64, 640
     facts = LLAMA.config()
     facts.vocab_size, facts.max_position_embeddings = vocabulary, tokens
@@ -306,7 +306,7 @@ def test_an_evaluation_has_no_logits_and_whoever_wants_them_is_not_warned() -> N
         assert torch.isclose(loss, expected, rtol=1e-5)
 
 
-def test_heads_are_found_and_given_back() -> None:
+def test_heads_are_detected_and_restored() -> None:
     model: Any = MODELS["gpt2, tied"].build()
     assert heads_of(nn.Sequential(model)) == {"0.lm_head": model.lm_head}
     plain: Any = CASES["gpt"].build()
@@ -320,7 +320,7 @@ def test_heads_are_found_and_given_back() -> None:
         assert heads_of(one.model)
 
 
-def test_the_doors_of_causal_language_models_slice_unless_told_otherwise() -> None:
+def test_causal_lm_entry_points_default_to_chunked_logits() -> None:
     causal_model, other = LLAMA.build(), FAMILIES["bert"].build()
     for built, told, expected in (
         (causal_model, {}, "chunked"),

@@ -79,7 +79,7 @@ OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": ROWS * LENGTH, "m
     ("slices", "activations", "device", "precision"),
     diagonal([2, 3, 4], [OFFLOAD, {}, {"checkpoint": "units"}], ["fake", "cpu"], ["fp32", "bf16"]),
 )
-def test_the_bits_of_plain_torch_with_the_same_slices(
+def test_slices_match_torch_slices_bitwise(
     slices: int, activations: dict[str, Any], device: str, precision: str
 ) -> None:
     expected = expected_of(slices, recompute=bool(activations), precision=precision)
@@ -95,7 +95,7 @@ def test_the_bits_of_plain_torch_with_the_same_slices(
         assert found.forecast == found.plan.predicted_bytes
 
 
-def test_near_the_same_batch_at_once() -> None:
+def test_slices_close_to_full_batch() -> None:
     """In fp32 as near as rounding allows; so nothing is lost or counted twice."""
     at_once = train(build(), batches(), make_config(), device="cpu")
     sliced = train(build(), batches(), make_config(activations={"slices": 3}), device="cpu")
@@ -124,7 +124,7 @@ class Recurrent(nn.Module):
         return found
 
 
-def test_slices_of_an_rnn_are_summed_in_fp32() -> None:
+def test_rnn_slice_gradients_are_summed_in_fp32() -> None:
     def recurrent(slices: int = 0) -> nn.Module:
         model = build()
         with torch.random.fork_rng():
@@ -159,9 +159,7 @@ class Blocks(nn.Module):
     ("recompute", "precision", "device"),
     [(False, "bf16", "cpu"), (True, "bf16", "fake"), (True, "fp32", "cpu")],
 )
-def test_the_bits_of_micro_batches_of_a_slice_each(
-    recompute: bool, precision: str, device: str
-) -> None:
+def test_slices_match_micro_batches_bitwise(recompute: bool, precision: str, device: str) -> None:
     """Powers of two: a mean of means is the mean of all, to the last bit."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(5)
@@ -203,7 +201,7 @@ def test_weights_are_fetched_once_for_all_slices() -> None:
     assert micro["from_device"] == 3 * sliced["from_device"]
 
 
-def test_each_slice_is_recomputed_by_itself() -> None:
+def test_slices_are_recomputed_separately() -> None:
     config = make_config(ON_DISK, activations={"checkpoint": "units", "slices": 3})
     with Run(build(), config, device="cpu") as run:
         sizes: list[int] = []
@@ -219,7 +217,7 @@ def test_each_slice_is_recomputed_by_itself() -> None:
 
 
 @pytest.mark.parametrize("rows", [5, 7])
-def test_a_last_slice_that_is_shorter(rows: int) -> None:
+def test_shorter_last_slice_matches_torch(rows: int) -> None:
     batch = [Batch((ids(0, rows=rows),))]
     found = train(build(), batch, make_config(activations={"slices": 2}), device="cpu")
     plain = build(2)
@@ -230,7 +228,7 @@ def test_a_last_slice_that_is_shorter(rows: int) -> None:
     assert found.norms == expected.norms
 
 
-def test_a_batch_smaller_than_the_slices_runs_at_once() -> None:
+def test_batch_smaller_than_slices_is_not_sliced() -> None:
     config = make_config(activations={"slices": 4})
     found = train(build(), [Batch((ids(0, rows=1),))], config, device="cpu")
     plain = train(build(), [Batch((ids(0, rows=1),))], make_config(), device="cpu")
@@ -266,7 +264,7 @@ class Riches(nn.Module):
         return x.square().mean()
 
 
-def test_masks_are_cut_and_what_all_samples_share_is_not() -> None:
+def test_masks_are_sliced_and_shared_tensors_are_not() -> None:
     torch.manual_seed(1)
     data = [Batch((torch.randn(ROWS, LENGTH, WIDTH),)) for _ in range(3)]
     case = Case("rich", lambda _: Riches(), lambda index: data[index])
@@ -447,7 +445,7 @@ def sequence_first() -> nn.Module:
         (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),
     ],
 )
-def test_what_cannot_be_sliced_is_refused_by_name(kind: Any, more: Any, said: str) -> None:
+def test_unsliceable_block_is_rejected_by_name(kind: Any, more: Any, said: str) -> None:
     x = torch.randn(LENGTH if "mask" in more else ROWS, LENGTH, WIDTH)
     with (
         pytest.raises(TrainingError, match=said) as caught,
@@ -471,7 +469,7 @@ class Turning(Centred):
         return super().forward(x) if self.over_samples else self.act(self.linear(x))
 
 
-def test_every_block_is_tried_out_by_itself() -> None:
+def test_every_block_is_probed() -> None:
     config = make_config(activations={"slices": 3})
     with (
         pytest.raises(TrainingError, match=r"'blocks.1'[\s\S]*other results in a larger batch"),
@@ -487,7 +485,7 @@ class ByHeads(Centred):
         return self.act(y.reshape(x.shape))
 
 
-def test_what_is_cut_otherwise_is_tried_out_again() -> None:
+def test_changed_slicing_is_probed_again() -> None:
     """A scale for each head, and in the last batch as many samples as heads."""
     config = make_config(activations={"slices": 2})
     with Run(Base(ByHeads), config, device="cpu") as run:
@@ -497,12 +495,12 @@ def test_what_is_cut_otherwise_is_tried_out_again() -> None:
             run.engine(torch.randn(2, LENGTH, WIDTH), scale=scale)
 
 
-def test_infinite_values_are_equal_to_themselves() -> None:
+def test_probe_treats_infinite_values_as_equal() -> None:
     with Run(Base(Infinite), make_config(activations={"slices": 3}), device="cpu") as run:
         assert run.engine(torch.randn(ROWS, LENGTH, WIDTH)).isfinite()
 
 
-def test_hooks_of_others_and_a_blocks_input_do_not_show_that_it_is_tried_out() -> None:
+def test_probe_is_invisible_to_hooks_and_inputs() -> None:
     seen: list[Tensor] = []
     model = Base(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Tanh()))
     for block in model.blocks:
@@ -519,7 +517,7 @@ def test_hooks_of_others_and_a_blocks_input_do_not_show_that_it_is_tried_out() -
         assert all(part.training for part in model.modules())
 
 
-def test_a_list_that_recomputed_blocks_append_to_is_refused() -> None:
+def test_list_appended_to_by_recomputed_block_is_rejected() -> None:
     """They have a copy of it: what they append would not count, and nobody would say so."""
     model, config = Base(Appending), make_config(activations={"checkpoint": "units"})
     with Run(model, config, device="cpu") as run:
@@ -528,7 +526,7 @@ def test_a_list_that_recomputed_blocks_append_to_is_refused() -> None:
         run.engine.backward(run.engine(torch.randn(ROWS, LENGTH, WIDTH)))
 
 
-def test_batch_norm_that_is_not_trained_is_no_obstacle() -> None:
+def test_batch_norm_in_eval_mode_can_be_sliced() -> None:
     model = Base(Normed)
     model.blocks[0].norm.eval()
     model.blocks[1].norm.eval()
@@ -552,7 +550,7 @@ class Experts(nn.Module):
         return x + torch.stack(parts).sum(0)
 
 
-def test_experts_inside_a_block_run_in_its_slices() -> None:
+def test_experts_in_sliced_block_match_torch() -> None:
     data = [Batch((torch.randn(ROWS, LENGTH, WIDTH),)) for _ in range(3)]
     case = Case("experts", lambda _: Base(Experts), lambda index: data[index])
     plain = case.build()

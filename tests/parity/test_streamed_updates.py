@@ -59,7 +59,7 @@ def num_passages(plan: Plan) -> int:
     ("placement", "formats", "share"),
     diagonal(PLACEMENTS, [("bf16", "fp32"), ("fp16", "fp32"), ("fp32", "8bit")], [0.4, 0.0]),
 )
-def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
+def test_streamed_update_bits_and_forecast_by_placement(
     placement: tuple[str, str, str],
     formats: tuple[str, str],
     share: float,
@@ -83,7 +83,7 @@ def test_the_same_bits_and_the_forecast_bytes_wherever_state_rests(
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_bytes_by_hand(micro_batches: int) -> None:
+def test_streamed_bytes_match_manual_count(micro_batches: int) -> None:
     """AdamW in bf16: 12 bytes of state and the gradient in, 12 out; nothing is published twice."""
     changes: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": micro_batches}
     streamed = run(with_kernels(), update="device", **changes)
@@ -103,7 +103,7 @@ def test_bytes_by_hand(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("placement", [IN_RAM, ("device", "host", "host")])
-def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
+def test_streamed_updates_of_units_overlap(
     placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where it finds a slot: else the links would be idle from unit to unit."""
@@ -130,7 +130,7 @@ def test_a_unit_is_on_its_way_before_the_one_before_it_is_back(
     assert most > 1
 
 
-def test_the_cpu_updates_chunks_while_others_are_on_their_way(
+def test_cpu_updates_overlap_streamed_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a thread of its own, so that the optimizer pass goes on to send others.
@@ -174,7 +174,7 @@ def test_the_cpu_updates_chunks_while_others_are_on_their_way(
     assert {name.rpartition("_")[0] for name in threads} == {"infinity-cpu-update"}
 
 
-def test_a_unit_is_updated_when_all_its_chunks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its last chunk, which the CPU updates, is done before others that are streamed."""
     done: dict[int, list[range]] = {}
     handed_back, finish, updated = [], UnitUpdater._finish, UpdateHandover.updated
@@ -206,7 +206,7 @@ def test_a_unit_is_updated_when_all_its_chunks_are(monkeypatch: pytest.MonkeyPat
     assert any(found[-1].stop < 8 for found in handed_back), handed_back
 
 
-def test_few_calls_are_made_for_much_that_moves() -> None:
+def test_streaming_uses_few_copies_per_batch() -> None:
     """Each takes the host some time: at most ten a passage, and few passages."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(2700, 2700, bias=False) for _ in range(2)))
@@ -229,7 +229,7 @@ def test_few_calls_are_made_for_much_that_moves() -> None:
         assert calls <= 10 * passages  # four kinds come and go, a gradient comes, a kernel runs
 
 
-def test_what_is_reserved_on_the_device_is_what_the_plan_says() -> None:
+def test_reserved_device_memory_matches_plan() -> None:
     fake = with_kernels()
     before = fake.memory_bytes()
     got = run(fake, ("disk", "host", "disk"), precision="bf16", update="device")
@@ -238,7 +238,7 @@ def test_what_is_reserved_on_the_device_is_what_the_plan_says() -> None:
     assert before - (fake.memory_bytes() or 0) == got.plan.tier_bytes["device"]
 
 
-def test_left_to_the_plan_it_streams_where_the_links_beat_the_cpu() -> None:
+def test_update_auto_streams_if_links_beat_cpu() -> None:
     """As they do on the common machine that is planned with where nothing was measured."""
     weights = {}
     for update in ("auto", "cpu"):
@@ -259,7 +259,7 @@ def test_left_to_the_plan_it_streams_where_the_links_beat_the_cpu() -> None:
     assert torch.equal(weights["auto"], weights["cpu"])
 
 
-def test_what_cannot_be_streamed_is_updated_by_the_cpu_and_the_plan_says_why() -> None:
+def test_unstreamable_update_falls_back_to_cpu_with_note() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
     config = make_config(IN_RAM, update="device")

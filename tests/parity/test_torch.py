@@ -43,7 +43,7 @@ BF16_WEIGHT = 2e-2
 @pytest.mark.parametrize(
     ("name", "micro_batches", "kind"), diagonal([*CASES], [3, 1], ["AdamW", "AdamW", "Adam"])
 )
-def test_fp32(name: str, micro_batches: int, kind: str) -> None:
+def test_fp32_training_close_to_torch(name: str, micro_batches: int, kind: str) -> None:
     case = CASES[name]
     config = make_config(
         DISK,
@@ -70,7 +70,7 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_bf16(name: str) -> None:
+def test_bf16_training_close_to_torch(name: str) -> None:
     """bf16 copies of fp32 masters, bf16 gradients, torch's AdamW on the masters."""
     case = CASES[name]
     config = make_config(DISK, precision="bf16", optimizer={"eps": EPS})
@@ -146,7 +146,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("by_engine", [True, False], ids=["engine_steps_it", "user_steps_it"])
 @pytest.mark.parametrize("name", SCHEDULERS)
-def test_schedulers(name: str, by_engine: bool) -> None:
+def test_schedulers_match_torch(name: str, by_engine: bool) -> None:
     """OneCycleLR also moves betas. Over groups with rates of their own."""
     case, make = CASES["gpt"], SCHEDULERS[name]
     config = make_config(DISK, optimizer={"eps": EPS})
@@ -193,7 +193,7 @@ def test_schedulers(name: str, by_engine: bool) -> None:
     ],
     ids=["engine_steps_it", "user_steps_it"],
 )
-def test_schedulers_are_stepped_without_a_warning(by_engine: bool) -> None:
+def test_scheduler_step_does_not_warn(by_engine: bool) -> None:
     case, make = CASES["gpt"], SCHEDULERS["cosine"]
     options = {"lr_scheduler": make} if by_engine else {}
     with Run(case.build(), make_config(), device="cpu", **options) as run:
@@ -206,7 +206,7 @@ def test_schedulers_are_stepped_without_a_warning(by_engine: bool) -> None:
                 scheduler.step()
 
 
-def test_a_rate_is_captured_at_step() -> None:
+def test_learning_rate_is_captured_at_step() -> None:
     """What groups hold while an optimizer pass runs does not reach it."""
     case = CASES["gpt"]
     config = make_config(DISK, precision="bf16")
@@ -230,7 +230,7 @@ def test_a_rate_is_captured_at_step() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 300, 4096, 5000, 3 * 4096 + 17])
-def test_the_norm_written_out_is_the_reference(size: int) -> None:
+def test_square_sum_matches_reference(size: int) -> None:
     values = torch.randn(size, generator=torch.Generator().manual_seed(size))
     assert square_sum(values) == reference_square_sum(values)
     assert square_sum(values.bfloat16()) == reference_square_sum(values.bfloat16())

@@ -65,7 +65,7 @@ def run(case: Case, device: str, activations: dict[str, Any], **changes: Any) ->
     ("name", "offload", "device", "micro_batches"),
     diagonal([*CASES], [*OFFLOADS][::-1], ["fake", "cpu"], [1, 1, 2]),
 )
-def test_the_bits_of_plain_torch_with_checkpoints(
+def test_unit_checkpoints_match_torch_checkpoint_bitwise(
     name: str, offload: str, device: str, micro_batches: int
 ) -> None:
     case = CASES[name]
@@ -84,7 +84,7 @@ def test_the_bits_of_plain_torch_with_checkpoints(
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_the_plan_says_the_bytes_before_the_first_forward(device: str) -> None:
+def test_plan_predicts_activation_bytes(device: str) -> None:
     case = CASES["gpt"]
     plain = run(case, device, UNITS)
     for activations, offload in ((TO_HOST, "host"), (TO_DISK, "disk")):
@@ -133,7 +133,7 @@ def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tupl
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_it_recomputes_and_keeps_what_a_models_own_checkpoints_do(name: str) -> None:
+def test_unit_checkpoints_recompute_like_model_checkpoints(name: str) -> None:
     case = CASES[name]
     calls, kept, peak, _ = measure(case, OWN, {})
     found, ours_kept, ours_peak, recomputed = measure(case, CHECKPOINTINGS[0], UNITS)
@@ -143,7 +143,7 @@ def test_it_recomputes_and_keeps_what_a_models_own_checkpoints_do(name: str) -> 
     assert ours_peak <= peak
 
 
-def test_a_number_recomputes_the_first_so_many_blocks() -> None:
+def test_checkpoint_count_recomputes_first_blocks() -> None:
     """Each block more is computed once more, and keeps less."""
     case, kept, peaks = CASES["gpt"], [], []
     for count in range(5):
@@ -156,7 +156,7 @@ def test_a_number_recomputes_the_first_so_many_blocks() -> None:
 
 
 @pytest.mark.parametrize("own", [c for c in CHECKPOINTINGS if c.mode != "none"], ids=str)
-def test_a_model_that_checkpoints_itself_is_not_wrapped_twice(own: Checkpointing) -> None:
+def test_model_with_own_checkpoints_is_not_wrapped_twice(own: Checkpointing) -> None:
     case = CASES["gpt"]
     calls, _, _, recomputed = measure(case, own, UNITS)
     if own.place == "block":
@@ -203,7 +203,7 @@ def deep_case() -> Case:
 
 
 @pytest.mark.parametrize("device", ["cpu", "fake"])
-def test_offloaded_inputs_are_not_in_the_devices_memory(device: str) -> None:
+def test_offloaded_inputs_leave_device_memory(device: str) -> None:
     case = deep_case()
     kept, peaks = {}, {}
     for name, activations in {
@@ -244,7 +244,7 @@ class Noisy(Gpt):
             block.down = nn.Sequential(block.down, nn.Dropout(0.3))
 
 
-def test_random_numbers_are_drawn_again() -> None:
+def test_recomputation_replays_random_numbers() -> None:
     case = Case("noisy", Noisy, CASES["gpt"].batch)
     torch.manual_seed(5)
     expected = train_exactly(case.build(OWN), case.batches(4), make_config())
@@ -290,7 +290,7 @@ class Counts(nn.Module):
         return x.square().mean()
 
 
-def test_a_part_that_comes_after_the_engine_is_counted_once(tmp_path: Path) -> None:
+def test_module_added_after_init_updates_buffers_once(tmp_path: Path) -> None:
     with small_engine(tmp_path, activations=UNITS) as engine:
         block = engine.module.blocks[0]
         block.norm.late = nn.BatchNorm1d(SMALL_WIDTH, affine=False)
@@ -300,7 +300,7 @@ def test_a_part_that_comes_after_the_engine_is_counted_once(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_what_a_forward_writes_to_buffers_is_written_once(micro_batches: int) -> None:
+def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
     """Those of plain torch without any recomputation, and its gradients, bit for bit."""
     rows = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     case = Case("counts", Counts, lambda index: Batch((rows[index],)))
@@ -348,7 +348,7 @@ class Adversary(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.weight_norm])
 @pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
-def test_weights_that_pre_hooks_compute(norm: Any, activations: dict[str, Any]) -> None:
+def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[str, Any]) -> None:
     rows = [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     case = Case("adversary", lambda _: Adversary(norm), lambda index: Batch((rows[index],)))
     plain = case.build()
@@ -366,7 +366,7 @@ def test_weights_that_pre_hooks_compute(norm: Any, activations: dict[str, Any]) 
         assert same_bits(model(rows[0]).detach(), plain.eval()(rows[0]).detach())
 
 
-def test_autocast_is_the_same_again() -> None:
+def test_recomputation_restores_autocast() -> None:
     case = CASES["gpt"]
     results = []
     for own, activations in ((OWN, {}), (CHECKPOINTINGS[0], TO_DISK)):
@@ -409,7 +409,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
-def test_fused_attention_keeps_its_kernels(activations: dict[str, Any]) -> None:
+def test_fused_attention_is_kept_under_saved_tensor_hooks(activations: dict[str, Any]) -> None:
     """What the fused kernels save passes our hooks unchanged: the bits of plain torch."""
 
     def batch(index: int) -> Batch:
@@ -427,7 +427,7 @@ def test_fused_attention_keeps_its_kernels(activations: dict[str, Any]) -> None:
         assert any("flash_attention" in call and "backward" in call for call in calls)
 
 
-def test_without_gradients_nothing_is_recomputed() -> None:
+def test_no_grad_forward_saves_and_recomputes_nothing() -> None:
     case = CASES["gpt"]
     with Run(case.build(), make_config(activations=TO_DISK), device="cpu") as run:
         before = block_calls(run.model)[0]
@@ -496,7 +496,7 @@ class Caching(nn.Module):
         return total + x.square().mean()
 
 
-def test_tensors_in_kwargs_tuples_and_dicts_are_inputs_and_caches_are_left_out() -> None:
+def test_nested_inputs_are_saved_and_caches_are_dropped() -> None:
     x = torch.randn(4, WIDTH)
     expected = train_exactly(
         Case("keyed", lambda _: Caching(), lambda _: Batch((x,))).build(),

@@ -70,7 +70,7 @@ def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
 
 
 @pytest.mark.parametrize("kind", ["llama with adapters", "experts that are fused"])
-def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
+def test_transformers_files_are_read_once_across_ranks(
     kind: str, tmp_path: Path, bytes_read: list[int]
 ) -> None:
     """Also where a tensor of the model is made of many of the files'."""
@@ -105,7 +105,7 @@ def test_each_byte_of_the_files_of_transformers_is_read_by_one_rank(
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
-def test_adapters_of_ranks_are_the_files_of_one(kind: str, tmp_path: Path) -> None:
+def test_adapter_files_match_single_rank(kind: str, tmp_path: Path) -> None:
     """Also of stacks of experts in 4 bits, of which each rank stores a part."""
     alone, together = saved(1, tmp_path / "1", kind), saved(2, tmp_path / "2", kind)
     assert together == alone

@@ -9,7 +9,7 @@ from parity.test_axes import AXES, GROUPS, MANY, check, pairwise, possible
 
 
 @pytest.mark.parametrize("ranks", MANY)
-def test_no_pair_is_missing(ranks: int) -> None:
+def test_pairwise_rows_cover_all_axis_pairs(ranks: int) -> None:
     rows = pairwise(ranks=ranks)
     assert all(possible(row) and row["ranks"] == ranks for row in rows)
     values = [(axis, value) for axis in AXES if axis != "ranks" for value in AXES[axis]]
@@ -26,7 +26,7 @@ def test_no_pair_is_missing(ranks: int) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("group", range(GROUPS))
 @pytest.mark.parametrize("ranks", MANY)
-def test_pairs_of_axes(ranks: int, group: int) -> None:
+def test_axis_pairs_match_plain_torch(ranks: int, group: int) -> None:
     rows = pairwise(ranks=ranks)[group::GROUPS]
     problems = {str(row): found for i, row in enumerate(rows) if (found := check(row, i))}
     assert problems == {}

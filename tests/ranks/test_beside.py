@@ -80,7 +80,7 @@ def between(log: list[Any], kind: str) -> list[list[Any]]:
     return found
 
 
-def test_weights_are_gathered_while_the_unit_before_computes(tmp_path: Path) -> None:
+def test_all_gather_overlaps_compute(tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), prefetch_units=1)
     for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
         gathers = between(log, "all_gather")
@@ -92,7 +92,7 @@ def test_weights_are_gathered_while_the_unit_before_computes(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_gradients_are_exchanged_while_the_next_unit_computes(slices: int, tmp_path: Path) -> None:
+def test_gradient_exchange_overlaps_compute(slices: int, tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), activations={"slices": slices})
     for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
         exchanges = between(log, "all_to_all")
@@ -103,7 +103,7 @@ def test_gradients_are_exchanged_while_the_next_unit_computes(slices: int, tmp_p
         assert max(under_way) <= 2 - slices, "two at a time, or one: there are so many buffers"
 
 
-def test_meetings_are_one_for_each_use_of_a_unit(tmp_path: Path) -> None:
+def test_one_synchronization_per_unit_use(tmp_path: Path) -> None:
     for log in on_ranks(2, partial(trained, folder=tmp_path, config=make_config())):
         met = Counter(str(doing).split()[0] for what, doing in log if what == "meets")
         assert met["uses"] == 2 * DEPTH - 2, "the last is used once for both, the first not again"
@@ -112,7 +112,9 @@ def test_meetings_are_one_for_each_use_of_a_unit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("tier", ["host", "disk", "device"])
-def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path: Path) -> None:
+def test_unsharded_weights_are_gathered_once_per_step(
+    whole: bool, tier: str, tmp_path: Path
+) -> None:
     config = make_config((tier, "host", "host"), gradient_accumulation_steps=2, prefetch_units=1)
     config["placement"]["reshard_after_forward"] = not whole
     batches = GPT.batches(12)
@@ -135,7 +137,7 @@ def test_whole_weights_are_gathered_once_a_step(whole: bool, tier: str, tmp_path
     assert (gathers == 1) if whole else (gathers > 1)
 
 
-def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
+def test_unit_evicted_on_one_rank_is_gathered_on_all(tmp_path: Path) -> None:
     """As where its optimizer pass took other slots: what is in them hangs on time."""
     x = torch.ones(2, WIDTH)
 
@@ -156,7 +158,7 @@ def test_what_one_rank_lacks_is_gathered_on_all(tmp_path: Path) -> None:
     assert some > 1
 
 
-def test_frozen_weights_stay_whole_for_good(tmp_path: Path) -> None:
+def test_frozen_weights_are_gathered_once(tmp_path: Path) -> None:
     case, config = CASES["frozen"], make_config()
     config["placement"]["reshard_after_forward"] = False
     found = train_ranks(2, case.build, case.batches(8), config, groups=case.groups)
@@ -185,7 +187,7 @@ def planned(device: int | None, unsharded: bool | None = None, **placement: str)
     return make_plan(units, config, Limits(device, None, None), unified=False)
 
 
-def test_what_fits_stays_whole() -> None:
+def test_plan_keeps_fitting_units_unsharded() -> None:
     host = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
     unlimited, unit = planned(None, **host), 1 << 20
     assert unlimited.zero_stage == 2
@@ -213,9 +215,7 @@ class BadError(Exception):
 
 @pytest.mark.parametrize("how", ["raises", "leaves"])
 @pytest.mark.parametrize("when", ["forward", "backward"])
-def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
-    how: str, when: str, tmp_path: Path
-) -> None:
+def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"))
 
     def work(ranks: DistContext) -> None:
@@ -254,9 +254,7 @@ def test_a_rank_that_ends_under_a_gather_ends_all_with_words(
 
 
 @pytest.mark.parametrize("at_the_end", [False, True])
-def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
-    at_the_end: bool, tmp_path: Path
-) -> None:
+def test_accumulation_error_is_reported_to_all_ranks(at_the_end: bool, tmp_path: Path) -> None:
     def work(ranks: DistContext) -> None:
         model = Chain(more=at_the_end)  # then no unit is ever complete
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
@@ -282,7 +280,7 @@ def test_an_addition_that_fails_is_told_after_what_was_agreed_on(
         assert "BadError: the drive is full" in str(errors[rank])
 
 
-def test_a_step_given_up_under_way_leaves_no_trace(tmp_path: Path) -> None:
+def test_abandoned_forward_leaves_state_unchanged(tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), precision="bf16")
     batches = GPT.batches(6)
     expected = train_exactly(

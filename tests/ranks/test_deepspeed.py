@@ -80,7 +80,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, False), (1, False), (2, True), (2, False), (3, True), (3, False)]
 )
-def test_every_stage_gives_the_bits_of_one_rank(stage: int, offload: bool, tmp_path: Path) -> None:
+def test_zero_stages_match_single_rank_bitwise(stage: int, offload: bool, tmp_path: Path) -> None:
     config = configuration(stage, tmp_path)
     if not offload:
         config["zero_optimization"] = {"stage": stage}
@@ -92,7 +92,7 @@ def test_every_stage_gives_the_bits_of_one_rank(stage: int, offload: bool, tmp_p
     assert same(runs[0], runs[2])
 
 
-def test_windows_that_no_sync_holds_open(tmp_path: Path) -> None:
+def test_no_sync_extends_accumulation_window(tmp_path: Path) -> None:
     """As scripts for DDP have them: more micro-batches than configured, a step where they end."""
     models, batches, config = [GPT.build() for _ in range(2)], GPT.batches(12), make_config(ON_DISK)
     one = config | {"gradient_accumulation_steps": 6}
@@ -118,7 +118,7 @@ def test_windows_that_no_sync_holds_open(tmp_path: Path) -> None:
     assert on_ranks(2, work) == [expected.norms] * 2
 
 
-def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:
+def test_batch_sizes_count_all_ranks(tmp_path: Path) -> None:
     config = configuration(1, tmp_path)
     words = r"train_batch_size 8 is not .* 2 x gradient_accumulation_steps 1 .* x 3 processes"
     models = [GPT.build() for _ in range(3)]
@@ -142,7 +142,7 @@ def test_batch_sizes_are_those_of_all_ranks(tmp_path: Path) -> None:
     on_ranks(3, changed)
 
 
-def test_a_script_of_deepspeeds_alone_and_on_ranks(tmp_path: Path) -> None:
+def test_deepspeed_script_on_ranks_matches_single_rank(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
     (file := tmp_path / "ds.json").write_text(json.dumps(configuration(3, nvme)))
     job = {"config": str(file), "samples": 24}
@@ -160,7 +160,7 @@ def test_a_script_of_deepspeeds_alone_and_on_ranks(tmp_path: Path) -> None:
     assert list(nvme.iterdir()) == []
 
 
-def test_gathered_values_are_those_of_one_rank_and_a_tag_is_replaced_behind_training(
+def test_gathered_parameters_broadcast_and_async_save_replaces_tag(
     tmp_path: Path,
 ) -> None:
     models = [GPT.build() for _ in range(2)]

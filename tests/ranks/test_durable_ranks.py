@@ -55,7 +55,9 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
     return digest
 
 
-def test_killed_at_the_phases_of_a_commit(tmp_path: Path, expected: Callable[[int], str]) -> None:
+def test_ranks_killed_in_commit_phases_resume(
+    tmp_path: Path, expected: Callable[[int], str]
+) -> None:
     """Prepared on one rank only is rolled back; on all, or committed on one only, forward."""
     deaths: list[Death | int | None] = [
         (1, "marked", 1),  # the other is marked: a start that died
@@ -83,7 +85,7 @@ DEATHS: list[tuple[list[Death], list[int]]] = [
 @pytest.mark.parametrize(
     ("deaths", "steps"), [DEATHS[0], pytest.param(*DEATHS[1], marks=pytest.mark.big)]
 )
-def test_a_launcher_starts_ranks_again_that_were_killed(
+def test_launcher_restarts_killed_ranks(
     tmp_path: Path, expected: Callable[[int], str], deaths: list[Death], steps: list[int]
 ) -> None:
     (tmp_path / "nvme").mkdir()
@@ -113,7 +115,7 @@ KILLED = [
     ("point", "count", "rank", "whole", "every", "name"),
     [(*killed, *turn) for killed, turn in zip(KILLED, itertools.cycle(TURNS), strict=False)],
 )
-def test_killed_at_every_point(
+def test_ranks_killed_at_every_commit_point_resume(
     tmp_path: Path,
     expected: Callable[[int], str],
     point: str,
@@ -135,7 +137,9 @@ def test_killed_at_every_point(
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("count", COUNTS)
-def test_killed_at_any_line(tmp_path: Path, expected: Callable[[int], str], count: int) -> None:
+def test_ranks_killed_at_random_lines_resume(
+    tmp_path: Path, expected: Callable[[int], str], count: int
+) -> None:
     draw = random.Random(count)
     for whole, every, name in TURNS:
         lines = [draw.randrange(5_000, 80_000) for _ in range(4)]
@@ -196,7 +200,7 @@ def parts_of(folder: Path, rank: int) -> list[Path]:
     return list((folder / f"rank-{rank}").glob("infinity-run-*"))
 
 
-def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
+def test_last_commit_loads_on_other_rank_count(tmp_path: Path) -> None:
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     for folder in (first, second, third):
         folder.mkdir()
@@ -225,7 +229,7 @@ def test_another_number_of_ranks_reads_the_last_commit(tmp_path: Path) -> None:
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
 
 
-def test_no_rank_commits_what_another_has_not_prepared(
+def test_commit_waits_until_all_ranks_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next pass would write over the only step that a rank has that is killed there."""
@@ -260,7 +264,7 @@ def test_no_rank_commits_what_another_has_not_prepared(
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
-def test_what_optimizers_of_torch_keep_is_committed(tmp_path: Path, name: str) -> None:
+def test_torch_optimizer_state_is_committed(tmp_path: Path, name: str) -> None:
     """Step counts are those after the pass; of several ranks each has its own parameters'."""
     optimizer = {**ELEMENTWISE, **WHOLE}[name]
     folders = [tmp_path / str(number) for number in range(4)]
@@ -278,7 +282,7 @@ def test_what_optimizers_of_torch_keep_is_committed(tmp_path: Path, name: str) -
         assert [n for n, v in values.items() if not torch.equal(v, expected[n])] == []
 
 
-def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:
+def test_rank_with_missing_shards_is_named(tmp_path: Path) -> None:
     train_durably(2, tmp_path, 2)
     (own,) = parts_of(tmp_path, 1)
     own.rename(tmp_path / "away")
@@ -299,7 +303,7 @@ def test_ranks_that_lack_what_others_have_are_named(tmp_path: Path) -> None:
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
 
 
-def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
+def test_swapped_rank_shards_are_rejected_by_name(tmp_path: Path) -> None:
     """Of machines that each have a drive, and one rank, and are started in another order."""
     models = [CASE.build() for _ in range(4)]
 
@@ -321,7 +325,7 @@ def test_parts_of_ranks_that_changed_places_are_named(tmp_path: Path) -> None:
     assert on_ranks(2, lambda ranks: start(ranks, (0, 1))) == [2, 2]
 
 
-def test_what_a_dead_run_of_more_ranks_left_is_removed(tmp_path: Path) -> None:
+def test_leftovers_of_dead_ranks_are_removed(tmp_path: Path) -> None:
     left = [tmp_path, *(tmp_path / f"rank-{rank}" for rank in range(4))]
     dead = []
     for path in left:
@@ -334,7 +338,7 @@ def test_what_a_dead_run_of_more_ranks_left_is_removed(tmp_path: Path) -> None:
     assert all(parts_of(tmp_path, rank) for rank in range(2))
 
 
-def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
+def test_ranks_without_common_commit_are_rejected(tmp_path: Path) -> None:
     """One rank's files are set back, as a copy of its drive would be."""
     train_durably(2, tmp_path, 2)
     (own,) = parts_of(tmp_path, 1)
@@ -349,7 +353,7 @@ def test_commits_that_are_not_common_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["exchanged", "copied over"])
-def test_directories_of_other_ranks_are_refused(tmp_path: Path, how: str) -> None:
+def test_directory_of_other_rank_is_rejected(tmp_path: Path, how: str) -> None:
     train_durably(2, tmp_path, 2)
     first, second = tmp_path / "rank-0", tmp_path / "rank-1"
     second.rename(tmp_path / "away")
@@ -364,7 +368,7 @@ def test_directories_of_other_ranks_are_refused(tmp_path: Path, how: str) -> Non
             train_durably(2, tmp_path, 3, resume=resume)
 
 
-def test_ranks_of_two_histories_are_refused(tmp_path: Path) -> None:
+def test_ranks_of_different_histories_are_rejected(tmp_path: Path) -> None:
     """Both went on from the same commit, with equal numbers of commits and steps since."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
@@ -381,7 +385,7 @@ def test_ranks_of_two_histories_are_refused(tmp_path: Path) -> None:
         DurableReader(parts_of(one, 0)[0])
 
 
-def test_ranks_that_end_at_different_steps_go_back_to_a_common_one(tmp_path: Path) -> None:
+def test_ranks_ending_at_different_steps_resume_at_common_step(tmp_path: Path) -> None:
     """One fails in a step after ranks have met in it: at its end it prepares the step before."""
     (whole := tmp_path / "whole").mkdir()
     expected = train_durably(2, whole, 4)

@@ -32,7 +32,7 @@ def run(folder: Path, patience_s: float | None) -> list[Any]:
     ]
 
 
-def test_a_rank_that_hangs_ends_the_others_within_the_timeout(tmp_path: Path) -> None:
+def test_hanging_rank_ends_others_within_timeout(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
     children = run(tmp_path, 30.0)
     for rank in (0, 2):
@@ -60,7 +60,7 @@ def small(folder: Path) -> dict[str, Any]:
     return config
 
 
-def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
+def test_failed_rank_raises_in_every_later_call(tmp_path: Path) -> None:
     """At once, on all ranks, whoever catches what was raised before."""
     models = [small_model() for _ in range(2)]
     lost = TransferError("the drive is gone", path="/", offset=0, length=1, errno=errno.EIO)
@@ -87,7 +87,7 @@ def test_a_rank_that_cannot_go_on_ends_every_later_call(tmp_path: Path) -> None:
             assert "the drive is gone" in words
 
 
-def test_weights_that_one_rank_cannot_read_are_loaded_on_none(tmp_path: Path) -> None:
+def test_weights_unreadable_on_one_rank_are_not_loaded(tmp_path: Path) -> None:
     """And training goes on, or they are loaded again."""
     models = [small_model() for _ in range(2)]
     weights = tmp_path / "weights"
@@ -118,7 +118,9 @@ def train(folder: Path, ranks: DistContext, model: Any, steps: int) -> dict[str,
 
 
 @pytest.mark.parametrize("where", ["state", "record", "second record"])
-def test_a_drive_that_is_full(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_drive_of_one_rank_keeps_committed_state(
+    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of one rank, in some step: all say whose and why, and nothing committed is lost."""
     models = [small_model() for _ in range(6)]
     sound, broken = tmp_path / "sound", tmp_path / "broken"

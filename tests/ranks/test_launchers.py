@@ -67,7 +67,7 @@ def agent(*script: str, ranks: int = 1) -> list[str]:
 
 
 @pytest.mark.big
-def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
+def test_two_agents_match_single_process() -> None:
     """A node's budget is that of the ranks it has: here one, so all of it."""
     alone = together([str(EXAMPLE)])[0]
     printed = together(*[agent(str(EXAMPLE))] * 2)
@@ -81,7 +81,7 @@ def test_two_agents_are_two_nodes_and_give_the_bits_of_one() -> None:
 
 
 @pytest.mark.big
-def test_each_node_keeps_its_ranks_state_on_its_own_drive(tmp_path: Path) -> None:
+def test_each_node_stores_state_on_local_drive(tmp_path: Path) -> None:
     case, config = CASES["gpt"], make_config(("disk", "disk", "disk"))
     job = {
         "case": case.name,
@@ -127,7 +127,7 @@ def test_doctor_measures_links_between_ranks(
 
 
 @pytest.mark.big
-def test_doctor_measures_links_inside_nodes_and_between_them(
+def test_doctor_measures_links_within_and_between_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -142,7 +142,7 @@ def test_doctor_measures_links_inside_nodes_and_between_them(
 
 
 @pytest.mark.big
-def test_contenders_on_ranks_compute_the_same(tmp_path: Path) -> None:
+def test_bench_ranks_contenders_compute_equal_losses(tmp_path: Path) -> None:
     """All begin with one model and see the same batches; bytes are as predicted."""
     command = [str(TESTS.parent / "tools" / "bench_ranks.py"), "--model", "gpt-tiny"]
     command += ["--rounds", "1", "--warmup", "1", "--tokens", "128", "--path", str(tmp_path)]

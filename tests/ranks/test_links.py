@@ -26,7 +26,7 @@ from infinity.training.run_plan import rates_of_rank
 NAMES = set(LINKS)
 
 
-def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
+def test_links_are_measured_jointly_and_cached_per_rank_count(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -60,7 +60,7 @@ def test_links_are_measured_by_all_ranks_and_kept_for_as_many(
     assert kept_rates((), device).rates.all_gather is None, "one rank has no links"
 
 
-def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
+def test_links_within_and_between_nodes_are_cached(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -100,7 +100,7 @@ def test_of_several_nodes_links_inside_and_between_them_are_kept_too(
     assert not between.keys() & set(known.nominal)
 
 
-def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_link_rate_is_that_of_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of one rank every call takes a second, of the other half of one."""
 
     def work(ranks: DistContext) -> dict[str, float]:
@@ -116,7 +116,7 @@ def test_the_slowest_rank_is_what_a_link_is_worth(monkeypatch: pytest.MonkeyPatc
     assert on_ranks(2, work) == [dict.fromkeys(LINKS, half)] * 2
 
 
-def test_a_rank_plans_with_its_part_and_the_least_of_all(
+def test_rank_plans_with_its_share_of_the_lowest_rates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     base, _ = with_links(nominal(unified=True), 2, unified=True)
@@ -149,7 +149,7 @@ def test_a_rank_plans_with_its_part_and_the_least_of_all(
     assert on_ranks(2, origin) == ["measured 2026-01-01; nominal, not measured: disk_write"] * 2
 
 
-def test_a_rank_of_a_gpu_has_its_own_device_and_a_part_of_the_rest() -> None:
+def test_gpu_rank_has_full_device_rates_and_shared_host_rates() -> None:
     rates, guessed = with_links(nominal(unified=False), 4, nodes=2, unified=False)
     assert set(guessed) == NAMES | {"between_nodes", "between_hosts"}
     own = rates.of_rank(4, 2, unified=False)

@@ -51,7 +51,7 @@ def train(
 
 @pytest.mark.big
 @pytest.mark.parametrize(("durable", "moments"), [(False, "8bit"), (True, "bf16_stochastic")])
-def test_each_number_goes_on_from_each_other(durable: bool, moments: str, tmp_path: Path) -> None:
+def test_resume_between_all_rank_counts(durable: bool, moments: str, tmp_path: Path) -> None:
     more = {"durable": durable, "optimizer": {"moments": moments}}
     losses, end = train(1, tmp_path / "unresumed", 3, **more)
     left = {}

@@ -117,7 +117,7 @@ def found_by(
     ("count", "nodes", "shared"),
     [(2, 1, True), (2, 2, True), (2, 1, False), pytest.param(4, 2, False, marks=pytest.mark.big)],
 )
-def test_processes_that_a_launcher_started_give_the_bits_of_one(
+def test_launched_processes_match_single_process_bitwise(
     count: int, nodes: int, shared: bool, tmp_path: Path
 ) -> None:
     config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
@@ -141,12 +141,12 @@ def test_processes_that_a_launcher_started_give_the_bits_of_one(
     assert list(nvme.iterdir()) == []
 
 
-def test_ranks_find_out_which_of_them_share_a_machine(tmp_path: Path) -> None:
+def test_ranks_detect_shared_machine(tmp_path: Path) -> None:
     found = found_by(3, tmp_path, rank_alone.machines)
     assert found == [(0, 2, 2, False, False), (1, 2, 2, False, False), (0, 1, 3, False, False)]
 
 
-def test_ranks_of_a_machine_have_numbers_one_after_the_other(
+def test_non_contiguous_ranks_of_machine_are_rejected(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     store = HashStore()
@@ -158,7 +158,7 @@ def test_ranks_of_a_machine_have_numbers_one_after_the_other(
 
 
 @needs_peak
-def test_a_rank_holds_its_share_of_ram_and_no_more(tmp_path: Path) -> None:
+def test_rank_peak_ram_is_its_planned_share(tmp_path: Path) -> None:
     """The peak of a rank is what its plan reserves; state is in RAM, sharded."""
     (nvme := tmp_path / "nvme").mkdir()
     alone = found_by(1, tmp_path / "1", rank_alone.memory, nvme=str(nvme))[0]
@@ -173,7 +173,7 @@ def test_a_rank_holds_its_share_of_ram_and_no_more(tmp_path: Path) -> None:
         assert found["planned"] + more < 0.9 * alone["planned"], "or nothing is shown"
 
 
-def test_ram_that_ranks_share_counts_once_for_each(tmp_path: Path) -> None:
+def test_shared_ram_counts_once_per_rank(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
     for found in found_by(2, tmp_path, rank_alone.shares_ram, nvme=str(nvme)):
         assert found["others"] > 64 << 20
@@ -181,7 +181,7 @@ def test_ram_that_ranks_share_counts_once_for_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("when", ["start", "step"])
-def test_a_rank_that_is_out_of_memory_ends_the_others_with_words(when: str, tmp_path: Path) -> None:
+def test_out_of_memory_on_one_rank_ends_others(when: str, tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
     job = {"nvme": str(nvme), "when": when}
     with Processes(2, tmp_path, rank_alone.out_of_memory, job) as processes:
@@ -204,7 +204,7 @@ def test_a_rank_that_is_out_of_memory_ends_the_others_with_words(when: str, tmp_
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("agent", [True, False])
-def test_other_numbers_of_ranks_are_told(
+def test_mismatched_world_size_is_reported(
     rank: int, agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether a launcher keeps the store or the first rank, which waits for nobody there."""
@@ -223,7 +223,7 @@ def test_other_numbers_of_ranks_are_told(
         assert f"WORLD_SIZE is {other} on rank 1, {one} on rank 0" in second
 
 
-def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
+def test_ranks_close_to_ddp(tmp_path: Path) -> None:
     """DDP adds gradients in another order, and means of them: all weights, after four updates."""
     # Biases of keys have gradients of 0, but for rounding: not to be divided by themselves.
     config = make_config(gradient_accumulation_steps=2, optimizer={"eps": 1e-4})
@@ -239,7 +239,7 @@ def test_plain_torch_on_as_many_ranks_agrees(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rank", "taken"), [(0, False), (1, False), (1, True)])
-def test_a_rank_alone_says_whom_it_waits_for_and_ends_on_ctrl_c(rank: int, taken: bool) -> None:
+def test_lone_rank_reports_wait_and_ends_on_sigint(rank: int, taken: bool) -> None:
     """Also where another program takes connections at that address, and says nothing."""
     with contextlib.ExitStack() as stack:
         probe = socket.socket() if not taken else stack.enter_context(socket.socket())
@@ -263,7 +263,7 @@ def wait_alone(rank: int, port: str, who: str) -> None:
     assert "KeyboardInterrupt" in error
 
 
-def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> None:
+def test_killed_rank_ends_others(tmp_path: Path) -> None:
     config = {**make_config(("disk", "disk", "host")), "nvme_path": str(tmp_path)}
     job = {"case": "gpt", "config": config, "batches": 30, "killed": [1, 2]}
     job["store"] = str(tmp_path / "store")
@@ -276,7 +276,7 @@ def test_a_rank_that_is_killed_ends_the_others_with_words(tmp_path: Path) -> Non
         assert "another rank has ended, was killed, hangs, or cannot be reached" in words
 
 
-def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
+def test_two_gpus_example_matches_single_process(tmp_path: Path) -> None:
     printed = []
     script = TESTS.parent / "examples" / "two_gpus.py"
     for count in (1, 2):
@@ -290,7 +290,7 @@ def test_the_example_prints_the_same_alone_and_on_two(tmp_path: Path) -> None:
     assert printed[0] == printed[1]
 
 
-def test_who_made_the_group_may_close_first(tmp_path: Path) -> None:
+def test_process_group_creator_can_close_first(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
     first, second = found_by(2, tmp_path, rank_alone.two_engines, nvme=str(nvme))
     assert first["state"].keys() == second["state"].keys()
@@ -299,7 +299,7 @@ def test_who_made_the_group_may_close_first(tmp_path: Path) -> None:
         assert not found["left"]
 
 
-def test_a_call_on_one_rank_only_is_told_while_it_waits_and_when_the_other_has_closed(
+def test_call_on_one_rank_only_is_reported(
     tmp_path: Path,
 ) -> None:
     job = {name: str(tmp_path / name) for name in ("nvme", "saves", "store")}
@@ -312,7 +312,7 @@ def test_a_call_on_one_rank_only_is_told_while_it_waits_and_when_the_other_has_c
     assert others == []
 
 
-def test_who_closed_because_another_was_lost_is_not_to_blame(
+def test_rank_that_closed_after_loss_is_not_blamed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("infinity.distributed.torch_context._LOSS_REPORT_S", 0.1)
@@ -327,7 +327,7 @@ def test_who_closed_because_another_was_lost_is_not_to_blame(
     assert ranks._find_lost_ranks() == ({3: "ValueError: odd"}, [])
 
 
-def test_a_group_of_the_users_is_let_go_of_once() -> None:
+def test_user_process_group_survives_repeated_close() -> None:
     """An error in initialize() closes what it may have closed: the error is what is raised."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

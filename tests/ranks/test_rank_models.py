@@ -37,7 +37,7 @@ def generate(model: Any, prompt: dict[str, Any], tokens: int) -> Tensor:
     return found
 
 
-def test_generate_gives_each_rank_the_tokens_of_its_own_prompt(tmp_path: Path) -> None:
+def test_generate_uses_prompt_of_each_rank(tmp_path: Path) -> None:
     models = [family(rank) for rank in range(2)]
     expected = [generate(*family(rank), tokens=5) for rank in range(2)]
 
@@ -53,7 +53,7 @@ def test_generate_gives_each_rank_the_tokens_of_its_own_prompt(tmp_path: Path) -
         assert all(torch.equal(tokens, expected[rank]) for tokens in found)
 
 
-def test_ranks_that_generate_another_number_of_tokens_are_told_so(tmp_path: Path) -> None:
+def test_generate_with_unequal_lengths_raises_on_all_ranks(tmp_path: Path) -> None:
     models = [family(rank) for rank in range(2)]
 
     def work(ranks: DistContext) -> None:
@@ -99,7 +99,7 @@ def stack() -> nn.Module:
     return Stack()
 
 
-def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
+def test_compiled_blocks_match_single_rank_bitwise(tmp_path: Path) -> None:
     dynamo = pytest.importorskip("torch._dynamo")
     dynamo.reset()
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +128,7 @@ def test_compiled_blocks_give_the_bits_of_one(tmp_path: Path) -> None:
 # --- experts -------------------------------------------------------------------------------------
 
 
-def test_experts_that_every_rank_uses() -> None:
+def test_routed_experts_match_single_rank_bitwise() -> None:
     """By some tokens of each batch; which tokens is the batch's own matter."""
     case, count, micro_batches = CASES["routed"], 2, 2
     every = [b for b in case.batches(200) if len((b.args[0] % 4).unique()) == 4]
@@ -161,7 +161,7 @@ def louder() -> nn.Module:
     return Louder()
 
 
-def test_an_overflow_on_one_rank_is_skipped_by_all() -> None:
+def test_overflow_on_one_rank_is_skipped_by_all() -> None:
     count, words = 3, ScaleWords(initial=2.0**8, window=2, hysteresis=1)
     config = make_config(ON_DISK, precision="fp16")
     config["loss_scale"] = {"initial_power": 8, "window": 2, "hysteresis": 1}

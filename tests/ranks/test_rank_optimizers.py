@@ -106,7 +106,7 @@ CHOICES = [
 
 
 @pytest.mark.parametrize(("name", "count", "placement", "precision", "device"), CHOICES)
-def test_ranks_give_the_bits_of_plain_torch(
+def test_torch_optimizers_match_plain_torch_bitwise(
     name: str, count: int, placement: tuple[str, str, str], precision: str, device: str
 ) -> None:
     half = precision == "fp16"
@@ -135,7 +135,7 @@ def end_of(segment: Any) -> int:
     return int(segment.offset + segment.numel)
 
 
-def test_muon_gets_whole_matrices() -> None:
+def test_adapted_muon_matches_plain_torch_bitwise() -> None:
     class Matrices(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,7 +173,7 @@ class LastValue(SignedMomentum):
 
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor", "last"])
-def test_state_is_told_to_every_rank(name: str, tmp_path: Path) -> None:
+def test_read_state_returns_full_state_on_every_rank(name: str, tmp_path: Path) -> None:
     maker = LastValue if name == "last" else MAKERS[name]
     models = [build() for _ in range(4)]
     batches = batches_of(12)
@@ -203,7 +203,7 @@ def test_state_is_told_to_every_rank(name: str, tmp_path: Path) -> None:
     ("name", "placement"),
     [("own", ON_DISK), pytest.param("Adafactor", IN_RAM, marks=pytest.mark.big)],
 )
-def test_saved_on_some_ranks_resumed_on_others(
+def test_checkpoint_resumes_on_other_rank_counts(
     name: str, placement: tuple[str, str, str], tmp_path: Path
 ) -> None:
     counts, micro_batches, steps = (3, 1, 2), 6, 2
@@ -228,7 +228,7 @@ def facts_of(sizes: list[int]) -> list[ParameterFacts]:
     ]
 
 
-def test_whole_parameters_are_dealt_evenly_and_none_is_cut() -> None:
+def test_full_parameters_are_distributed_evenly_and_not_split() -> None:
     chance = random.Random(0)
     for case in range(200):
         ranks = chance.randint(2, 9)
@@ -248,14 +248,14 @@ def test_whole_parameters_are_dealt_evenly_and_none_is_cut() -> None:
         assert unit.shard_numel <= 4 / 3 * max(max(padded), sum(padded) / ranks) + max(padded) / 3
 
 
-def test_ranks_take_turns_to_have_most() -> None:
+def test_largest_shard_rotates_over_ranks() -> None:
     sizes = [3 * SQUARE_BLOCK, SQUARE_BLOCK, SQUARE_BLOCK]
     units = [lay_out(i, "u", facts_of(sizes), BF16, ranks=3, needs_full=True) for i in range(3)]
     most = [max(range(3), key=lambda r: u.of_shard(r).num_trained) for u in units]
     assert sorted(most) == [0, 1, 2]
 
 
-def test_a_plan_says_what_padding_costs() -> None:
+def test_padding_note_reports_cost() -> None:
     block = lay_out(0, "block", facts_of([40_960] * 8), BF16, ranks=4, needs_full=True)
     alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, needs_full=True)
     assert dealt_notes([block], "Rule") == ()
@@ -264,7 +264,7 @@ def test_a_plan_says_what_padding_costs() -> None:
     assert "2.00 times what they hold; most in unit 'embed', 4.00 times" in note
 
 
-def test_the_note_is_in_the_plan(tmp_path: Path) -> None:
+def test_plan_includes_padding_note(tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
 
     def work(ranks: DistContext) -> str:
@@ -287,7 +287,7 @@ def test_the_note_is_in_the_plan(tmp_path: Path) -> None:
         (partial(optim.NAdam, lr=3.0), "group 0.lr is 0.002 on rank 0, 3.0 on rank 1"),
     ],
 )
-def test_optimizers_that_differ_are_refused(other: Maker, words: str, tmp_path: Path) -> None:
+def test_differing_optimizers_are_rejected(other: Maker, words: str, tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
 
     def work(ranks: DistContext) -> None:
@@ -301,7 +301,7 @@ def test_optimizers_that_differ_are_refused(other: Maker, words: str, tmp_path: 
         assert f"ranks 0 and 1 differ in the optimizer: {words}" in str(error)
 
 
-def test_an_optimizer_that_raises_on_one_rank_ends_the_step_of_all(tmp_path: Path) -> None:
+def test_optimizer_error_on_one_rank_ends_step_on_all(tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
     bad = [False, False]
 

@@ -58,7 +58,7 @@ def with_micro_batches(config: dict[str, Any], count: int) -> dict[str, Any]:
     ("count", "micro_batches", "placement", "device"),
     [(2, 2, ON_DISK, "fake"), (4, 1, ("host", "disk", "device"), "cpu"), (3, 2, IN_RAM, "fake")],
 )
-def test_ranks_give_the_bits_of_one(
+def test_ranks_match_single_rank_bitwise(
     count: int, micro_batches: int, placement: tuple[str, str, str], device: str
 ) -> None:
     config = make_config(placement, precision="bf16")
@@ -72,7 +72,7 @@ def test_ranks_give_the_bits_of_one(
     assert found.differences(expected) == []
 
 
-def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
+def test_each_rank_stores_one_shard(tmp_path: Path) -> None:
     count = 4
     config = make_config(("disk", "host", "host"), precision="bf16")
     models = [GPT.build() for _ in range(count)]
@@ -98,7 +98,7 @@ def test_each_rank_keeps_its_share_and_no_more(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("count", "micro_batches", "placement"), [(2, 1, IN_RAM), (2, 3, ON_DISK), (3, 2, IN_RAM)]
 )
-def test_bytes_between_ranks_are_those_of_the_plan(
+def test_communicated_bytes_match_plan(
     count: int, micro_batches: int, placement: tuple[str, str, str]
 ) -> None:
     config = with_micro_batches(make_config(placement, precision="bf16"), micro_batches)
@@ -120,7 +120,7 @@ def test_bytes_between_ranks_are_those_of_the_plan(
     assert 1 <= fetches <= 2 * micro_batches, "of each unit: a forward and a backward may share one"
 
 
-def test_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
+def test_counters_match_sent_bytes(tmp_path: Path) -> None:
     models, batches = [GPT.build() for _ in range(3)], GPT.batches(6)
 
     def work(ranks: DistContext) -> None:
@@ -141,7 +141,7 @@ def test_what_is_counted_is_what_was_sent(tmp_path: Path) -> None:
     on_ranks(3, work)
 
 
-def test_each_rank_has_directories_of_its_own_on_every_drive(tmp_path: Path) -> None:
+def test_each_rank_has_separate_directories_on_every_drive(tmp_path: Path) -> None:
     drives = [tmp_path / "one", tmp_path / "two"]
     for drive in drives:
         drive.mkdir()
@@ -166,7 +166,7 @@ def test_each_rank_has_directories_of_its_own_on_every_drive(tmp_path: Path) -> 
     assert [list(drive.iterdir()) for drive in drives] == [[], []]
 
 
-def test_budgets_are_those_of_the_machine() -> None:
+def test_budgets_are_divided_among_local_ranks() -> None:
     model, device = GPT.build(), CpuDevice()
     config = load_config({"budget": {"host": "2GiB", "disk": "8GiB"}})
     ranks: Any = SimpleNamespace(local_count=4)
@@ -178,7 +178,7 @@ def test_budgets_are_those_of_the_machine() -> None:
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
 
 
-def test_a_rank_takes_the_gpu_that_a_launcher_shows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_uses_gpu_visible_through_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks: Any = SimpleNamespace(count=4, local_rank=3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for visible, number in ((4, 3), (1, 0)):
@@ -188,7 +188,7 @@ def test_a_rank_takes_the_gpu_that_a_launcher_shows_it(monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize(("masks", "sharing"), [([{0, 1}] * 3, [3] * 3),
                                                 ([{0}, {1, 2}, {2, 3}], [1, 2, 2])])  # fmt: skip
-def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
+def test_threads_follow_processor_affinity(
     masks: list[set[int]], sharing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     own: dict[int, set[int]] = {}
@@ -201,7 +201,7 @@ def test_threads_are_those_of_the_processors_that_a_rank_is_bound_to(
     assert on_ranks(3, work) == sharing
 
 
-def test_nodes_may_have_different_numbers_of_ranks() -> None:
+def test_nodes_with_unequal_rank_counts() -> None:
     def work(ranks: DistContext) -> int:
         ranks.local_rank, ranks.local_count = ((0, 1), (0, 2), (1, 2))[ranks.rank]
         return ranks.num_sharing_processors()
@@ -209,7 +209,7 @@ def test_nodes_may_have_different_numbers_of_ranks() -> None:
     assert on_ranks(3, work) == [1, 2, 2]
 
 
-def test_limits_are_the_least_of_all_ranks() -> None:
+def test_limits_are_minimum_over_ranks() -> None:
     """Memory is read on each, a moment apart: what is left to activations differs, too."""
 
     def work(ranks: DistContext) -> Limits:
@@ -219,7 +219,7 @@ def test_limits_are_the_least_of_all_ranks() -> None:
     assert on_ranks(3, work) == [Limits(None, 98, None, 2, 2, 20)] * 3
 
 
-def test_the_norm_does_not_show_where_parameters_are_cut() -> None:
+def test_grad_norm_is_independent_of_sharding() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [50_000, 3, 4096, 12_289, 200_000, 1, 70_001]
     facts = [
@@ -286,7 +286,7 @@ def some_batches(count: int) -> list[Batch]:
     return [Batch((torch.randn(4, 160, generator=generator), tuple(used))) for used in uses]
 
 
-def test_a_gradient_that_some_ranks_lack_is_added_as_on_one_rank() -> None:
+def test_gradient_missing_on_some_ranks_matches_single_rank() -> None:
     count, micro_batches = 3, 2
     config = make_config(ON_DISK, precision="fp32")
     batches = some_batches(4 * count * micro_batches)
@@ -339,7 +339,7 @@ def one_batch(number: int) -> tuple[Tensor, tuple[int, ...]]:
     return torch.full((2, 64), 1.0 + number), (0, 1, 2)
 
 
-def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
+def test_different_unit_order_is_reported(tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
     def work(ranks: DistContext) -> None:
@@ -352,7 +352,7 @@ def test_another_order_of_units_is_told_with_both(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "plain", "batch", "scheduler"])
-def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None:
+def test_error_on_one_rank_is_reported_on_all(where: str, tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
     class BadError(Exception):
@@ -389,9 +389,7 @@ def test_an_error_on_one_rank_is_told_on_all(where: str, tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("where", ["forward", "finish", "settle"])
-def test_whoever_catches_an_error_of_one_rank_goes_on_with_the_bits_of_none(
-    where: str, tmp_path: Path
-) -> None:
+def test_recovered_rank_error_leaves_state_unchanged(where: str, tmp_path: Path) -> None:
     """It comes where no meeting follows, and all ranks then begin the window again."""
     config = make_config(gradient_accumulation_steps=2)
     models = [same_models(Ordered, 2) for _ in range(2)]
@@ -451,7 +449,7 @@ def of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
     ],
     ids=["rate", "rate as a tensor", "clipping", "window"],
 )
-def test_settings_of_one_rank_alone_are_told_on_all(
+def test_settings_changed_on_one_rank_are_reported_on_all(
     differ: Callable[[int], Callable[[Engine], None]], words: str, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
@@ -500,7 +498,7 @@ def gathered(engine: Engine) -> Any:
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("lend", [lambda engine: engine.materialized(engine.module), gathered])
-def test_an_error_while_values_are_edited_is_told_and_nothing_is_written(
+def test_error_in_edit_is_reported_and_writes_nothing(
     lend: Callable[[Engine], Any], failing: int, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
@@ -531,7 +529,7 @@ def test_an_error_while_values_are_edited_is_told_and_nothing_is_written(
 
 @pytest.mark.parametrize("edit", [by_value, by_state_dict, by_moment, by_gradient])
 @pytest.mark.parametrize("first", [2.0, None])
-def test_values_that_ranks_give_must_be_the_same(
+def test_differing_edits_across_ranks_are_rejected(
     edit: Callable[[Engine, float | None], None], first: float | None, tmp_path: Path
 ) -> None:
     """Each keeps its share of them: of two values a weight of pieces would be made.
@@ -559,7 +557,7 @@ def test_values_that_ranks_give_must_be_the_same(
         assert not torch.equal(found, before)
 
 
-def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
+def test_early_ending_rank_does_not_block_others(tmp_path: Path) -> None:
     models = same_models(Ordered, 2)
 
     def work(ranks: DistContext) -> None:
@@ -573,7 +571,7 @@ def test_a_rank_that_ends_early_leaves_nobody_waiting(tmp_path: Path) -> None:
     assert "lost the others" in str(errors[0])
 
 
-def test_different_calls_are_told_apart(tmp_path: Path) -> None:
+def test_different_calls_on_ranks_are_reported(tmp_path: Path) -> None:
     models = same_models(Ordered, 2)
 
     def work(ranks: DistContext) -> None:
@@ -596,7 +594,7 @@ def test_different_calls_are_told_apart(tmp_path: Path) -> None:
         ({"chunk_size": 4096}, "chunk_size is 2048 on rank 0, 4096 on rank 1"),
     ],
 )
-def test_configurations_that_differ_are_refused(
+def test_differing_configurations_are_rejected(
     changes: dict[str, Any], words: str, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
@@ -609,7 +607,7 @@ def test_configurations_that_differ_are_refused(
         assert f"ranks 0 and 1 differ in the configuration: {words}" in told
 
 
-def test_versions_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_versions_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     models = same_models(Ordered, 2)
     of_thread: dict[int, str] = {}
     monkeypatch.setattr(_initialize, "version", lambda name: of_thread[threading.get_ident()])
@@ -654,7 +652,7 @@ def of_rows(middle: float) -> nn.Module:
         (partial(of_rows, 0.0), partial(of_rows, 1.0), "values of table is"),
     ],
 )  # fmt: skip
-def test_models_that_differ_are_refused(
+def test_differing_models_are_rejected(
     kind: Callable[[], nn.Module], other: Callable[[], nn.Module], words: str, tmp_path: Path
 ) -> None:
     models = same_models(kind, 2)
@@ -669,7 +667,7 @@ def test_models_that_differ_are_refused(
         assert words in told
 
 
-def test_files_of_weights_that_differ_are_refused(tmp_path: Path) -> None:
+def test_differing_weight_files_are_rejected(tmp_path: Path) -> None:
     """As where one machine has an older one."""
     values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
     last = [name for name in values if name.endswith("weight")][-1]
@@ -694,7 +692,7 @@ def test_files_of_weights_that_differ_are_refused(tmp_path: Path) -> None:
         ({"samples": 12}, "training_data: number of samples is 8 on rank 0, 12 on rank 1"),
     ],
 )
-def test_batches_that_would_overlap_are_refused(
+def test_differing_batch_or_dataset_size_is_rejected(
     given: dict[str, int], words: str, tmp_path: Path
 ) -> None:
     """Each takes every N-th batch of its own size, of its own data."""
@@ -710,7 +708,7 @@ def test_batches_that_would_overlap_are_refused(
         assert f"ranks 0 and 1 differ in {words}" in told
 
 
-def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_differing_plans_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing that ranks are told differs here: as where one's machine says something else."""
     models, plan_here = same_models(Ordered, 2), run_plan.make_plan
 
@@ -724,7 +722,7 @@ def test_plans_that_differ_are_refused(tmp_path: Path, monkeypatch: pytest.Monke
         assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in told
 
 
-def test_what_fails_on_one_rank_at_the_start_fails_on_all(tmp_path: Path) -> None:
+def test_initialize_error_on_one_rank_is_reported_on_all(tmp_path: Path) -> None:
     models = same_models(Ordered, 3)
 
     def broken(done: int, total: int, what: str) -> None:
@@ -783,7 +781,9 @@ def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Ten
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, IN_RAM])
-def test_values_are_whole_on_every_rank(placement: tuple[str, str, str], tmp_path: Path) -> None:
+def test_values_are_unsharded_on_every_rank(
+    placement: tuple[str, str, str], tmp_path: Path
+) -> None:
     models = [GPT.build() for _ in range(4)]
     config = make_config(placement, precision="bf16")
 
@@ -803,9 +803,7 @@ def test_values_are_whole_on_every_rank(placement: tuple[str, str, str], tmp_pat
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
-    precision: str, tmp_path: Path
-) -> None:
+def test_user_backward_and_train_batch_match_single_rank(precision: str, tmp_path: Path) -> None:
     models = [GPT.build() for _ in range(8)]
     batches = GPT.batches(12)
     config = make_config(ON_DISK, precision=precision)
@@ -830,7 +828,7 @@ def test_a_backward_of_ones_own_and_a_whole_step_in_one_call(
             assert all(same_bits(found[name], value) for name, value in expected.items()), way
 
 
-def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(ON_DISK, precision="bf16", seed=3)
     made: dict[int, set[int]] = {}
     lock, value, seed = threading.RLock(), InitialValues.value, torch.manual_seed
@@ -862,7 +860,7 @@ def test_models_without_memory_are_made_by_shares(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("frozen", [False, True])
-def test_each_byte_of_the_files_is_read_by_one_rank(
+def test_weight_files_are_read_once_across_ranks(
     frozen: bool, tmp_path: Path, bytes_read: list[int]
 ) -> None:
     """But for the ends of each, which are compared."""
@@ -893,7 +891,7 @@ def test_each_byte_of_the_files_is_read_by_one_rank(
 
 
 @pytest.mark.parametrize(("name", "moments"), [("gpt", "8bit"), ("frozen", "fp32")])
-def test_saved_on_some_ranks_resumed_on_others(name: str, moments: str, tmp_path: Path) -> None:
+def test_checkpoint_resumes_on_other_rank_counts(name: str, moments: str, tmp_path: Path) -> None:
     case, micro_batches, steps = CASES[name], 6, 2
     config = make_config(ON_DISK, precision="bf16", optimizer={"moments": moments}, seed=5)
     counts = (3, 1, 2, 3)
@@ -912,7 +910,7 @@ def test_saved_on_some_ranks_resumed_on_others(name: str, moments: str, tmp_path
     assert found.differences(expected) == []
 
 
-def test_an_open_window_goes_on_with_as_many_ranks(tmp_path: Path) -> None:
+def test_open_window_resumes_on_same_rank_count(tmp_path: Path) -> None:
     batches = GPT.batches(8)
     config = with_micro_batches(make_config(IN_RAM, precision="bf16"), 2)
     expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 4), groups=GPT.groups)
@@ -926,7 +924,7 @@ def test_an_open_window_goes_on_with_as_many_ranks(tmp_path: Path) -> None:
     assert found.differences(expected) == []
 
 
-def test_a_save_that_fails_fails_on_all_and_training_goes_on(tmp_path: Path) -> None:
+def test_failed_save_raises_on_all_and_training_continues(tmp_path: Path) -> None:
     models = [GPT.build() for _ in range(2)]
     nvme, saves = tmp_path / "nvme", tmp_path / "saves"
     nvme.mkdir()

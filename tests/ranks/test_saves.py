@@ -34,7 +34,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
-def test_ranks_write_the_files_of_one(name: str, moments: str, tmp_path: Path) -> None:
+def test_checkpoint_files_match_single_rank(name: str, moments: str, tmp_path: Path) -> None:
     """Byte for byte, and the checksums of their blocks too; blocks have bytes of all ranks."""
     case, written, sums = CASES[name], [], []
     for count in (1, 2, 3):
@@ -54,7 +54,7 @@ def test_ranks_write_the_files_of_one(name: str, moments: str, tmp_path: Path) -
     assert sums[2] == sums[0]
 
 
-def test_what_all_ranks_are_to_hear_is_said_once(tmp_path: Path) -> None:
+def test_warnings_are_issued_by_one_rank(tmp_path: Path) -> None:
     models, empty = [GPT.build() for _ in range(2)], tmp_path / "empty"
     empty.mkdir()
 
@@ -95,7 +95,9 @@ def at_the_end_of(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> No
     monkeypatch.setattr(RangeWriter, "finish", finishes)
 
 
-def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_save_runs_in_background_of_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One rank is slow: steps go on, and the checkpoint is there when all ranks have written it."""
     may_end = threading.Event()
     at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
@@ -116,7 +118,7 @@ def test_a_save_goes_on_behind_training(tmp_path: Path, monkeypatch: pytest.Monk
     assert on_ranks(2, work) == [[True, True, False, False, True]] * 2
 
 
-def test_ranks_load_one_checkpoint(tmp_path: Path) -> None:
+def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     """Of a copy on each machine one may be older; and half of one may be damaged."""
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
 
@@ -151,7 +153,7 @@ def test_ranks_load_one_checkpoint(tmp_path: Path) -> None:
         assert "damaged" in damaged
 
 
-def test_what_one_rank_cannot_save_is_told_on_all(tmp_path: Path) -> None:
+def test_unsavable_state_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
     """And training goes on."""
     models = [GPT.build() for _ in range(2)]
 
@@ -185,7 +187,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("durable", [False, True])
-def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Path) -> None:
+def test_buffers_are_restored_per_rank(durable: bool, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
         return Counting()
@@ -225,7 +227,7 @@ def test_buffers_are_each_ranks_own_when_it_goes_on(durable: bool, tmp_path: Pat
     assert on_ranks(2, stopped) == expected
 
 
-def test_ranks_save_to_one_place(tmp_path: Path) -> None:
+def test_differing_checkpoint_tags_are_rejected(tmp_path: Path) -> None:
     models = [GPT.build() for _ in range(2)]
 
     def work(ranks: DistContext) -> str:
@@ -283,7 +285,7 @@ def assert_soon(event: threading.Event) -> None:
     assert event.wait(HANG_S)
 
 
-def test_a_save_that_one_rank_waits_for_alone_is_told(
+def test_finish_saving_on_one_rank_only_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else that one would believe that the checkpoint is there, while another still writes it."""
@@ -304,7 +306,7 @@ def test_a_save_that_one_rank_waits_for_alone_is_told(
         assert "waits for a checkpoint on rank 0; looks after a checkpoint on rank 1" in words
 
 
-def test_a_drive_that_is_full_for_one_rank_ends_the_save_of_all(
+def test_full_drive_of_one_rank_fails_save_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All are told; nothing is left of it, training goes on, and saves again."""

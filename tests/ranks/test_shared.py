@@ -41,7 +41,7 @@ FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
      ("frozen", 4, 2, "fake", ("host", "host", "host"), False),
      ("gpt", 2, 2, "cpu", ("device", "host", "host"), True)],
 )  # fmt: skip
-def test_the_bits_and_the_bytes(
+def test_shared_weights_bits_and_bytes(
     name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], whole: bool
 ) -> None:
     """Nothing is gathered but the norm's sums; a device gets of each unit what others keep, too.
@@ -79,7 +79,7 @@ def test_the_bits_and_the_bytes(
 
 
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_edits_are_seen_by_every_rank_and_nothing_is_left(nodes: int, tmp_path: Path) -> None:
+def test_edits_are_visible_to_all_ranks_and_memory_is_freed(nodes: int, tmp_path: Path) -> None:
     """Values, loads and edits while others may still read; the memory has no name anywhere."""
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = True
@@ -121,7 +121,7 @@ def test_edits_are_seen_by_every_rank_and_nothing_is_left(nodes: int, tmp_path: 
     assert "infinity-shared" not in mapped, "the last tensors are gone, and the memory with them"
 
 
-def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
+def test_repeated_broadcast_waits_for_previous() -> None:
     """Two editions of a unit at once would land in one place."""
     unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
 
@@ -142,7 +142,7 @@ def test_what_nobody_wanted_is_here_before_it_is_brought_again() -> None:
     assert on_ranks(2, work, nodes=2) == [([2, 12], order)] * 2
 
 
-def test_what_failed_on_its_way_is_not_here() -> None:
+def test_failed_broadcast_raises_in_is_here() -> None:
     """Torch's work is over then, too; only who waits for it is told."""
 
     class Failed(CompletedWork):
@@ -164,7 +164,7 @@ def test_what_failed_on_its_way_is_not_here() -> None:
     assert on_ranks(2, work, nodes=2) == ["lost", "lost"]
 
 
-def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
+def test_device_copies_finish_before_norm_reduction(tmp_path: Path) -> None:
     """What a last forward queued may still read what others write as soon as they know the norm."""
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = True
@@ -190,7 +190,7 @@ def test_copies_are_over_before_ranks_meet_for_the_norm(tmp_path: Path) -> None:
         assert log[-2:] == ["copies", "meets"], log
 
 
-def test_memory_that_is_not_rank_0_s_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_not_of_rank_0_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where its process has that number in a container of its own only."""
     other = os.memfd_create("other")
     os.ftruncate(other, PAGE)
@@ -228,7 +228,7 @@ def planned(
     )  # fmt: skip
 
 
-def test_ranks_share_where_links_are_slow() -> None:
+def test_plan_shares_weights_on_slow_links() -> None:
     assert planned(1e9).shared
     assert not planned(400e9).shared
     assert not planned(1e9, shared=False).shared
@@ -238,7 +238,7 @@ def test_ranks_share_where_links_are_slow() -> None:
         planned(1e9, may_share=False, shared=True)
 
 
-def test_each_node_has_the_weights_of_all() -> None:
+def test_plan_stores_full_weights_on_each_node() -> None:
     """Twice the RAM for half of what a step gathers, which is brought once."""
     one, two = (planned(1e9, nodes=nodes, weights="host") for nodes in (1, 2))
     assert one.shared

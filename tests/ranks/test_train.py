@@ -71,7 +71,7 @@ def norms_of(folder: Path) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.big), True])
-def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
+def test_run_of_two_ranks_resumed_on_one_matches_single_rank(
     alone: Path, tmp_path: Path, durable: bool
 ) -> None:
     raw = run_of(tmp_path, durable=durable)
@@ -107,7 +107,7 @@ def test_what_two_ranks_began_and_one_ends_is_the_run_of_one(
 
 @pytest.mark.big
 @pytest.mark.parametrize("durable", [False, True])
-def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, durable: bool) -> None:
+def test_run_of_one_rank_resumes_on_two(alone: Path, tmp_path: Path, durable: bool) -> None:
     raw = run_of(tmp_path, durable=durable)
     train(raw, stop_after=10)
     arguments = ("--gpus", "2", "--json", "--resume", "auto")
@@ -136,7 +136,7 @@ def test_two_ranks_go_on_where_one_was_stopped(alone: Path, tmp_path: Path, dura
     assert result["best_step"] in (10, 20, 30)
 
 
-def test_a_mistake_is_told_once(tmp_path: Path) -> None:
+def test_configuration_error_is_printed_once(tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__gradient_accumulation_steps=3, training__seed="x")
     with command(tmp_path, raw, "--gpus", "2") as program:
         code, out, error = program.end()
@@ -146,7 +146,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     assert out == ""
 
 
-def test_ranks_that_see_other_texts_are_told_so(tmp_path: Path) -> None:
+def test_differing_training_data_is_rejected(tmp_path: Path) -> None:
     """As where a node has a copy of its own, and not all of it."""
     configs = []
     for number in range(2):
@@ -162,7 +162,7 @@ def test_ranks_that_see_other_texts_are_told_so(tmp_path: Path) -> None:
         on_ranks(2, prepare)
 
 
-def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:
+def test_micro_batches_are_divided_among_ranks_or_rejected(tmp_path: Path) -> None:
     config = load_run_config(settings(tmp_path, engine__gradient_accumulation_steps=6))
     assert config.engine_for(16, 3).gradient_accumulation_steps == 2
     words = r"a step of 6 micro-batches cannot be shared out to 4 ranks(.|\n)*_steps=8, those of"
@@ -175,7 +175,9 @@ def test_steps_are_shared_out_or_refused(tmp_path: Path) -> None:
         config.engine_for(16, 2)
 
 
-def test_gpus_in_a_launcher_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_option_within_launcher_is_rejected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from infinity.cli.launch import launch
 
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -42,7 +42,7 @@ def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
         assert mine.get("grad_norm") == theirs.get("grad_norm")
 
 
-def test_two_ranks_are_as_one_from_the_start_and_from_its_checkpoint(tmp_path: Path) -> None:
+def test_trainer_on_two_ranks_matches_single_rank(tmp_path: Path) -> None:
     alone, two, on = (tmp_path / name for name in ("alone", "two", "on"))
     trainer_rank.main([job(1, alone)])
     jobs = [job(2, two), job(2, on, resume=str(alone / "checkpoint-2"))]

@@ -66,7 +66,7 @@ def rounds(loaders: list[ResumableLoader]) -> Iterator[list[int]]:
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("samples", [12, 13, 15])
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_ranks_get_in_turn_what_one_gets(
+def test_batches_are_dealt_to_ranks_in_order(
     count: int, samples: int, drop_last: bool, stream: bool
 ) -> None:
     data = numbers(samples, stream)
@@ -83,7 +83,7 @@ def test_ranks_get_in_turn_what_one_gets(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_pass_goes_on_with_another_number_of_ranks(stream: bool) -> None:
+def test_data_position_resumes_on_other_rank_counts(stream: bool) -> None:
     data = numbers(40, stream)
     seen: list[list[int]] = []
     state: dict[str, Any] | None = None
@@ -98,13 +98,13 @@ def test_a_pass_goes_on_with_another_number_of_ranks(stream: bool) -> None:
     assert seen == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
-def test_a_rank_without_a_batch_is_refused() -> None:
+def test_rank_without_batch_is_rejected() -> None:
     words = r"makes 2 batches of 2 samples, for 3 ranks(.|\n)*fewer ranks"
     with pytest.raises(ConfigError, match=words):
         make(3, numbers(4, stream=False))
 
 
-def test_training_and_resuming_on_other_ranks_gives_the_bits_of_one(tmp_path: Path) -> None:
+def test_training_and_resuming_on_ranks_match_single_rank(tmp_path: Path) -> None:
     tokens = torch.cat([batch.args[0] for batch in GPT.batches(24)])
     data = TensorDataset(tokens)
     micro_batches, steps = 6, 2

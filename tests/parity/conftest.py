@@ -1,4 +1,4 @@
-"""One torch thread for all contenders: the models are tiny, and the count must be the same."""
+"""Fixture of the parity tests: one torch thread, so that all runs use the same count."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Any torch optimizer, tile by tile: bit for bit what plain torch gives on fp32 masters."""
+"""Tests of adapted torch optimizers against plain torch on fp32 masters, bit for bit."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_fp32_equals_plain_torch(name: str) -> None:
 
 
 class Matrices(nn.Module):
-    """Only matrices, for Muon."""
+    """Model of matrices only, as Muon requires."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def test_adapted_muon_matches_torch_bitwise() -> None:
 
 
 def test_schedule_free_masters_match_torch_in_train_mode() -> None:
-    """The engine holds what its `train()` leaves; what `eval()` would is a line of state away."""
+    """Check the train-mode weights; those of `eval()` follow from them and the state."""
     package = pytest.importorskip("schedulefree")
 
     def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:
@@ -131,7 +131,7 @@ def test_schedule_free_masters_match_torch_in_train_mode() -> None:
 
 @pytest.mark.parametrize("name", ["NAdam", "RMSprop", "own", "Adafactor"])
 def test_bf16_masters_match_torch_bitwise(name: str) -> None:
-    """Plain torch's optimizer on fp32 masters, from the gradients of a bf16 model."""
+    """The reference steps fp32 masters by the gradients of a bf16 model in plain torch."""
     maker = (ELEMENTWISE | WHOLE)[name]
     batches = CASE.batches(STEPS)
     model = CASE.build()
@@ -163,7 +163,7 @@ def test_bf16_masters_match_torch_bitwise(name: str) -> None:
 
 
 def test_parameter_larger_than_tile_and_chunk_matches_torch() -> None:
-    """Its last elements lie in a tail of torch's loops, and its tiles in several chunks."""
+    """The tensor ends in the tail of torch's vectorized loops, and its tiles span chunks."""
     size = 2 * TILE_ELEMENTS + 77
 
     class Vector(nn.Module):
@@ -238,7 +238,7 @@ def test_read_state_has_optimizer_keys_and_values() -> None:
             assert all(same_bits(state[k], v) for k, v in expected.items())
 
 
-# --- what is refused ---------------------------------------------------------------------------
+# --- unsupported optimizers ----------------------------------------------------------------------
 
 
 def refusal(given: Any, model: nn.Module | None = None, **config: Any) -> str:
@@ -257,7 +257,7 @@ class _GlobalNorm(SignedMomentum):
 
 
 class _ClipsLate(SignedMomentum):
-    """Clips by the norm of all gradients, where that is very large."""
+    """Clips by the norm of all gradients, but only if that is very large."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -268,7 +268,7 @@ class _ClipsLate(SignedMomentum):
 
 
 class _OneRateForAll(optim.Optimizer):
-    """As D-Adaptation and Prodigy: a step size of all parameters, which first acts in step 31."""
+    """Shares a step size among all parameters from step 31 on, like D-Adaptation and Prodigy."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 1.0, "d": 1e-6, "estimate": 0.0, "k": 0})
@@ -287,7 +287,7 @@ class _OneRateForAll(optim.Optimizer):
 
 
 class _WatchesAll(SignedMomentum):
-    """Knows the largest gradient of all parameters, and does not use it yet."""
+    """Tracks the largest gradient of all parameters without using it."""
 
     largest = 0.0
 
@@ -300,7 +300,7 @@ class _WatchesAll(SignedMomentum):
 
 
 class _SharedState(SignedMomentum):
-    """Keeps a count in `state` that is no parameter's."""
+    """Keeps a count in `state` under a key that is not a parameter."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -375,11 +375,11 @@ def test_unsupported_optimizer_is_rejected(given: Any, words: str) -> None:
     assert words in refusal(given)
 
 
-# --- coupling that begins late -----------------------------------------------------------------
+# --- coupling that begins late -------------------------------------------------------------------
 
 
 class _Late(optim.Optimizer):
-    """Steps every parameter alone until update 26, from which on `couple` is called first."""
+    """Steps parameters independently up to update 25; calls `couple` from update 26 on."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.01, "k": 0})
@@ -412,7 +412,7 @@ class _LateNorm(_Late):
 
 
 class _LateByAge(_LateNorm):
-    """Goes by the count of each parameter, not of the group."""
+    """Becomes coupled by the step count of each parameter instead of that of the group."""
 
     def is_late(self) -> bool:
         return any(float(state["count"]) > 24 for state in self.state.values())
@@ -468,7 +468,7 @@ def small_step(run: Run, number: int) -> None:
 def test_late_coupling_is_rejected_before_step(
     given: Any, words: str, resumes: bool, tmp_path: Path
 ) -> None:
-    """By small parameters that are as old as the model's; nothing has changed then."""
+    """A probe with small parameters of the same age detects it; no state has changed then."""
     run = small_run(given)
     for number in range(25):
         small_step(run, number)
@@ -488,7 +488,7 @@ def test_late_coupling_is_rejected_before_step(
 
 
 class _LateGroup(_LateNorm):
-    """Couples from the step on that one of its groups names."""
+    """Becomes coupled at a step that one of its groups specifies."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params)
@@ -503,7 +503,7 @@ class _LateGroup(_LateNorm):
 def test_groups_differing_in_lr_are_probed_round_robin(
     odd: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four of them in a step, all of them in time; one that differs otherwise steps every time."""
+    """Each step probes four of the groups in turn; a group that differs otherwise, always."""
     checked = []
 
     class Recorded(Trial):
@@ -534,7 +534,7 @@ def test_groups_differing_in_lr_are_probed_round_robin(
 
 
 class _LargeOnes(SignedMomentum):
-    """Writes, once a parameter is larger than any that it was tried on, something of it."""
+    """Writes outside a parameter's state once a parameter is larger than those of the probe."""
 
     def __init__(self, params: Any, where: str = "group") -> None:
         super().__init__(params)
@@ -581,7 +581,7 @@ def test_value_dependent_coupling_raises_in_update(where: str, words: str) -> No
 
 
 def test_error_in_adapted_step_names_parameter() -> None:
-    """A weight of zeros, larger than those of the trial."""
+    """The weight is all zeros, and larger than the parameters of the probe."""
 
     def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:
         return _LargeOnes(groups, "divides")
@@ -604,7 +604,7 @@ def test_coupling_is_detected_with_equal_shapes(given: Any) -> None:
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_torch_optimizer_instance_maps_to_built_in_rule(name: str) -> None:
-    """A loop is moved with the optimizer it has: its groups, rates and weight decay."""
+    """Groups, learning rates and weight decay of the instance are used."""
     kind, batches = getattr(optim, name), CASE.batches(STEPS)
     theirs, mine = CASE.build(), CASE.build()
 
@@ -636,7 +636,7 @@ def test_torch_optimizer_instance_maps_to_built_in_rule(name: str) -> None:
 
 
 def test_torch_optimizer_adapter_or_built_in_selection() -> None:
-    """A function of groups always; what a built-in rule has not: another setting, a subclass."""
+    """A factory is always adapted; so are settings and subclasses without a built-in rule."""
 
     class Own(optim.AdamW):
         pass

@@ -1,7 +1,7 @@
-"""Every axis of placement and of computation, in pairs: one array instead of a grid for each.
+"""Tests of pairs of all axes of placement and computation, by one covering array.
 
-Each run is compared with plain torch's forward and backward under the update rule written out,
-which knows nothing of placement: equal to the last bit, and it moved the bytes that were forecast.
+Each run is compared with plain torch's forward and backward under the explicit update rule, which
+knows no placement: results must be bitwise equal, and the bytes moved must equal the forecast.
 A new axis is a line in `AXES`.
 """
 
@@ -42,13 +42,13 @@ from infinity import _adam, _aio
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.storage.device import Device
 
-TIGHT = 0.5  # below the gradient norm of most steps: it acts
+TIGHT = 0.5  # below the gradient norm of most steps, so that it takes effect
 SCALE = ScaleWords(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
 OptimizerChoice = dict[str, Any]
 NONE = CHECKPOINTINGS[0]
-RECOMPUTED = Checkpointing("non_reentrant", "block")  # what the engine's own is in plain torch
+RECOMPUTED = Checkpointing("non_reentrant", "block")  # the engine's own, in plain torch
 OFFLOADED = {"checkpoint": "units", "tokens": 2 * LENGTH, "min_bytes": 1}
-# By name: what the model does itself, and what the engine is told.
+# By name: the model's own checkpointing, and the engine's `activations` section.
 RECOMPUTE: dict[str, tuple[Checkpointing, dict[str, Any]]] = {
     **{str(own): (own, {}) for own in CHECKPOINTINGS},
     "units": (NONE, {"checkpoint": "units"}),
@@ -58,12 +58,12 @@ RECOMPUTE: dict[str, tuple[Checkpointing, dict[str, Any]]] = {
     "units-disk": (NONE, {**OFFLOADED, "offload": "disk"}),
 }
 OPTIMIZERS = {**SECTIONS, "uphill": {"type": "Adam", "maximize": True}}
-# Run by torch: one that may be cut anywhere, and one of whole parameters.
+# Run by torch: an elementwise optimizer, and one that needs full parameters.
 ADAPTED = {name: (ELEMENTWISE | WHOLE)[name] for name in ("NAdam", "TrustRatio")}
 
 
 def backends() -> list[str]:
-    """The I/O back ends that work here."""
+    """Return the I/O back ends that this machine supports."""
     found = ["threads"]
     try:
         _aio.Engine(backend="io_uring").close()
@@ -84,25 +84,25 @@ AXES: dict[str, list[Any]] = {
     "format": ["fp32", "8bit", "bf16", "bf16_stochastic"],
     "frozen": ["as_is", "nf4"],
     "device": ["fake", "kernels", "cpu"],
-    "update": ["cpu", "device", "both"],  # a share by the CPU, while others are streamed
+    "update": ["cpu", "device", "both"],  # "both": some chunks by the CPU
     "weights": TIERS,
     "moments": TIERS,
     "gradients": TIERS,
     "prefetch_units": [1, 0, 3],
-    "experts": ["auto", 1, 3, 7],  # that travel together, of 7; "auto": with their layer
-    "chunk_size": [2048, 4096, "auto", "several"],  # 2048, and more than one at once
+    "experts": ["auto", 1, 3, 7],  # per unit, of 7; "auto": in the unit of their layer
+    "chunk_size": [2048, 4096, "auto", "several"],  # "several": 2048, and several chunks per batch
     "backend": backends(),
     "isa": _adam.isas(),
     "adam_threads": [1, 2],
     "verify": [False, True],
-    "resume": [False, True],  # halfway, in another engine whose placement is another
-    "ranks": [1, 2, 3],  # each with so many micro-batches
-    "whole": [False, True],  # whether weights stay gathered
-    "shared": [False, True],  # whether ranks share the RAM that they rest in
-    "nodes": [1, 2],  # that they are on
+    "resume": [False, True],  # halfway, in another engine with another placement
+    "ranks": [1, 2, 3],  # each with `micro_batches` micro-batches
+    "whole": [False, True],  # keep weights unsharded between forward and backward
+    "shared": [False, True],  # share host memory among the ranks of a node
+    "nodes": [1, 2],  # number of nodes
 }
-MANY = [2, 3, 4]  # tests/ranks/test_array.py has all of them
-# What the numbers depend on; all else is placement.
+MANY = [2, 3, 4]  # tests/ranks/test_array.py covers all of them
+# The axes that results depend on; all others are placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
                "optimizer", "format", "frozen", "ranks")  # fmt: skip
 PLACEMENT = ("device", "weights", "moments", "gradients")
@@ -112,18 +112,18 @@ BASE: OptimizerChoice = {name: values[0] for name, values in AXES.items()} | {
     "optimizer_state": "disk",
     "gradients": "disk",
 }
-# Experts are chosen for the whole batch, outside the block that would be cut.
-# The second: gradients of each slice arrive by themselves, for its checkpoint runs a backward. The
-# third: a block's calls are summed first, and by plain torch one after the other, as they come.
+# Experts are chosen for the full batch, outside the block that would be sliced.
+# The second: gradients of each slice arrive separately, as its checkpoint runs a backward. The
+# third: the engine sums a block's calls first, plain torch adds each gradient as it arrives.
 IMPOSSIBLE = [
     {"model": "routed", "slices": 2},
     {"recompute": "reentrant-inside", "slices": 2},
     {"model": "reused", "slices": 2, "micro_batches": 2},
 ]
-# Nothing is frozen in the others.
+# The other models have no frozen parameters.
 IMPOSSIBLE += [{"model": name, "frozen": "nf4"} for name in CASES if name != "frozen"]
-# Ranks use the same units, which routing hangs on data; buffers see each rank's own; and a gradient
-# that comes twice in a backward is added in another order.
+# All ranks must use the same units, but routing depends on data; buffers see the data of one rank;
+# and a gradient that arrives twice in a backward is added in another order.
 IMPOSSIBLE += [
     {**many, **part}
     for many in (*({"ranks": ranks} for ranks in MANY), {"nodes": 2})
@@ -137,11 +137,11 @@ IMPOSSIBLE += [
 
 
 IMPOSSIBLE += [{"ranks": ranks, "nodes": 2} for ranks in (1, 3)]
-# The others have no stacks, and nothing is frozen where there are.
+# Only "stacked" has expert stacks, and none of its parameters are frozen.
 for count in AXES["experts"][1:]:
     IMPOSSIBLE += [{"model": name, "experts": count} for name in CASES if name != "stacked"]
     IMPOSSIBLE += [{"frozen": "nf4", "experts": count}]
-# What torch's operations run keeps fp32.
+# Optimizers whose operations torch runs keep fp32 state.
 IMPOSSIBLE += [
     {"optimizer": name, "format": form}
     for name in (*ADAPTED, "Muon")
@@ -154,7 +154,7 @@ def possible(row: OptimizerChoice) -> bool:
 
 
 def batches_of(choice: OptimizerChoice) -> list[Batch]:
-    """Of three steps; in fp16 the first steps overflow."""
+    """Return the batches of three steps, or of four in fp16, where the first steps overflow."""
     steps = 4 if choice["precision"] == "fp16" else 3
     together = choice["micro_batches"] * choice["ranks"]
     return CASES[choice["model"]].batches(steps * together)
@@ -192,7 +192,7 @@ def config_of(choice: OptimizerChoice) -> dict[str, Any]:
 
 
 def plain(choice: OptimizerChoice) -> Result:
-    """The computation without an engine."""
+    """Return the result of the computation without an engine."""
     return _plain(tuple(choice[axis] for axis in COMPUTATION))
 
 
@@ -203,11 +203,11 @@ def _plain(computation: tuple[Any, ...]) -> Result:
     own, told = RECOMPUTE[choice["recompute"]]
     if (
         told or own == NONE or own.place == "inside"
-    ):  # else the block is the model's, and left alone
+    ):  # else the model's own block checkpoints are used as they are
         own = replace(RECOMPUTED if told else own, slices=choice["slices"])
     batches, together = batches_of(choice), choice["micro_batches"] * choice["ranks"]
     config = config_of(choice | {"micro_batches": together})
-    config["activations"] = {"slices": choice["slices"]}  # whose gradients are summed in fp32
+    config["activations"] = {"slices": choice["slices"]}  # their gradients are summed in fp32
     model = case.build(own)
     if choice["frozen"] != "as_is":
         round_frozen(model, choice["frozen"], COMPUTE_DTYPES[choice["precision"]])
@@ -224,7 +224,7 @@ def device_of(choice: OptimizerChoice, seed: int) -> Device | str:
 
 
 class Trained:
-    """One engine, or two of which the second goes on from a checkpoint of the first."""
+    """One engine, or two, the second of which resumes from a checkpoint of the first."""
 
     def __init__(self, choice: OptimizerChoice, seed: int) -> None:
         self.choice, self.seed = choice, seed
@@ -261,7 +261,7 @@ class Trained:
         if choice["optimizer"] in ADAPTED:
             options["optimizer"] = ADAPTED[choice["optimizer"]]
         if load is not None:
-            config["seed"] = 99  # what random bits depend on is in the checkpoint
+            config["seed"] = 99  # the seed of stochastic rounding is restored from the checkpoint
         if choice["ranks"] > 1:
             result = train_ranks(
                 choice["ranks"], partial(self.case.build, own, seed=seed), batches, config,
@@ -278,19 +278,19 @@ class Trained:
 
 
 def steady(choice: OptimizerChoice, expected: Result) -> bool:
-    """Whether the last step moves what every step does."""
+    """Return True if the last step moves as many bytes as every other step."""
     if isinstance(expected, HalfResult) and any(expected.overflows[-2:]):
-        return False  # a step that is skipped publishes nothing, and the next fetches nothing anew
-    # An engine's first micro-batch tries slices of each block, which pass ranges of experts each by
-    # themselves; of two steps the second one follows the order that was learnt from that.
+        return False  # a skipped step publishes no weights, so the next one fetches none again
+    # An engine's first micro-batch probes slices of each block, which pass ranges of experts each;
+    # of two steps the second follows the access order learned from that.
     if choice["model"] == "stacked" and choice["slices"] > 1 and choice["resume"]:
         return False
-    # A reentrant checkpoint runs a backward of its own in each call: gradients leave in parts.
+    # A reentrant checkpoint runs a separate backward per call: gradients leave in several parts.
     return choice["model"] != "reused" or not choice["recompute"].startswith("reentrant")
 
 
 def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
-    """Train as chosen; what differs from the plain computation, and from the forecast."""
+    """Train as chosen; return the differences from the plain computation and the forecast."""
     expected = plain(choice)
     if choice["clipping"] and max(expected.norms) <= choice["clipping"]:
         return ["clipping never acted"]
@@ -318,7 +318,7 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
         if run.report.mispredictions:
             found.append(f"{run.report.mispredictions} mispredictions in the last step")
         own, _ = RECOMPUTE[choice["recompute"]]
-        planned = run.plan.predicted_bytes  # before a step
+        planned = run.plan.predicted_bytes  # before any step
         if choice["model"] == "stacked" and own == NONE and run.report.moved != planned:
             found.append(f"moved {run.report.moved}, planned {planned}")
     return found
@@ -330,10 +330,10 @@ def test_base_configuration_matches_plain_torch() -> None:
 
 @cache
 def pairwise(**fixed: Any) -> list[OptimizerChoice]:
-    """Choices in which every pair of values of two axes occurs that is possible with `fixed`.
+    """Return rows that cover every pair of values of two axes that is possible with `fixed`.
 
-    Greedy: the best of a few rows, each begun with a pair that is still missing, and then filled
-    axis by axis with the value that is in most of them.
+    Greedy: choose the best of a few candidates, each of which starts with an uncovered pair and is
+    filled axis by axis with the value that covers the most uncovered pairs.
     """
     chance = random.Random(0)
     missing = {
@@ -356,7 +356,7 @@ def pairwise(**fixed: Any) -> list[OptimizerChoice]:
 def filled(
     fixed: OptimizerChoice, pair: list[tuple[str, str]], missing: set[Any], chance: random.Random
 ) -> OptimizerChoice:
-    """A row with these values, {} if that led to none; of equally good values one of few runs."""
+    """Return a row with these values, or {} if there is none; prefer cheap values on a tie."""
     row = fixed | {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
 
     def merit(axis: str, value: Any) -> tuple[int, int, float]:
@@ -387,8 +387,8 @@ def test_axis_pairs_match_plain_torch(group: int) -> None:
     assert problems == {}
 
 
-# The product of all axes would be months of runs. Here the product of what changes code paths is
-# whole, and every other axis is drawn anew for each run.
+# The product of all axes would take months. This takes the full product of the axes that change
+# code paths, and draws a value of every other axis for each run.
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("micro_batches", AXES["micro_batches"])

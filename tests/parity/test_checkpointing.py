@@ -1,7 +1,7 @@
-"""Checkpointing saves what it saves in plain torch, and recomputes what it recomputes there.
+"""Tests that activation checkpointing saves and recomputes exactly what it does in plain torch.
 
-Equal numbers alone prove nothing: a wrapper that keeps everything and never recomputes gives
-equal numbers too.
+Equal results alone prove nothing: a wrapper that saves everything and never recomputes gives
+equal results too.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ DISK = ("disk", "disk", "disk")
 
 @dataclass
 class Measured:
-    """One forward and backward."""
+    """Measurements of one forward and backward."""
 
     loss: float
-    after_forward: int  # bytes alive when the forward has returned
+    after_forward: int  # bytes alive after the forward
     peak: int
     forwards: tuple[int, int]  # of blocks, of the functions inside them
     recomputed: tuple[int, int]
@@ -35,7 +35,7 @@ def measure_plain(case: Case, checkpointing: Checkpointing) -> Measured:
     cast_frozen(model, torch.float32)
 
     def dropped(parameter: Tensor) -> None:
-        parameter.grad = None  # as in the engine, where gradients leave as they are made
+        parameter.grad = None  # as in the engine, which offloads gradients as they are produced
 
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -47,7 +47,7 @@ def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
     model = case.build(checkpointing)
     with Run(model, make_config(DISK, prefetch_units=1), device="cpu", groups=case.groups) as run:
         engine = run.engine
-        for index in (1, 2):  # the measured step is a steady one, behind an optimizer pass
+        for index in (1, 2):  # measure a steady step that follows an optimizer pass
             engine.backward(case.batch(index).call(engine))
             if index == 1:
                 engine.step()
@@ -98,7 +98,7 @@ def test_checkpointing_reduces_live_bytes(mode: str, place: str) -> None:
 
 @pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
 def test_user_saved_tensor_hooks_match_torch(name: str, checkpointing: Checkpointing) -> None:
-    """Pairs compose: one around the engine call is handed exactly what it is in plain torch."""
+    """Hooks around the engine call pack exactly the tensors that they pack in plain torch."""
     case = CASES[name]
     model = case.build(checkpointing)
     cast_frozen(model, torch.float32)

@@ -1,7 +1,7 @@
-"""Compiled blocks: one graph a kind, none for new addresses, the bits of any placement.
+"""Tests of compiled blocks: one graph per block class, and equal bits in every placement.
 
-The compiler's eager backends trace and guard as the real one does, and compute as torch does: so
-they must give torch's bits. Inductor fuses, and rounds differently; it is compared with itself.
+The compiler's eager backends trace and guard as Inductor does and compute as torch does, so they
+must give torch's bits. Inductor fuses and rounds differently; it is compared with itself.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ CASE = Case("stack", lambda _: Stack(), batch)
 
 @pytest.fixture(autouse=True)
 def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Any:
-    bar = pytest.importorskip("tqdm").tqdm  # the compiler has one, which starts a thread
+    bar = pytest.importorskip("tqdm").tqdm  # the compiler uses tqdm, whose monitor starts a thread
     monkeypatch.setattr(bar, "monitor_interval", 0)
     dynamo.reset()
     dynamo.utils.counters.clear()
@@ -67,7 +67,7 @@ def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Any:
 def compiled(
     device: str, backend: str, activations: dict[str, Any], placement: tuple[str, str, str]
 ) -> tuple[Any, list[int]]:
-    """A run of four steps, and how many graphs there were after each."""
+    """Run four steps; return the results, and the number of graphs after each step."""
     config = make_config(placement, activations=activations, prefetch_units=0)
     graphs = []
     with Run(CASE.build(), config, device=make_device(device)) as run:
@@ -106,15 +106,15 @@ def test_compiled_blocks_match_torch_with_one_graph(
     assert not dynamo.utils.counters["graph_break"]
 
 
-@pytest.mark.big  # a minute where nothing is cached
+@pytest.mark.big  # a minute with a cold cache
 def test_inductor_is_bitwise_equal_across_placements(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     inductor = pytest.importorskip("torch._inductor.config")
-    monkeypatch.setattr(inductor, "compile_threads", 1)  # a pool of them would stay
+    monkeypatch.setattr(inductor, "compile_threads", 1)  # a pool would outlive the test
     try:
         torch.compile(lambda t: t + 1, backend="inductor")(torch.ones(2))
-    except Exception as error:  # a machine without a C++ compiler
+    except Exception as error:  # no working C++ compiler
         pytest.skip(f"inductor does not work here: {str(error).splitlines()[0]}")
     dynamo.reset()
     dynamo.utils.counters.clear()
@@ -140,7 +140,7 @@ def test_compile_option_applies_to_training_only(tmp_path: Path) -> None:
 
 class Talkative(Mixer):
     def forward(self, x: Tensor) -> Tensor:
-        if float(x.sum()) > 1e9:  # a number of the data: the graph must break here
+        if float(x.sum()) > 1e9:  # depends on data: causes a graph break
             return x
         return super().forward(x)
 

@@ -1,4 +1,4 @@
-"""Loops written for DeepSpeed, with only the import changed, against plain torch."""
+"""Tests of loops written for DeepSpeed, with only the import changed, against plain torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 @pytest.fixture(scope="module")
 def tutorial() -> ModuleType:
-    """examples/deepspeed_style.py."""
+    """Import examples/deepspeed_style.py."""
     path = REPOSITORY / "examples" / "deepspeed_style.py"
     spec = importlib.util.spec_from_file_location("deepspeed_style", path)
     assert spec is not None
@@ -40,7 +40,7 @@ def tutorial() -> ModuleType:
 
 
 def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[float], Any]:
-    """The same loop without any engine: what the configuration says, written out."""
+    """Run the same loop without an engine, with the configuration written out in torch."""
     torch.manual_seed(0)
     model = tutorial.Mlp()
     given = config["optimizer"]["params"]
@@ -49,7 +49,7 @@ def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[floa
     losses: list[float] = []
     steps, window = 0, config["gradient_accumulation_steps"]
     data = tutorial.make_data()
-    order = DistributedSampler(data, num_replicas=1, rank=0)  # as DeepSpeed deals and shuffles
+    order = DistributedSampler(data, num_replicas=1, rank=0)  # DeepSpeed's order of samples
     size = config["train_micro_batch_size_per_gpu"]
     for inputs, labels in DataLoader(data, size, sampler=order):
         loss = nn.CrossEntropyLoss()(model(inputs), labels)
@@ -57,7 +57,7 @@ def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[floa
         losses.append(loss.item())
         if len(losses) % window == 0:
             nn.utils.clip_grad_norm_(model.parameters(), config["gradient_clipping"])
-            # DeepSpeed makes its first two steps at the smallest rate
+            # DeepSpeed runs its first two steps at the lowest rate
             done = max(steps - 1, 0) / warmup["warmup_num_steps"]
             optimizer.param_groups[0]["lr"] = warmup["warmup_max_lr"] * min(1.0, done)
             optimizer.step()
@@ -80,7 +80,7 @@ def test_deepspeed_loop_matches_plain_torch(
     assert "step  32" in capsys.readouterr().out
 
 
-# --- accumulation x offload x precision --------------------------------------------------------
+# --- accumulation x offload x precision ----------------------------------------------------------
 
 OFFLOADS: dict[str, dict[str, Any]] = {
     "none": {"stage": 0},
@@ -104,7 +104,7 @@ def by_user(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
 
 
 def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
-    """As its wrapper does: the boundary at every micro-batch, `step` at the last only."""
+    """Step as accelerate's wrapper: set the boundary every time, step in the last micro-batch."""
     count = vars(engine).setdefault("_test_count", 0) + 1
     vars(engine)["_test_count"] = count
     engine.set_gradient_accumulation_boundary(is_boundary=count % steps == 0)
@@ -114,7 +114,7 @@ def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
 
 
 def by_caller(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
-    """A window is the backwards between two calls of `step`."""
+    """Let the calls of `step` define the accumulation window."""
     count = vars(engine).setdefault("_test_count", 0) + 1
     vars(engine)["_test_count"] = count
     engine.backward(loss)
@@ -123,7 +123,7 @@ def by_caller(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
 
 
 def offloaded(name: str, path: Path) -> dict[str, Any]:
-    """A section of `OFFLOADS`, with the path that its disks are at."""
+    """Return a section of `OFFLOADS` with `nvme_path` set."""
     zero = copy.deepcopy(OFFLOADS[name])
     for section in zero.values():
         if isinstance(section, dict) and section["device"] == "nvme":
@@ -142,7 +142,7 @@ def offloaded(name: str, path: Path) -> dict[str, Any]:
 def test_loop_style_by_accumulation_and_offload_is_bitwise_equal(
     tmp_path: Path, offload: str, precision: str, steps: int, loop: Callable[..., None]
 ) -> None:
-    """Bit for bit the update rule written out over plain torch's gradients."""
+    """The reference is the explicit update rule on plain torch's gradients, bit for bit."""
     case = CASES["gpt"]
     config = {
         "train_micro_batch_size_per_gpu": 2,

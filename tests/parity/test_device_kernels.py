@@ -1,7 +1,7 @@
-"""Units that rest on a device with kernels of its own are updated there: same bits, nothing moves.
+"""Tests of updates by device kernels of units placed on the device: equal bits, no transfers.
 
-The fake accelerator's kernels run when its queue comes to them; until then what they will write
-holds poison, so a missing wait shows as NaN.
+The fake accelerator runs kernels when its queue reaches them, and poisons their outputs until
+then, so a missing wait shows as NaN.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def test_device_update_with_lossy_moments_matches_cpu(moments: str) -> None:
     expected = run("gpt", "cpu", **changes)
     assert run("gpt", with_kernels(), **changes).differences(expected) == []
     other = run("gpt", with_kernels(), **{**changes, "optimizer": {"lr": 1e-2}})
-    assert other.differences(expected) != []  # lossy
+    assert other.differences(expected) != []  # the formats are indeed lossy
 
 
 @pytest.mark.parametrize("placement", [("device", "device", "host"), ("host", "device", "device")])
@@ -112,7 +112,7 @@ def masters_after_an_old_backward(device: Any) -> torch.Tensor:
     with engine:
         first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))
         engine.backward(first)
-        engine.step()  # the update is queued, and is late
+        engine.step()  # the update is queued and delayed
         engine.backward(second)
         engine.step()
         return engine.state_dict(master=True)["bias"]
@@ -125,7 +125,7 @@ def test_old_graph_backward_waits_for_queued_update() -> None:
 
 
 def test_state_dict_waits_for_queued_update() -> None:
-    for seed in range(12):  # each has another order of what is queued
+    for seed in range(12):  # each seed delays queued work differently
         late = FakeAccelerator(seed, max_delay_s=0.02, kernels=True)
         config = make_config(ALL, precision="bf16")
         engine, *_ = infinity.initialize(torch.nn.Linear(64, 64), config, device=late)

@@ -1,4 +1,4 @@
-"""Groups edited between steps: by the user, by a schedule, and by the optimizer itself."""
+"""Tests of param groups edited between steps by the user, a scheduler or the optimizer itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from infinity.errors import ConfigError
 from infinity.optim.adapter import differences, same
 
 CASE = CASES["gpt"]
-Edits = dict[int, dict[str, Any]]  # before which step, what
+Edits = dict[int, dict[str, Any]]  # step -> entries to edit before it
 
 
 class Halving(optim.Optimizer):
-    """Writes to its group: a count, and a learning rate that it halves after every step."""
+    """Writes to its group: a step count, and a learning rate halved after every step."""
 
     def __init__(self, params: Any, lr: float = 0.5) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.5, 0.0), "frozen": False})
@@ -41,7 +41,7 @@ class Halving(optim.Optimizer):
 
 
 class TwoKinds(optim.Optimizer):
-    """Which state a parameter has is decided at its first step."""
+    """Decides at the first step of a parameter which state it keeps."""
 
     def __init__(self, params: Any, both: bool = False) -> None:
         super().__init__(params, {"lr": 0.01, "both": both})
@@ -98,7 +98,7 @@ def assert_same(run: Run, model: nn.Module) -> None:
         assert same_bits(run.masters()[name], value), name
 
 
-# --- entries that the optimizer writes -----------------------------------------------------------
+# --- entries written by the optimizer ------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_scheduler_overrides_lr_written_by_optimizer() -> None:
 
 @pytest.mark.parametrize("resumes", [False, True])
 def test_optimizer_written_entries_persist_without_gradients(resumes: bool, tmp_path: Path) -> None:
-    """One group has gradients of some parameters in some steps, another of none."""
+    """Some steps give gradients to part of one group only; another group never has any."""
 
     def make(model: nn.Module) -> Any:
         weights, biases = [model[0].weight, model[2].weight], [model[0].bias]
@@ -182,7 +182,7 @@ def test_group_entries_compare_by_value() -> None:
     assert list(differences(off, on)) == ["momentum", "betas"]
 
 
-# --- entries that need state which was not planned -----------------------------------------------
+# --- entries that need unplanned state -----------------------------------------------------------
 
 SGD = {
     "adapted": {"optimizer": lambda groups: optim.SGD(groups, lr=0.1)},
@@ -198,7 +198,7 @@ def sgd_config(kind: str, **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", SGD)
 @pytest.mark.parametrize("again", [True, False])
 def test_enabling_momentum_is_rejected_before_update(kind: str, again: bool) -> None:
-    """Set back, the step may be asked for again, or its gradients be dropped and made anew."""
+    """After a reset of the entry, the step can be retried, or its gradients recomputed."""
     with Run(build(), sgd_config(kind), device="cpu", **SGD[kind]) as run:
         for x in inputs(4):
             step(run, x)
@@ -270,7 +270,7 @@ def test_momentum_of_one_group_allows_enabling_another() -> None:
     model = build()
     groups = split(list(model.parameters()))
 
-    def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:  # a class is the built-in rule
+    def maker(groups: list[dict[str, Any]]) -> optim.Optimizer:  # a class is built in
         return optim.SGD(groups, lr=0.1, dampening=0.3)
 
     with Run(model, config_of(), device="cpu", optimizer=maker, model_parameters=groups) as run:
@@ -289,7 +289,7 @@ def test_momentum_of_one_group_allows_enabling_another() -> None:
 def test_built_in_momentum_starts_at_first_gradient(
     momenta: tuple[float, ...], device: str
 ) -> None:
-    """As torch's buffer does: also where a schedule, or a gradient, comes late."""
+    """As in torch, also if a scheduler enables it late or the gradient comes late."""
     theirs, model = build(), build()
     optimizer = optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
     config = sgd_config("built-in", momentum=0.9, dampening=0.3)
@@ -317,7 +317,7 @@ def test_built_in_momentum_starts_at_first_gradient(
 
 
 def test_new_state_of_parameter_at_first_step_is_rejected() -> None:
-    """Those that have stepped could go on; one that begins would need a second buffer."""
+    """Parameters that have stepped could continue; a new one would need a second buffer."""
     with Run(build(), config_of(), device="cpu", optimizer=TwoKinds) as run:
         (group,) = run.engine.optimizer.param_groups
         step(run, inputs(1)[0])
@@ -335,7 +335,7 @@ def test_scheduler_enabling_momentum_is_rejected_at_init() -> None:
             Run(build(), sgd_config(kind), device="cpu", lr_scheduler=one_cycle, **given)
 
 
-# --- what is kept, by torch's names --------------------------------------------------------------
+# --- state entries under torch's names -----------------------------------------------------------
 
 
 @pytest.mark.parametrize("momentum", [0.0, 0.9])

@@ -1,6 +1,6 @@
-"""Every rule in every moment format: the same bits under every placement, those of a plain loop.
+"""Tests of every update rule in every moment format, bit for bit across placements.
 
-The plain loop (`train_exactly`) holds everything in RAM and updates by the numpy reference.
+The reference (`train_exactly`) holds everything in RAM and updates with the numpy kernels.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "AdamW": {"type": "AdamW"},
     "Adagrad": {"type": "Adagrad", "lr_decay": 0.1, "initial_accumulator_value": 0.3},
 }
-PLAIN = {"type": "SGD", "weight_decay": 0.1}  # keeps no moment: there is nothing to format
+PLAIN = {"type": "SGD", "weight_decay": 0.1}  # keeps no moments, so no format applies
 NUM_SAMPLED = 2
 
 
@@ -43,7 +43,7 @@ def config_of(
 
 
 def sampled(number: int) -> list[tuple[str, str, str]]:
-    """Some placements; over all combinations every one several times, on disk always."""
+    """Return a few placements that rotate with `number`, and always the one on disk."""
     some = [PLACEMENTS[(number * NUM_SAMPLED + i * 13) % 27] for i in range(NUM_SAMPLED)]
     return [*some, ("disk", "disk", "disk")]
 
@@ -52,7 +52,7 @@ def check(
     expected: Result, optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str],
     number: int, **more: Any
 ) -> list[str]:  # fmt: skip
-    """What differs from the plain loop, and from the forecast."""
+    """Train and return the differences from the plain loop and from the forecast."""
     run = train(
         CASE.build(),
         CASE.batches(STEPS),
@@ -104,7 +104,7 @@ def test_seed_determines_stochastic_rounding() -> None:
 def test_read_state_returns_full_fp32_tensors(
     moments: str, placement: tuple[str, str, str]
 ) -> None:
-    """In every format, from every tier, whole although parameters span chunks."""
+    """Tensors are complete in every format and tier, even if parameters span chunks."""
     config = config_of(OPTIMIZERS["AdamW"], moments, placement, gradient_clipping=0.0)
     precision = {"precision": "fp32"}
     model = CASE.build()
@@ -129,7 +129,7 @@ def test_read_state_returns_full_fp32_tensors(
 
 
 def test_read_state_of_frozen_or_unknown_parameter_raises() -> None:
-    """Of a frozen parameter, of a stranger, and when the engine is closed."""
+    """So does reading after the engine is closed."""
     case = CASES["frozen"]
     config = make_config(PLACEMENTS[0])
     with Run(case.build(), config, device="cpu", groups=case.groups) as run:

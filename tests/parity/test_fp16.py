@@ -1,8 +1,7 @@
-"""fp16 weights beside fp32 masters: near torch's own loop, read, edited, saved and gone on with.
+"""Tests of fp16 weights with fp32 masters: accuracy, edits, checkpoints and durable runs.
 
-That they have the bits of plain torch by hand, wherever they rest, is in test_axes.py.
-
-And `torch.autocast` around an engine in fp32, or inside its model: equal to plain torch under it.
+Bitwise equality with plain torch in every placement is tested in test_axes.py. The last section
+tests `torch.autocast` around an fp32 engine, or inside its model, against plain torch.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from infinity.plan.layout import PRECISIONS
 from infinity.types import Kind
 
 STEPS = 6
-# The first steps overflow by themselves.
+# With this scale the first steps overflow.
 WORDS = ScaleWords(initial=2.0**16, window=2, hysteresis=2)
 SECTION = {"initial_power": 16, "window": 2, "hysteresis": 2}
 
@@ -51,26 +50,26 @@ def run(case: Case, config: dict[str, Any], device: Any = "cpu") -> Result:
 
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 def test_fp16_close_to_torch_loop_with_unscale_and_clip(name: str) -> None:
-    """Torch's own AdamW and `clip_grad_norm_` on fp32 masters: our one factor is no other order."""
+    """The reference unscales, runs `clip_grad_norm_` and steps AdamW on fp32 masters."""
     case = CASES[name]
     config = fp16(("disk",) * 3, optimizer={"eps": 1e-4})
     batches = case.batches(STEPS)
     theirs = train_half(case.build(), batches, config, WORDS, groups=case.groups, by_torch=True)
     ours = run(case, config, make_device("fake"))
     good = [norm for norm, over in zip(theirs.norms, theirs.overflows, strict=True) if not over]
-    assert max(good) > 0.5  # clipping acts
+    assert max(good) > 0.5  # clipping takes effect
     assert len(good) >= 2
     assert ours.losses[0] == theirs.losses[0]
     assert ours.losses == pytest.approx(theirs.losses, rel=2e-3)
     for value, expected in zip(ours.norms, theirs.norms, strict=True):
-        assert value == pytest.approx(expected, rel=1e-2, nan_ok=True)  # where it overflows
+        assert value == pytest.approx(expected, rel=1e-2, nan_ok=True)  # NaN in steps that overflow
     for key, value in theirs.masters.items():
         if value.is_floating_point():
             torch.testing.assert_close(ours.masters[key].float(), value.float(), rtol=0, atol=5e-3)
 
 
 def test_fp16_torch_optimizer_weights_are_rounded_masters() -> None:
-    """An adapted optimizer steps on the masters; the weights are those masters, rounded."""
+    """The adapted optimizer steps on the masters; the weights are the rounded masters."""
     case = CASES["gpt"]
 
     def trained(placement: tuple[str, str, str]) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
@@ -92,7 +91,7 @@ def test_fp16_torch_optimizer_weights_are_rounded_masters() -> None:
     assert all(same_bits(masters[name], others[name]) for name in masters)
 
 
-# --- at rest -------------------------------------------------------------------------------------
+# --- state and checkpoints -----------------------------------------------------------------------
 
 
 def test_fp16_plan_takes_14_bytes_per_parameter() -> None:
@@ -118,7 +117,7 @@ def test_fp16_weights_and_masters_can_be_edited(placement: tuple[str, str, str])
             engine.step()
         before = made.masters()
         weights = {name: value.clone() for name, value in engine.state_dict().items()}
-        engine.load_state_dict(weights)  # nothing new: masters keep what fp16 cannot hold
+        engine.load_state_dict(weights)  # no change: masters keep what fp16 cannot represent
         assert all(same_bits(value, before[name]) for name, value in made.masters().items())
         name = next(n for n, v in weights.items() if v.dim() == 2)
         parameter = dict(engine.module.named_parameters())[name]
@@ -142,7 +141,7 @@ def steps(engine: Any, batches: Sequence[Batch]) -> None:
 
 
 def test_fp16_checkpoint_round_trip_and_precision_change(tmp_path: Path) -> None:
-    """Saved on disk, gone on with in RAM; read alone; weights taken by another precision."""
+    """Save on disk, resume in RAM; load weights separately, and into another precision."""
     case = CASES["frozen"]
     batches = case.batches(8)
     with Run(case.build(), fp16(("disk",) * 3)) as made:
@@ -192,7 +191,7 @@ def test_fp16_durable_run_resumes(tmp_path: Path) -> None:
 
 
 class Around:
-    """Calls a model, or an engine, under autocast."""
+    """Wrapper that calls a model or an engine under autocast."""
 
     def __init__(self, inner: Callable[..., Any]) -> None:
         self.inner = inner
@@ -203,7 +202,7 @@ class Around:
 
 
 class Inside(nn.Module):
-    """A model that opens autocast itself."""
+    """Model that enables autocast itself."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -219,7 +218,7 @@ def around(batch: Batch) -> Batch:
 
 
 class _AroundBatch(Batch):
-    """A batch whose every call is under autocast."""
+    """Batch whose calls all run under autocast."""
 
     def call(self, model: Callable[..., Any]) -> Tensor:
         return super().call(Around(model))
@@ -240,10 +239,10 @@ def without_cache() -> Iterator[None]:
     diagonal(CHECKPOINTINGS, ["gpt", "reused"], ["around", "configured", "inside"]),
 )
 def test_autocast_equals_plain_torch(name: str, checkpointing: Any, where: str) -> None:
-    """Weights in fp32, products in bf16: the same bits as without an engine, in several placement.
+    """Weights in fp32, products in bf16: equal bits in several placements.
 
-    Without autocast's cache, as in an engine: with it a weight that is used twice is cast once,
-    and the gradients of both uses are summed in bf16.
+    The reference runs without autocast's cache, as the engine does: with it, a weight used twice is
+    cast once, and the gradients of both uses are summed in bf16.
     """
     case = CASES[name]
     batches = case.batches(4)
@@ -257,7 +256,7 @@ def test_autocast_equals_plain_torch(name: str, checkpointing: Any, where: str) 
     with without_cache():
         expected = train_exactly(model(), cast, make_config())
     plain = train_exactly(case.build(checkpointing=checkpointing), batches, make_config())
-    assert expected.losses != plain.losses  # autocast acts
+    assert expected.losses != plain.losses  # autocast takes effect
     for number, (placement, device) in enumerate(
         [(SIMPLEST, "cpu"), (("disk", "host", "disk"), "fake")]
     ):

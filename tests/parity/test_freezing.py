@@ -1,4 +1,4 @@
-"""Freezing and unfreezing while training goes on, as in torch."""
+"""Tests of freezing and unfreezing parameters during training, against plain torch."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_unfreezing_untracked_parameter_is_rejected() -> None:
 
 
 def test_mostly_frozen_optimizer_state_warns() -> None:
-    """As with adapters, and an optimizer over all of model.parameters()."""
+    """As with adapters and an optimizer over all of model.parameters()."""
     model = CASES["gpt"].build().requires_grad_(False)
     next(model.parameters()).requires_grad_(True)
     with (

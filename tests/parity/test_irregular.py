@@ -1,4 +1,4 @@
-"""Uses of autograd other than one forward, one backward: as plain torch does them."""
+"""Tests of less regular uses of autograd and of unusual models, against plain torch."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ PLACES = [
     ("fake", DISK),
     ("fake", ("host", "disk", "device")),
 ]
-SOME = PLACES[1::2]  # `test_axes.py` has every placement
+SOME = PLACES[1::2]  # `test_axes.py` covers every placement
 Gradients = dict[str, Tensor]
 
 
 def plain_gradients(
     build: Callable[[], nn.Module], use: Callable[[Callable[..., Any], Callable[..., Any]], None]
 ) -> Gradients:
-    """`use(model, backward)` in plain torch; gradients that arrived, flat, by name."""
+    """Run `use(model, backward)` in plain torch; return the flat gradients by name."""
     model = build()
     cast_frozen(model, torch.float32)
     use(model, lambda loss, **how: loss.backward(**how))
@@ -60,7 +60,7 @@ def engine_gradients(
     use: Callable[[Callable[..., Any], Callable[..., Any]], None],
     place: tuple[str, tuple[str, str, str]],
 ) -> Gradients:
-    """The same with the engine, in its second step (behind an optimizer pass of rate zero)."""
+    """Do the same with the engine, in its second step (after an optimizer pass with lr 0)."""
     device, placement = place
     model = build()
     config = make_config(placement, optimizer={"lr": 0.0}, prefetch_units=1)
@@ -123,7 +123,7 @@ def test_gradients_equal_plain_torch(use: Any, place: Any) -> None:
 
 
 class Spectral(nn.Module):
-    """Weights that autograd saves conjugated and negated: torch keeps both as a bit of a view."""
+    """Model whose weights autograd saves as conjugated and negated views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ def test_conjugated_weights_match_plain_torch(place: Any) -> None:
 
 
 class Recurrent(nn.Module):
-    """RNNs, two of whose weights are made of others at each access."""
+    """RNNs with two weights that are recomputed from others at each access."""
 
     def __init__(self, parametrize: Callable[..., Any]) -> None:
         super().__init__()
@@ -187,7 +187,7 @@ PARAMETRIZED: list[Any] = [
 def test_parametrized_rnn_weights_match_plain_torch(
     parametrize: Any, place: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the engine has the weights and afterwards; nothing moves them to flat memory."""
+    """Also after the engine is closed; and `flatten_parameters` is never called."""
     device, placement = place
     build = seeded(lambda: Recurrent(parametrize))
     plain, model = build(), build()
@@ -211,7 +211,7 @@ def test_parametrized_rnn_weights_match_plain_torch(
 
 
 class Holding(nn.Module):
-    """Reaches for a weight by name, and uses it when others have been used."""
+    """Model that reads a weight by attribute, and uses it after other blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ class Holding(nn.Module):
 
 
 def test_weight_held_across_blocks_is_refetched(tmp_path: Path) -> None:
-    """It is offloaded by then, and fetched again when it is used."""
+    """The weight has been evicted by then, and is fetched again."""
     torch.manual_seed(0)
     given = small.settings(tmp_path, small.ON_DISK, prefetch_units=0)
     model = Holding()
@@ -255,7 +255,7 @@ def test_unequal_micro_batches_match_plain_torch(place: tuple[str, tuple[str, st
 
 
 class PartlyUsed(nn.Module):
-    """Uses only the branches that are asked for; one parameter is never used."""
+    """Model that uses only the requested branches, and one parameter never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -273,7 +273,7 @@ class PartlyUsed(nn.Module):
 
 @pytest.mark.parametrize(("place", "micro_batches"), diagonal(SOME, [1, 2]))
 def test_parameters_without_gradient_stay_unchanged(place: Any, micro_batches: int) -> None:
-    """No weight decay and no step counted, as in torch, where `grad` is None."""
+    """No weight decay and no step count, as in torch if `grad` is None."""
     device, placement = place
     config = make_config(
         placement,
@@ -337,7 +337,7 @@ def test_eval_between_steps_does_not_change_training(
 def test_mispredicted_prefetch_matches_plain_torch(
     mode: str, place: tuple[str, tuple[str, str, str]]
 ) -> None:
-    """Each batch names other experts than the last; at times every slot is filled for nothing."""
+    """Each batch routes to other experts than the last; at times all prefetches are wrong."""
     device, placement = place
     case = CASES["routed"]
     config = make_config(placement, prefetch_units=3, gradient_accumulation_steps=3)
@@ -350,7 +350,7 @@ def test_mispredicted_prefetch_matches_plain_torch(
 
 @pytest.mark.parametrize(("weights", "seed"), diagonal(["host", "disk"], range(2)))
 def test_slot_evicted_while_filled_matches_plain_torch(weights: str, seed: int) -> None:
-    """Not poisoned: to poison a slot is to wait for the copy that fills it."""
+    """Slots are not poisoned here: to poison one would wait for the copy that fills it."""
     case = CASES["routed"]
     config = make_config((weights, "host", "host"), prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(18)
@@ -361,11 +361,11 @@ def test_slot_evicted_while_filled_matches_plain_torch(weights: str, seed: int) 
 
 
 class Nested(nn.Module):
-    """A block's forward is open while it reaches for units of its own size."""
+    """Model with a block that uses units of its own size during its forward."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed = nn.Embedding(VOCAB, 16)  # small: it has slots of its own size
+        self.embed = nn.Embedding(VOCAB, 16)  # small, so that it gets another slot class
         self.blocks = nn.ModuleList(NestedBlock() for _ in range(2))
 
     def forward(self, tokens: Tensor, which: list[int]) -> Tensor:
@@ -386,7 +386,7 @@ class NestedBlock(nn.Module):
     def forward(self, x: Tensor, which: list[int]) -> Tensor:
         x = self.own(x).tanh()
         self.num_calls += 1
-        time.sleep(0.001 * (self.num_calls % 7))  # let the optimizer pass get somewhere
+        time.sleep(0.001 * (self.num_calls % 7))  # let the optimizer pass make progress
         for index in which:
             x = x + self.experts[index](x).tanh()
         return x
@@ -394,7 +394,7 @@ class NestedBlock(nn.Module):
 
 @pytest.mark.parametrize(("device", "prefetch_units"), diagonal(["cpu", "fake"], [0, 1]))
 def test_fetch_while_optimizer_pass_fills_last_slot(prefetch_units: int, device: str) -> None:
-    """The wanted unit had no gradient, so no update is owed to it, and none helps."""
+    """The requested unit had no gradient, so it has no pending update that would free a slot."""
     build = seeded(Nested)
     config = make_config(DISK, prefetch_units=prefetch_units, io={"slow_bytes_per_s": 8 << 20})
     batches = [Batch((ids(i), [i % 4])) for i in range(10)]
@@ -404,7 +404,7 @@ def test_fetch_while_optimizer_pass_fills_last_slot(prefetch_units: int, device:
 
 
 class Odd(nn.Module):
-    """Parameters of odd shapes and strides, and dropout."""
+    """Model with parameters of odd shapes and strides, and dropout."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -437,7 +437,7 @@ def test_odd_parameters_and_dropout_match_plain_torch(place: Any, precision: str
 
 
 def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
-    """A penalty on weights, computed outside the engine's call, before and after the forward."""
+    """Add weight penalties computed outside the engine call, before and after the forward."""
     module = getattr(model, "module", model)
     penalty = module.blocks[0].up.weight.pow(2).sum()
     loss = model(ids(1))
@@ -446,7 +446,7 @@ def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
 
 @pytest.mark.parametrize("place", SOME, ids=str)
 def test_weight_penalty_outside_engine_call_matches_or_raises(place: Any) -> None:
-    """Right, or an error: autograd saves a leaf as itself, which pins nothing."""
+    """Autograd saves a leaf as itself, which pins nothing: the result is correct, or an error."""
     build, use = CASES["gpt"].build, weights_in_a_loss_outside
     problem = None
     try:

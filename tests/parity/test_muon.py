@@ -1,6 +1,6 @@
-"""Muon for matrices, AdamW for the rest: `torch.optim.Muon` bit for bit, one moment of a matrix.
+"""Tests of Muon for matrices with AdamW for other parameters, against `torch.optim.Muon`.
 
-Placements, ranks, formats of weights and resumes are an optimizer among others in `test_axes.py`.
+Placements, ranks, weight formats and resuming are covered by `test_axes.py`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def config_of(placement: tuple[str, str, str] = DISK, **optimizer: Any) -> dict[
 
 
 def hidden(model: nn.Module) -> list[nn.Parameter]:
-    """The matrices of a model, but for embeddings, one of which makes the logits too."""
+    """Return the matrices of a model other than embeddings, one of which is the tied head."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
 
@@ -53,7 +53,7 @@ def hidden(model: nn.Module) -> list[nn.Parameter]:
      {"weight_decay": 0.5, "ns_steps": 3, "ns_coefficients": (2.0, -1.5, 0.5), "eps": 1e-3}],
 )  # fmt: skip
 def test_matrices_match_torch_muon_bitwise(options: dict[str, Any]) -> None:
-    """All else stands still, with a rate of 0: so not even losses round otherwise."""
+    """All other parameters have a learning rate of 0, so even the losses are bitwise equal."""
     theirs, batches = CASE.build(), CASE.batches(4)
     matrices = hidden(theirs)
     plain = optim.Muon(matrices, **options)
@@ -90,7 +90,7 @@ def test_matrices_match_torch_muon_bitwise(options: dict[str, Any]) -> None:
 
 
 class Experts(nn.Module):
-    """As transformers 5 has them: a parameter for all experts, and biases likewise."""
+    """Experts as in transformers 5: stacked weights, and stacked biases."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ class Experts(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Experts behind a matrix, and a convolution, whose weight has three dimensions too."""
+    """Model of a matrix, a convolution (3D weights too) and stacked experts."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def mixture() -> tuple[nn.Module, list[torch.Tensor]]:
 
 @pytest.mark.parametrize("kernels", [True, False])
 def test_stacked_expert_matrices_match_torch_muon_bitwise(kernels: bool) -> None:
-    """Weights of convolutions and stacked biases stay with AdamW, whose rate is 0 here."""
+    """Convolution weights and stacked biases are AdamW's, whose learning rate is 0 here."""
     theirs, batches = mixture()
     stacks = {n: p for n, p in theirs.named_parameters() if "experts" in n and p.dim() == 3}
     alone = {name: [nn.Parameter(one.clone()) for one in stack.data.unbind()]
@@ -172,9 +172,9 @@ def test_matrix_state_takes_8_bytes_and_plan_reports_split() -> None:
         for unit, own in zip(plan.units, plan.local_units, strict=True):
             second = store.shard_bytes(own, Kind.MOMENT2)
             paired = sum(s.numel for s in unit.trained_segments if not s.needs_full)
-            if own.paired is None:  # AdamW's alone
+            if own.paired is None:  # stepped by AdamW only
                 assert second == store.shard_bytes(own, Kind.MOMENT1)
-            else:  # a page for each small parameter at most, whatever the matrices hold
+            else:  # at most a page per small parameter, regardless of the matrices
                 assert 4 * paired <= second <= 4 * (paired + 128 * len(unit.segments)) + 4 * 2048
                 assert own.num_chunks(plan.chunk_elements) == 1
         assert plan.memory[Tier.DISK]["state"] == sum(
@@ -188,10 +188,10 @@ def test_matrix_state_takes_8_bytes_and_plan_reports_split() -> None:
 
 
 def test_param_groups_select_muon_or_adamw() -> None:
-    """Groups are split, but where they say; each half takes what its group says."""
+    """Groups are split unless they set `use_muon`; each half uses the options of its group."""
     model = CASE.build()
     one, two, *rest = hidden(model)
-    two.use_muon = False  # as DeepSpeed's users mark them
+    two.use_muon = False  # DeepSpeed's way to mark parameters
     others = [p for p in model.parameters() if all(p is not m for m in hidden(model))]
     groups = [{"params": iter([one, others[0]]), "lr": 0.5}, {"params": [two]},
               {"params": rest, "use_muon": False, "betas": (0.5, 0.5)},
@@ -216,7 +216,7 @@ def test_param_groups_select_muon_or_adamw() -> None:
 
 
 def steps(run: Run, count: int) -> list[float]:
-    """The losses of as many steps of one micro-batch."""
+    """Run `count` steps of one micro-batch; return the losses."""
     losses = []
     for batch in CASE.batches(count):
         loss = batch.call(run.engine)
@@ -228,7 +228,7 @@ def steps(run: Run, count: int) -> list[float]:
 
 @pytest.mark.parametrize("which", [0, -1])
 def test_toggling_use_muon_is_rejected_before_step(which: int) -> None:
-    """Which then goes on as if nothing had been asked."""
+    """After resetting the group, training continues unaffected."""
     with Run(CASE.build(), config_of(), device="cpu") as run:
         expected = steps(run, 2)
     with Run(CASE.build(), config_of(), device="cpu") as run:
@@ -246,7 +246,7 @@ def test_toggling_use_muon_is_rejected_before_step(which: int) -> None:
 
 @pytest.mark.parametrize("kind", [None, optim.NAdam])
 def test_use_muon_key_is_ignored_by_other_rules(kind: Any) -> None:
-    """It is a word like any other there, and says nothing of how parameters rest."""
+    """The key is an ordinary entry there, and does not affect the layout of state."""
     losses = []
     for word in ("use_muon", "name"):
         model = CASE.build()
@@ -270,7 +270,7 @@ def test_muon_durable_run_resumes(tmp_path: Path) -> None:
         with run.engine(tmp_path / "durable", DISK, seed=number + 1) as engine:
             losses += [micro_step(engine, i) for i in range(first, end)]
             found = ending(engine, losses)
-    (directory,) = (tmp_path / "durable").iterdir()  # is a checkpoint, too
+    (directory,) = (tmp_path / "durable").iterdir()  # a checkpoint as well
     with ResumeRun(config).engine(tmp_path / "other", SIMPLEST, seed=4) as engine:
         engine.load_checkpoint(directory)
         loaded = ending(engine, losses)
@@ -292,7 +292,7 @@ def test_plan_update_time_includes_matrix_products() -> None:
 
 
 def test_muon_updates_are_streamed_if_buffers_fit() -> None:
-    """The share of the device that placement leaves is that of the buffers, where they fit."""
+    """Device memory not needed for placement is used for the buffers."""
     names = [("w", (4096, 4096)), ("up", (16384, 4096)), ("norm", (4096,))]
     units = tuple(
         lay_out(
@@ -316,7 +316,7 @@ def test_muon_updates_are_streamed_if_buffers_fit() -> None:
 
 
 def test_torch_muon_instance_maps_to_built_in_rule() -> None:
-    """With its groups, so that a schedule over it goes on; embeddings, too, if they were given."""
+    """Its groups are used, so a scheduler over it stays valid; it may include embeddings."""
 
     def made(model: nn.Module) -> tuple[Any, Any]:
         matrices = [p for p in model.parameters() if p.dim() == 2]

@@ -1,7 +1,7 @@
-"""N steps straight equal k steps, save, another engine, load, N - k steps: bit for bit.
+"""Tests of resuming: N steps equal k steps, save, load in another engine, N - k steps.
 
-Under any pair of placements, in any precision, within an accumulation window, with dropout,
-schedules and whatever else a run depends on.
+Results are bitwise equal for any pair of placements and any precision, within an accumulation
+window, with dropout, schedules and all other state of a run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ VOCABULARY, WIDTH = 50, 16
 
 
 class Model(nn.Module):
-    """Dropout, a running mean, a buffer outside state dicts, tied weights, a frozen part."""
+    """Model with dropout, a running mean, a non-persistent buffer, tied and frozen weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Model(nn.Module):
 
 @dataclass
 class Run:
-    """How a run is made: the config, what `initialize` gets, the device."""
+    """Configuration of a run: the config, arguments of `initialize`, the device."""
 
     config: dict[str, Any] = field(default_factory=dict)
     arguments: Callable[[nn.Module], dict[str, Any]] = lambda model: {}
@@ -75,7 +75,7 @@ class Run:
 
 @dataclass
 class Ending:
-    """All that a run leaves behind."""
+    """Complete state at the end of a run."""
 
     losses: list[float]
     masters: dict[str, Tensor]
@@ -122,7 +122,7 @@ def micro_step(engine: Engine, index: int) -> float:
     return float(loss.detach())
 
 
-STRAIGHT: dict[tuple[str, int], Ending] = {}  # of runs that differ in their config alone
+STRAIGHT: dict[tuple[str, int], Ending] = {}  # results of runs that differ only in their config
 
 
 def straight(folder: Path, run: Run, num: int) -> Ending:
@@ -146,8 +146,10 @@ def resumed(
     *,
     between: bool = False,
 ) -> Ending:
-    """`cut` micro-steps under one placement, the rest under another; `between`: save after a
-    backward, before its step."""
+    """Run `cut` micro-steps under one placement, and the others under another.
+
+    With `between`, save after a backward and before its step.
+    """
     saved = folder / f"saved{len(list(folder.iterdir()))}"
     with run.engine(folder / "first", first, seed=1) as engine:
         losses = [micro_step(engine, i) for i in range(cut)]
@@ -156,7 +158,7 @@ def resumed(
             engine.backward(loss)
             losses.append(float(loss.detach()))
         engine.save_checkpoint(saved, client_state={"next": cut + between})
-        # What happens to the engine afterwards is not in the checkpoint.
+        # Training after the save must not affect the checkpoint.
         if between:
             engine.step()
         micro_step(engine, 77)

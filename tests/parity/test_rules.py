@@ -1,4 +1,4 @@
-"""The built-in rules against plain torch in fp32; Lion, which torch does not have, by hand."""
+"""Tests of the built-in update rules in fp32 against plain torch, or a reference for Lion."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from infinity.errors import ConfigError, EngineFailedError
 
 DISK = ("disk", "disk", "disk")
 STEPS = 8
-LOSS = 2e-6  # relative; see test_torch.py for why not equal
+LOSS = 2e-6  # relative; test_torch.py explains why not equal
 WEIGHT = 2e-5  # absolute
 
 
@@ -71,7 +71,7 @@ def test_fp32_rule_close_to_torch(name: str) -> None:
 
 
 def test_lion_close_to_reference() -> None:
-    """A sign may turn where the interpolation is zero but for rounding; one step is 2 lr."""
+    """A sign may flip where the interpolation is zero up to rounding: a difference of 2 lr."""
     case = CASES["buffered"]
     options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
     config = config_of({"type": "Lion", **options})
@@ -92,7 +92,7 @@ def test_lion_close_to_reference() -> None:
 
 
 def test_groups_with_and_without_momentum_match_torch() -> None:
-    """The group that needs the most moments decides what is reserved."""
+    """The group that needs the most moments determines what is reserved."""
     case = CASES["gpt"]
     config = config_of({"type": "SGD", "lr": 0.05})
 
@@ -128,7 +128,7 @@ def test_unreserved_momentum_is_rejected_at_step() -> None:
 
 
 def test_one_cycle_schedule_of_momentum_matches_torch() -> None:
-    """OneCycleLR cycles momentum; the run is the one with the same values set by hand."""
+    """OneCycleLR cycles the momentum."""
     case, config = CASES["gpt"], config_of({"type": "SGD", "lr": 0.01, "momentum": 0.9})
     batches = case.batches(STEPS)
 

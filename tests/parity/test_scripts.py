@@ -1,4 +1,4 @@
-"""What scripts do beside calling the engine: the numbers of plain torch, or clear words."""
+"""Tests of what scripts do besides calling the engine: torch's results, or a clear error."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def as_plain(
     tmp_path: Path, build: Callable[[], nn.Module], loss_of: Callable[[Any], Tensor] = lambda x: x,
     placement: dict[str, str] = ON_DISK, **more: Any,
 ) -> None:  # fmt: skip
-    """Three steps give the losses of plain torch."""
+    """Check that three steps give the losses of plain torch."""
     torch.manual_seed(0)
     model = build()
     optimizer, expected = torch.optim.AdamW(model.parameters(), lr=1e-2), []
@@ -66,11 +66,11 @@ class Blocks(nn.Module):
         return x.square().mean()
 
 
-# --- what modules do -----------------------------------------------------------------------------
+# --- modules -------------------------------------------------------------------------------------
 
 
 class Codes(Block):
-    """Keeps averages in buffers, through `.data`, and reads them."""
+    """Block that updates a running average in a buffer through `.data`."""
 
     def __init__(self) -> None:
         super().__init__(WIDTH)
@@ -87,7 +87,7 @@ def test_buffer_changed_through_data_is_recomputed_correctly(tmp_path: Path) -> 
 
 
 class Listed(Blocks):
-    """Gives a parameter to its blocks, in a list."""
+    """Model that passes a parameter to its blocks in a list."""
 
     class Kind(Block):
         def forward(self, x: Tensor, more: list[Tensor] | None = None) -> Tensor:
@@ -195,7 +195,7 @@ def test_saved_state_dict_loads_with_weights_only(tmp_path: Path) -> None:
         assert torch.equal(loaded["norm.weight"], engine.state_dict()["norm.weight"])
 
 
-# --- loops ---------------------------------------------------------------------------------------
+# --- training loops ------------------------------------------------------------------------------
 
 
 def test_manually_assigned_grad_is_rejected(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
-"""`activations.logits: chunked`: numbers near those of whole logits, and no logits in memory.
+"""Tests of `activations.logits: chunked`: results close to full logits, without storing them.
 
-Near, not equal: chunks are other products than all tokens at once. Equal, bit for bit: every
-placement. What slices do not know gives whole logits, and then the numbers are theirs.
+Close, not equal, because chunks are other matrix products than all tokens at once. Bitwise equal
+in every placement. Unsupported uses materialize the full logits, and then results equal theirs.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def run(
 
 
 class Found:
-    """The loss of one batch, every gradient of it, and what was said of logits."""
+    """Loss and gradients of one batch, and the warnings about logits."""
 
     def __init__(self, engine: Any, loss_of: Callable[[Any, Batch], Tensor], given: Batch) -> None:
         with warnings.catch_warnings(record=True) as said:
@@ -91,7 +91,7 @@ class Found:
 def both(
     chosen: Family, loss_of: Callable[[Any, Batch], Tensor], precision: str = "fp32"
 ) -> tuple[Found, Found]:
-    """With whole logits, and with sliced ones."""
+    """Run with full logits and with chunked ones."""
     found = []
     more = {"loss_scale": {"value": 128.0}} if precision == "fp16" else {}
     for logits in ("whole", "sliced"):
@@ -101,7 +101,7 @@ def both(
 
 
 def theirs(engine: Any, given: Batch) -> Tensor:
-    """As transformers computes it; half of the labels do not count."""
+    """Compute the loss as transformers does, with half of the labels ignored."""
     labels = given["labels"].clone()
     labels[:, 1::2] = -100
     loss: Tensor = engine(**{**given, "labels": labels}).loss
@@ -109,7 +109,7 @@ def theirs(engine: Any, given: Batch) -> Tensor:
 
 
 def users(engine: Any, given: Batch) -> Tensor:
-    """As its user computes it, after the call: in the dtype of the logits, smoothed."""
+    """Compute the loss after the call, in the dtype of the logits, with label smoothing."""
     logits = engine(input_ids=given["input_ids"]).logits
     labels = given["labels"][:, 1:].reshape(-1)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, label_smoothing=0.1)
@@ -136,7 +136,7 @@ def test_chunked_loss_close_to_full_logits(
 def test_chunked_logits_bitwise_equal_across_placements(
     placement: tuple[str, str, str], case: str, device: str, precision: str
 ) -> None:
-    """With a tied head and one of its own; and the bytes of the forecast."""
+    """With a tied and an untied head; the bytes moved equal the forecast."""
     found = []
     for here, kind in ((SIMPLEST, "cpu"), (placement, device)):
         config = make_config(here, precision=precision, activations={"logits": "chunked"})
@@ -148,7 +148,7 @@ def test_chunked_logits_bitwise_equal_across_placements(
 
 
 class Largest(TorchDispatchMode):
-    """The most numbers in a tensor that an operation made."""
+    """Records the largest number of elements of a tensor that an operation returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Largest(TorchDispatchMode):
         made = call(*args, **(kwargs or {}))
         for tensor in tree_leaves(made):
             real = isinstance(tensor, Tensor) and not isinstance(tensor, Logits)
-            if real and tensor.is_floating_point() and not tensor.is_meta:  # slots are bytes
+            if real and tensor.is_floating_point() and not tensor.is_meta:  # slots have dtype uint8
                 self.numel = max(self.numel, tensor.numel())
         return made
 
@@ -181,7 +181,7 @@ def test_no_tensor_has_full_logits_size(name: str) -> None:
             del output
             assert [ref() for ref in hidden] in ([], [None]), "the collector is not needed"
     assert largest["whole"].numel == tokens * vocabulary
-    assert largest["sliced"].numel == vocabulary * facts.hidden_size  # the head's gradient
+    assert largest["sliced"].numel == vocabulary * facts.hidden_size  # the gradient of the head
 
 
 def with_z_loss(logits: Tensor, labels: Tensor) -> Tensor:
@@ -193,7 +193,7 @@ def label_smoother(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def changed_in_place(logits: Tensor, labels: Tensor) -> Tensor:
-    """A copy made before has the values of then, a view made before those of now."""
+    """Edit logits: a copy made before keeps the old values, a view shows the new ones."""
     copy, view = logits * 2, logits[:6]
     logits[:, 3] = -1e4
     late = F.cross_entropy(logits, labels.clamp(min=4)) + F.cross_entropy(view, labels[:6])
@@ -314,7 +314,7 @@ def test_heads_are_detected_and_restored() -> None:
     assert heads_of(nn.Linear(3, 4)) == {}
     with run(plain, "sliced"):
         assert "forward" in vars(plain.head)
-        assert heads_of(plain) == {}  # of another engine, or of its user
+        assert heads_of(plain) == {}  # wrapped by another engine or by the user
     assert "forward" not in vars(plain.head)
     with run(CASES["gpt"].build(), "auto") as one:
         assert heads_of(one.model)

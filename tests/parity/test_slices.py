@@ -1,9 +1,9 @@
-"""`activations.slices`: what is equal to what, bytes fetched once, and what is refused.
+"""Tests of `activations.slices`: results, bytes fetched, and blocks that cannot be sliced.
 
-Equal, bit for bit: an engine whose blocks run in slices, and plain torch whose blocks run the same
-slices, each with weights of its own, whose gradients are added in fp32 (`Sliced`, written out
-below), with and without recomputation, wherever things rest; and, of blocks alone, the same slices
-as micro-batches. Close, not equal: the same batch at once, or a head's part of it.
+Bitwise equal to plain torch whose blocks run the same slices (`Sliced`, below), each with a copy
+of the weights whose gradients are added in fp32, with and without recomputation and in every
+placement; and, for blocks alone, to the same slices as micro-batches. Close, but not equal, to the
+same batch at once, because of the head.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def batches(count: int = 3) -> list[Batch]:
 
 
 class Sliced(nn.Module):
-    """A block that runs a batch slice by slice, in plain torch."""
+    """Plain-torch block that runs a batch slice by slice."""
 
     def __init__(self, block: Any, size: int, *, recompute: bool) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Sliced(nn.Module):
 
 
 def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
-    """The small GPT; with slices in plain torch if so asked."""
+    """Build the small GPT, with sliced blocks in plain torch if `slices` is set."""
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Gpt()
@@ -96,7 +96,7 @@ def test_slices_match_torch_slices_bitwise(
 
 
 def test_slices_close_to_full_batch() -> None:
-    """In fp32 as near as rounding allows; so nothing is lost or counted twice."""
+    """In fp32 within rounding, so no slice is lost or counted twice."""
     at_once = train(build(), batches(), make_config(), device="cpu")
     sliced = train(build(), batches(), make_config(activations={"slices": 3}), device="cpu")
     assert sliced.losses == pytest.approx(at_once.losses, rel=1e-5)
@@ -108,7 +108,7 @@ def test_slices_close_to_full_batch() -> None:
 
 
 class Recurrent(nn.Module):
-    """An RNN, which computes with a list of its weights."""
+    """Block with an RNN, which computes with a list of its weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ def test_rnn_slice_gradients_are_summed_in_fp32() -> None:
 
 
 class Blocks(nn.Module):
-    """Blocks alone: nothing in it, and in its loss, is computed of the whole batch at once."""
+    """Blocks alone: neither the model nor its loss computes anything over the full batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class Blocks(nn.Module):
     [(False, "bf16", "cpu"), (True, "bf16", "fake"), (True, "fp32", "cpu")],
 )
 def test_slices_match_micro_batches_bitwise(recompute: bool, precision: str, device: str) -> None:
-    """Powers of two: a mean of means is the mean of all, to the last bit."""
+    """Sizes are powers of two, so a mean of means is exactly the mean of all."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(5)
     whole = [Batch((torch.randn(8, LENGTH, WIDTH, generator=generator).to(dtype),)) for _ in "abc"]
@@ -236,7 +236,7 @@ def test_batch_smaller_than_slices_is_not_sliced() -> None:
 
 
 class Rich(nn.Module):
-    """A block with a mask, a shared table, a number, and several results."""
+    """Block with a mask, a shared table, a scalar and several outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -302,7 +302,7 @@ class Normed(nn.Module):
 
 
 class Centred(nn.Module):
-    """Its samples see one another, and nothing in its parts says so."""
+    """Block that mixes samples, without a submodule that shows it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -326,14 +326,14 @@ class Masked(Centred):
 
 
 class Causal(Centred):
-    """Time first: what is before sees nothing of what is behind, so the first slice is right."""
+    """Block with time first: the first slice is right, as later rows do not affect earlier ones."""
 
     def forward(self, x: Tensor) -> Tensor:
         return self.act(self.linear(x.cumsum(0)))
 
 
 class Dropping(Centred):
-    """Its random numbers are no reason to look away."""
+    """Block that mixes samples and draws random numbers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(nn.functional.dropout(x, 1e-6, self.training))
@@ -377,7 +377,7 @@ class LeavingInList(Centred):
 
 
 class NormedInTraining(Centred):
-    """By a function of torch's, and only then over the batch."""
+    """Block that uses functional batch norm, with batch statistics in training only."""
 
     def forward(self, x: Tensor) -> Tensor:
         mean, spread = torch.zeros(LENGTH), torch.ones(LENGTH)
@@ -386,7 +386,7 @@ class NormedInTraining(Centred):
 
 
 class Infinite(Centred):
-    """What it returns is infinite here and there, and of each sample alone."""
+    """Block that returns infinite and NaN values, independently for each sample."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         odd = x.detach().masked_fill(x > 0, -torch.inf).masked_fill(x > 1, torch.nan)
@@ -456,7 +456,7 @@ def test_unsliceable_block_is_rejected_by_name(kind: Any, more: Any, said: str) 
 
 
 class Turning(Centred):
-    """Of one class, and yet only the second sees others, as blocks that attend over time do."""
+    """Block of one class of which only every second instance mixes samples."""
 
     made = 0
 
@@ -486,7 +486,7 @@ class ByHeads(Centred):
 
 
 def test_changed_slicing_is_probed_again() -> None:
-    """A scale for each head, and in the last batch as many samples as heads."""
+    """The scale is per head, and the last batch has as many samples as heads."""
     config = make_config(activations={"slices": 2})
     with Run(Base(ByHeads), config, device="cpu") as run:
         scale = torch.tensor([[1.0], [2.0]])
@@ -518,7 +518,7 @@ def test_probe_is_invisible_to_hooks_and_inputs() -> None:
 
 
 def test_list_appended_to_by_recomputed_block_is_rejected() -> None:
-    """They have a copy of it: what they append would not count, and nobody would say so."""
+    """They receive a copy of the list: what they append would be lost silently."""
     model, config = Base(Appending), make_config(activations={"checkpoint": "units"})
     with Run(model, config, device="cpu") as run:
         with pytest.raises(TrainingError, match="changes a list or dict that it"):
@@ -535,7 +535,7 @@ def test_batch_norm_in_eval_mode_can_be_sliced() -> None:
 
 
 class Experts(nn.Module):
-    """All experts see all tokens; each is a unit inside the block."""
+    """Block whose experts all see all tokens; each expert is a unit within the block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -568,6 +568,6 @@ def test_experts_in_sliced_block_match_torch() -> None:
             run.engine.backward(loss)
             run.engine.step()
             losses.append(loss.item())
-        # every slice goes through all experts: with so few slots they are fetched again
+        # every slice runs through all experts; with so few slots they are fetched again
         found = Result(losses, run.masters(), expected.norms)
     assert found.differences(expected) == []

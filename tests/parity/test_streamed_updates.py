@@ -1,7 +1,7 @@
-"""Updates streamed through a device give the CPU's bits, and move exactly what the plan says.
+"""Tests of updates streamed through a device: the CPU's bits, and the bytes that the plan predicts.
 
-The fake accelerator's copies and kernels are late, and poison what they will write until then, so
-a missing wait shows as NaN, and a slot or buffer that is reused too early as wrong bits.
+The fake accelerator delays copies and kernels and poisons their outputs until then, so a missing
+wait shows as NaN, and a slot or buffer reused too early as wrong bits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from infinity.plan.plan import Plan
 from infinity.training.unit_updater import UnitUpdater
 
 IN_RAM = ("host", "host", "host")
-# One of each way that a kind can come and go: RAM, disk, and what stays on the device.
+# One of each path of a kind of state: from RAM, from disk, and resident on the device.
 PLACEMENTS = [
     IN_RAM,
     ("disk", "disk", "disk"),
@@ -50,7 +50,7 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
 
 
 def num_passages(plan: Plan) -> int:
-    """Of all units that are streamed."""
+    """Return the number of chunk batches of all streamed units."""
     own = [(unit, plan.placements[unit.index]) for unit in plan.units]
     return sum(streamed for pair in own for _, streamed in plan.chunk_batches(*pair))
 
@@ -64,7 +64,7 @@ def test_streamed_update_bits_and_forecast_by_placement(
     formats: tuple[str, str],
     share: float,
 ) -> None:
-    """Two chunks pass at once where nothing of them is on disk, with the CPU beside or not."""
+    """Two chunks travel at once unless some are on disk, with and without a share of the CPU."""
     precision, moments = formats
     changes: dict[str, Any] = {"precision": precision, "gradient_accumulation_steps": 2}
     changes["optimizer"] = {"moments": moments}
@@ -84,7 +84,7 @@ def test_streamed_update_bits_and_forecast_by_placement(
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_streamed_bytes_match_manual_count(micro_batches: int) -> None:
-    """AdamW in bf16: 12 bytes of state and the gradient in, 12 out; nothing is published twice."""
+    """AdamW in bf16: 12 bytes of state and the gradient in, 12 out; no weights are copied twice."""
     changes: dict[str, Any] = {"precision": "bf16", "gradient_accumulation_steps": micro_batches}
     streamed = run(with_kernels(), update="device", **changes)
     by_cpu = run(with_kernels(), update="cpu", **changes)
@@ -106,8 +106,8 @@ def test_streamed_bytes_match_manual_count(micro_batches: int) -> None:
 def test_streamed_updates_of_units_overlap(
     placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where it finds a slot: else the links would be idle from unit to unit."""
-    away: set[int] = set()  # units whose update was asked for, and that are not back
+    """If a slot is free; else the links would be idle between units."""
+    away: set[int] = set()  # units whose update was submitted and has not finished
     most = 0
     update, updated = Transfers.update, UpdateHandover.updated
 
@@ -133,10 +133,10 @@ def test_streamed_updates_of_units_overlap(
 def test_cpu_updates_overlap_streamed_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a thread of its own, so that the optimizer pass goes on to send others.
+    """The CPU updates on a separate thread, so that the optimizer pass can submit other chunks.
 
-    New weights go to slots through the stream that brings the others' state: a GPU's copy engine
-    may serve one stream for as long as it finds work there.
+    New weights are copied to slots on the stream that brings the state of streamed chunks: a GPU's
+    copy engine may serve one stream for as long as it finds work there.
     """
     expected, under_way, threads = run("cpu"), list[int](), set[str]()
     elsewhere: list[Any] = []
@@ -154,7 +154,7 @@ def test_cpu_updates_overlap_streamed_chunks(
 
     def look(self: UnitUpdater, job: Any, work: Any) -> None:
         threads.add(threading.current_thread().name)
-        time.sleep(0.02)  # what does not wait for it is too early
+        time.sleep(0.02)  # exposes a missing wait
         update(self, job, work)
 
     monkeypatch.setattr(UnitUpdater, "_submit_cpu_update", count)
@@ -175,7 +175,7 @@ def test_cpu_updates_overlap_streamed_chunks(
 
 
 def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its last chunk, which the CPU updates, is done before others that are streamed."""
+    """The last chunk, which the CPU updates, finishes before streamed ones do."""
     done: dict[int, list[range]] = {}
     handed_back, finish, updated = [], UnitUpdater._finish, UpdateHandover.updated
 
@@ -207,7 +207,7 @@ def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_streaming_uses_few_copies_per_batch() -> None:
-    """Each takes the host some time: at most ten a passage, and few passages."""
+    """Each call costs host time: at most ten per chunk batch, and few batches."""
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(2700, 2700, bias=False) for _ in range(2)))
     config = make_config(IN_RAM, update="device", chunk_size="auto", precision="bf16")
@@ -226,7 +226,7 @@ def test_streaming_uses_few_copies_per_batch() -> None:
         assert nbytes == 26 * sum(unit.numel for unit in engine.plan.units)
         passages = num_passages(engine.plan)
         assert passages <= 2 * len(engine.plan.units)  # of 7 chunks each
-        assert calls <= 10 * passages  # four kinds come and go, a gradient comes, a kernel runs
+        assert calls <= 10 * passages  # four kinds in and out, a gradient in, a kernel
 
 
 def test_reserved_device_memory_matches_plan() -> None:
@@ -239,7 +239,7 @@ def test_reserved_device_memory_matches_plan() -> None:
 
 
 def test_update_auto_streams_if_links_beat_cpu() -> None:
-    """As they do on the common machine that is planned with where nothing was measured."""
+    """As they do with the nominal rates that are used if nothing was measured."""
     weights = {}
     for update in ("auto", "cpu"):
         torch.manual_seed(0)

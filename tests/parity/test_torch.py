@@ -1,4 +1,4 @@
-"""The engine against plain torch with torch's own AdamW and `clip_grad_norm_`."""
+"""Tests of the engine against plain torch with torch's AdamW and `clip_grad_norm_`."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from torch import Tensor, nn
 
 DISK = ("disk", "disk", "disk")
 STEPS = 6
-# fp32: both compute the same gradients to the last bit in the first step. torch's update fuses
-# multiply and add and its square root is not correctly rounded: some ulp of each weight a step.
-# eps is raised because some gradients are zero but for rounding (a key's bias under softmax), and
-# Adam would make full steps of that noise.
+# fp32: both compute bitwise equal gradients in the first step. torch's update fuses multiply and
+# add, and its square root is not correctly rounded: some ulp of each weight per step. eps is raised
+# because some gradients are zero up to rounding (the bias of keys under softmax), and Adam would
+# make full steps of that noise.
 EPS = 1e-4
 FP32_LOSS = 2e-6  # relative
-FP32_WEIGHT = 2e-5  # absolute; weights are about 0.1 to 1, and move 1e-2 a step
+FP32_WEIGHT = 2e-5  # absolute; weights are about 0.1 to 1, and change by 1e-2 per step
 # bf16: once a rounding to bf16 differs, gradients differ by their own rounding (2^-9).
 BF16_LOSS = 2e-3
 BF16_WEIGHT = 2e-2
@@ -54,7 +54,7 @@ def test_fp32_training_close_to_torch(name: str, micro_batches: int, kind: str) 
     ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
     theirs = train_torch(case.build(), batches, config, groups=case.groups)
     assert ours.losses[0] == theirs.losses[0]
-    assert max(theirs.norms) > 0.5  # clipping acts
+    assert max(theirs.norms) > 0.5  # clipping takes effect
     assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
     assert ours.losses == pytest.approx(theirs.losses, rel=FP32_LOSS)
     assert_close(ours.masters, theirs.masters, FP32_WEIGHT)
@@ -71,14 +71,14 @@ def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: 
 
 @pytest.mark.parametrize("name", CASES)
 def test_bf16_training_close_to_torch(name: str) -> None:
-    """bf16 copies of fp32 masters, bf16 gradients, torch's AdamW on the masters."""
+    """The reference uses bf16 copies of fp32 masters, bf16 gradients, and AdamW on the masters."""
     case = CASES[name]
     config = make_config(DISK, precision="bf16", optimizer={"eps": EPS})
     batches = case.batches(STEPS)
     ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
     losses, masters = _bf16_emulation(case.build(), batches, config, case.groups)
     assert ours.losses[0] == losses[0]
-    # A rounding may send a token to another expert.
+    # A rounding may route a token to another expert.
     assert ours.losses == pytest.approx(losses, rel=BF16_LOSS * (1 + (name == "stacked")))
     for key, value in masters.items():
         torch.testing.assert_close(ours.masters[key], value, rtol=0, atol=BF16_WEIGHT, msg=key)
@@ -147,7 +147,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @pytest.mark.parametrize("by_engine", [True, False], ids=["engine_steps_it", "user_steps_it"])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_schedulers_match_torch(name: str, by_engine: bool) -> None:
-    """OneCycleLR also moves betas. Over groups with rates of their own."""
+    """Groups have different rates; OneCycleLR changes betas too."""
     case, make = CASES["gpt"], SCHEDULERS[name]
     config = make_config(DISK, optimizer={"eps": EPS})
     batches = case.batches(STEPS)
@@ -207,7 +207,7 @@ def test_scheduler_step_does_not_warn(by_engine: bool) -> None:
 
 
 def test_learning_rate_is_captured_at_step() -> None:
-    """What groups hold while an optimizer pass runs does not reach it."""
+    """Edits of groups during an optimizer pass do not affect it."""
     case = CASES["gpt"]
     config = make_config(DISK, precision="bf16")
     batches = case.batches(10)

@@ -1,7 +1,7 @@
-"""`activations.checkpoint: units`: the bits, the work and the bytes of a model's own checkpoints.
+"""Tests of `activations.checkpoint: units` against a model with its own checkpoints.
 
-Recomputation belongs to the computation, so the reference is plain torch with
-`torch.utils.checkpoint` around the same blocks. Where saved inputs wait for backward does not.
+Recomputation changes the computation, so the reference is plain torch with
+`torch.utils.checkpoint` around the same blocks. Offloading of saved inputs does not change it.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ UNITS: dict[str, Any] = {"checkpoint": "units"}
 BOUNDARY = 2 * LENGTH * WIDTH * 4  # bytes of a block's input
 TO_HOST = {**UNITS, "offload": "host", "tokens": 2 * LENGTH, "min_bytes": 1}
 TO_DISK = {**UNITS, "offload": "disk", "tokens": 2 * LENGTH, "min_bytes": 1}
-# Less room than there are inputs: some rest in the pool, some on disk, some stay.
+# Less memory than the inputs need: some are in the pool, some on disk, others on the device.
 TO_ALL = {**UNITS, "offload": "disk", "host": 4 * 4096, "disk": 4096, "min_bytes": 1}
 OFFLOADS = {"none": UNITS, "host": TO_HOST, "disk": TO_DISK, "all": TO_ALL}
 ON_DISK = ("disk", "disk", "disk")
 
 
 def run(case: Case, device: str, activations: dict[str, Any], **changes: Any) -> Result:
-    """Four micro-batches with everything on disk."""
+    """Train four micro-batches with all state on disk."""
     config = make_config(ON_DISK, activations=activations, **changes)
     batches = case.batches(4)
     return train(case.build(), batches, config, device=make_device(device), groups=case.groups)
@@ -114,7 +114,10 @@ def test_plan_predicts_activation_bytes(device: str) -> None:
 
 
 def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tuple[Any, ...]:
-    """Calls of blocks in forward and in backward, and bytes alive between them and at most."""
+    """Run a steady step; return block calls, live bytes, their peak and recomputed units.
+
+    Calls are those in forward and in backward; live bytes are those between the two.
+    """
     model = case.build(own)
     config = make_config(ON_DISK, activations=activations, prefetch_units=1)
     with Run(model, config, device="cpu", groups=case.groups) as run:
@@ -144,7 +147,7 @@ def test_unit_checkpoints_recompute_like_model_checkpoints(name: str) -> None:
 
 
 def test_checkpoint_count_recomputes_first_blocks() -> None:
-    """Each block more is computed once more, and keeps less."""
+    """Each further block is computed once more, and saves less."""
     case, kept, peaks = CASES["gpt"], [], []
     for count in range(5):
         calls, now, peak, recomputed = measure(case, CHECKPOINTINGS[0], {"checkpoint": count})
@@ -178,7 +181,7 @@ def test_model_with_own_checkpoints_is_not_wrapped_twice(own: Checkpointing) -> 
 
 
 class Deep(nn.Module):
-    """Many narrow blocks, whose inputs are most of what is kept."""
+    """Model of many narrow blocks, whose inputs are most of what is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -222,7 +225,7 @@ def test_offloaded_inputs_leave_device_memory(device: str) -> None:
                 loss = batch.call(engine)
                 store = components(engine).activations
                 if store is not None:
-                    store._allocate(0)  # what is under way has left
+                    store._allocate(0)  # let all outgoing copies finish
                     while store._outgoing:
                         store.poll()
                 kept[name] = live.now() / WIDE
@@ -236,7 +239,7 @@ def test_offloaded_inputs_leave_device_memory(device: str) -> None:
 
 
 class Noisy(Gpt):
-    """Dropout in every block: what is recomputed must draw the same numbers."""
+    """Dropout in every block: recomputation must draw the same numbers."""
 
     def __init__(self, own: Checkpointing) -> None:
         super().__init__(own)
@@ -255,7 +258,7 @@ def test_recomputation_replays_random_numbers() -> None:
 
 
 class Counting(nn.Module):
-    """Buffers that a forward changes: in place, replaced, shared, and results depend on some."""
+    """Block that changes buffers in place, replaces and shares them, and reads some."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -278,7 +281,7 @@ class Counting(nn.Module):
 
 
 class Counts(nn.Module):
-    """The second block is called twice."""
+    """Model that calls its second block twice."""
 
     def __init__(self, own: Checkpointing) -> None:
         super().__init__()
@@ -301,7 +304,7 @@ def test_module_added_after_init_updates_buffers_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
-    """Those of plain torch without any recomputation, and its gradients, bit for bit."""
+    """Buffers and gradients equal those of plain torch without recomputation, bit for bit."""
     rows = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(5)]
     case = Case("counts", Counts, lambda index: Batch((rows[index],)))
     computation = {"gradient_accumulation_steps": micro_batches}
@@ -323,14 +326,14 @@ def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
 
 
 class Squashed(nn.Linear):
-    """A block whose own pre-hook computes its weight, and changes buffers."""
+    """Block whose weight is computed by its pre-hook, which changes buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()
 
 
 class Adversary(nn.Module):
-    """Two forwards of each block before the backward."""
+    """Model that runs two forwards of each block before the backward."""
 
     def __init__(self, norm: Callable[..., Any]) -> None:
         super().__init__()
@@ -356,7 +359,7 @@ def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[
     for device in ("cpu", "fake"):
         model, config = case.build(), make_config(ON_DISK, activations=activations)
         with Run(model, config, device=make_device(device)) as run:
-            if norm is nn.utils.spectral_norm:  # else it has memory, and one that is out of date
+            if norm is nn.utils.spectral_norm:  # the older weight_norm leaves an outdated weight
                 assert model.blocks[0].weight.isnan().all()
             assert train_on(run.engine, case.batches(3)).differences(expected) == []
             run.engine.close(restore=True)
@@ -384,7 +387,7 @@ def test_recomputation_restores_autocast() -> None:
 
 
 class Attending(nn.Module):
-    """A block with torch's fused attention."""
+    """Block with torch's fused attention."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -410,7 +413,7 @@ class Attention(nn.Module):
 
 @pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
 def test_fused_attention_is_kept_under_saved_tensor_hooks(activations: dict[str, Any]) -> None:
-    """What the fused kernels save passes our hooks unchanged: the bits of plain torch."""
+    """What the fused kernels save passes through the engine's hooks unchanged."""
 
     def batch(index: int) -> Batch:
         return Batch((torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)),))
@@ -442,7 +445,7 @@ def test_no_grad_forward_saves_and_recomputes_nothing() -> None:
 
 
 class Keyed(nn.Module):
-    """Takes tensors in every way, and writes to a cache as Hugging Face's blocks do."""
+    """Block that takes tensors in nested arguments, and writes to a cache as in transformers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -523,7 +526,7 @@ def test_nested_inputs_are_saved_and_caches_are_dropped() -> None:
                 losses.append(loss.item())
             store = components(run.engine).activations
             assert store is not None
-            # of each block its input and its scale; what all are given, once
+            # the input and the scale of each block; the shared tensor once
             assert store.num_saved == 3 * (3 * 2 + 1)
             assert Result(losses, run.masters(), expected.norms).differences(expected) == []
             cache.keys.append(x)

@@ -1,4 +1,4 @@
-"""What tests of ranks share."""
+"""Fixtures of the tests of ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from infinity.model.safetensors_file import SafetensorsFile
 
 @pytest.fixture
 def bytes_read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Bytes of every read of a tensor, or of a part of one, from a weight file; by all ranks."""
+    """Record the size of each read of a tensor, or of a range of one, from a weight file."""
     sizes: list[int] = []
     read = SafetensorsFile.read
 

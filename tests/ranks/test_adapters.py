@@ -1,4 +1,4 @@
-"""What several ranks read of transformers' files, and how they save adapters (by peft itself)."""
+"""Tests of how ranks read transformers' weight files, and how they save peft adapters."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def on_experts(model: Any) -> Any:
 
 
 def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
-    """The files, after a step of two batches."""
+    """Return the saved files after a step of two batches."""
     nvme = folder / "nvme"
     nvme.mkdir(parents=True)
     config = make_config(("disk", "host", "disk"), gradient_accumulation_steps=2 // count)
@@ -73,7 +73,7 @@ def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
 def test_transformers_files_are_read_once_across_ranks(
     kind: str, tmp_path: Path, bytes_read: list[int]
 ) -> None:
-    """Also where a tensor of the model is made of many of the files'."""
+    """Also if a tensor of the model is stacked from many of the files' tensors."""
     source = tmp_path / "model"
     if kind == "llama with adapters":
         plain = FAMILY.build()
@@ -96,16 +96,16 @@ def test_transformers_files_are_read_once_across_ranks(
 
     expected = dict(plain.state_dict())
     for found in on_ranks(2, work):
-        if kind != "llama with adapters":  # which gives the base other names
+        if kind != "llama with adapters":  # get_peft_model renames the base weights
             assert found.keys() == expected.keys()
             assert all(same_bits(found[name], expected[name]) for name in expected)
     in_files = sum(f.numel * f.dtype.itemsize for f in WeightFiles(source).facts.values())
     ends = sum(2 * min(p.numel(), _initialize._COMPARED) * p.itemsize for p in plain.parameters())
-    assert sum(bytes_read) == in_files + 2 * ends  # which both ranks compare
+    assert sum(bytes_read) == in_files + 2 * ends  # both ranks compare both ends of each parameter
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_adapter_files_match_single_rank(kind: str, tmp_path: Path) -> None:
-    """Also of stacks of experts in 4 bits, of which each rank stores a part."""
+    """Also of expert stacks in 4 bits, of which each rank stores a shard."""
     alone, together = saved(1, tmp_path / "1", kind), saved(2, tmp_path / "2", kind)
     assert together == alone

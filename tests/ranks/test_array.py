@@ -1,4 +1,4 @@
-"""The array of all axes on two, three and four ranks: what `make test` has of it, and more."""
+"""Tests of the covering array of all axes on two, three and four ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes between ranks move beside compute, and nothing that takes time decides what moves."""
+"""Tests that communication overlaps compute, and that timing does not decide what is sent."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ WIDTH, DEPTH = 64, 6
 
 
 class Chain(nn.Module):
-    """Blocks one after the other; with `more` each has a parameter that nothing uses."""
+    """Model of consecutive blocks; with `more` each has a parameter that nothing uses."""
 
     def __init__(self, *, more: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
         for block in self.blocks if more else ():
             block.never = nn.Parameter(torch.zeros(3))
-        generator = torch.Generator().manual_seed(0)  # torch's own is one for all threads
+        generator = torch.Generator().manual_seed(0)  # torch's own is shared by threads
         for parameter in self.parameters():
             parameter.data.normal_(std=0.1, generator=generator)
 
@@ -47,9 +47,10 @@ class Chain(nn.Module):
 
 
 def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[Any]:
-    """The log of the last micro-batch, with ("computes", n) where the n-th block does.
+    """Return the log of the last micro-batch, with ("computes", n) where the n-th block computes.
 
-    It is the second of its step: no update is under way, which would publish units in its time.
+    This micro-batch is the second of its step: no update is in flight, which would publish units at
+    any time.
     """
     assert isinstance(ranks, ThreadRanks)
     model = Chain()
@@ -72,7 +73,7 @@ def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[An
 
 
 def between(log: list[Any], kind: str) -> list[list[Any]]:
-    """Of each piece of work of a kind, what was written down while it was under way."""
+    """Return, for each operation of a kind, what was logged while it was in flight."""
     found = []
     for at, (what, number) in enumerate(log):
         if what == kind:
@@ -84,7 +85,7 @@ def test_all_gather_overlaps_compute(tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), prefetch_units=1)
     for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
         gathers = between(log, "all_gather")
-        # All blocks but those three in slots: for the forward, and for the backward but the first.
+        # All blocks but the three in slots: for the forward, and, except the first, for backward.
         assert len(gathers) == 2 * (DEPTH - 3) - 1
         meetings = [[doing for what, doing in during if what == "meets"] for during in gathers]
         assert all(meetings), "none is waited for where it starts"
@@ -138,7 +139,7 @@ def test_unsharded_weights_are_gathered_once_per_step(
 
 
 def test_unit_evicted_on_one_rank_is_gathered_on_all(tmp_path: Path) -> None:
-    """As where its optimizer pass took other slots: what is in them hangs on time."""
+    """As if its optimizer pass had taken other slots, which depends on timing."""
     x = torch.ones(2, WIDTH)
 
     def work(ranks: DistContext) -> tuple[int, bool]:
@@ -197,7 +198,7 @@ def test_plan_keeps_fitting_units_unsharded() -> None:
     (slots,) = moving.slot_classes
     assert (slots.slot_bytes, slots.count) == (unit, 3)
     exchange = moving.memory[next(iter(moving.memory))]["exchange"]
-    room = exchange + 8 * unit  # for 8 units at a time, in a share of the device
+    room = exchange + 8 * unit  # for 8 units, out of a share of the device
     some = planned(int(room / 0.7) + 1024, **host)
     assert some.unsharded == frozenset(range(5))
     assert sorted(c.count for c in some.slot_classes) == [3, 5]
@@ -206,7 +207,7 @@ def test_plan_keeps_fitting_units_unsharded() -> None:
     assert some.predicted_bytes["all_gather"] < moving.predicted_bytes["all_gather"]
 
 
-# --- what ends under a gather --------------------------------------------------------------------
+# --- errors during a gather ----------------------------------------------------------------------
 
 
 class BadError(Exception):
@@ -230,7 +231,7 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
 
             engine.backward(engine(torch.ones(2, WIDTH)))
             engine.step()
-            components(engine).optimizer_pass.finish()  # else units come by it, in its time
+            components(engine).optimizer_pass.finish()  # else it publishes units at any time
             if ranks.rank == 1 and how == "raises":
                 block = model.blocks[2]
                 if when == "forward":
@@ -256,7 +257,7 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_accumulation_error_is_reported_to_all_ranks(at_the_end: bool, tmp_path: Path) -> None:
     def work(ranks: DistContext) -> None:
-        model = Chain(more=at_the_end)  # then no unit is ever complete
+        model = Chain(more=at_the_end)  # then no unit ever completes
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
             exchange = components(engine).gradients.exchange
             assert exchange is not None
@@ -293,7 +294,7 @@ def test_abandoned_forward_leaves_state_unchanged(tmp_path: Path) -> None:
         with make_engine(ranks, model, config, tmp_path, groups=GPT.groups) as engine:
             entries = components(engine).prefetcher.ledger.entries
             for number, batch in enumerate(batches[ranks.rank :: 2]):
-                if number == 1:  # all ranks give up in the middle: what is under way is dropped
+                if number == 1:  # all ranks abandon it: what is in flight is dropped
                     components(engine).optimizer_pass.finish()
                     with pytest.raises(BadError):
                         give_up(engine, batch, model)

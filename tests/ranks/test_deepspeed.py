@@ -1,4 +1,4 @@
-"""DeepSpeed's front on several ranks: its configurations of every stage, its calls, its numbers."""
+"""Tests of the DeepSpeed interface on several ranks: stages, calls and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 
 GPT = CASES["gpt"]
 ON_DISK = ("disk", "disk", "disk")
-BATCH = 8  # samples of an update; of a micro-batch there are 2
+BATCH = 8  # samples of an update; a micro-batch has 2
 STEPS = 2
 
 
@@ -93,7 +93,7 @@ def test_zero_stages_match_single_rank_bitwise(stage: int, offload: bool, tmp_pa
 
 
 def test_no_sync_extends_accumulation_window(tmp_path: Path) -> None:
-    """As scripts for DDP have them: more micro-batches than configured, a step where they end."""
+    """As in scripts for DDP: more micro-batches than configured, with a step after the last."""
     models, batches, config = [GPT.build() for _ in range(2)], GPT.batches(12), make_config(ON_DISK)
     one = config | {"gradient_accumulation_steps": 6}
     expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)

@@ -1,4 +1,4 @@
-"""Durable steps of several ranks: whichever of them is killed, all go on from one step."""
+"""Tests of durable steps on several ranks: whichever is killed, all resume from a common step."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "shared": MIXED | {"weights": "host", "shared": True},
 }
 COUNTS = (2, 3, 4)
-# Whether weights stay gathered, steps from one commit to the next, and the placement.
+# Whether weights stay unsharded, steps between commits, and the placement.
 TURNS = list(itertools.product((False, True), (1, 2), PLACEMENTS))
 
 
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """Of a number of ranks: the digest at the end of a run that nobody kills."""
+    """Return, by number of ranks, the digest at the end of a run that is not killed."""
 
     @cache
     def digest(count: int) -> str:
@@ -58,24 +58,24 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
 def test_ranks_killed_in_commit_phases_resume(
     tmp_path: Path, expected: Callable[[int], str]
 ) -> None:
-    """Prepared on one rank only is rolled back; on all, or committed on one only, forward."""
+    """A commit prepared on one rank only is rolled back; one prepared on all is completed."""
     deaths: list[Death | int | None] = [
-        (1, "marked", 1),  # the other is marked: a start that died
-        (1, "prepared", 2),  # the first prepares the initial state
+        (1, "marked", 1),  # rank 0 is marked already: the start dies
+        (1, "prepared", 2),  # the first prepared record is that of the initial state
         (0, "committed", 3),
         (1, "after committed", 1),
     ]
     here = tmp_path / "here"
     begins = journey(here, 2, ON_DISK | {"reshard_after_forward": True}, 1, deaths)
     assert (here / "done").read_text() == expected(2)
-    # Each start that a rank reaches: anew, as nothing was committed; after three updates; after 4.
+    # The step at each start that a rank reaches: 0 without a commit; after three updates; after 4.
     assert begins == [0, 0, 3, 4]
-    for rank in range(2):  # one run all the time
+    for rank in range(2):  # the same run directory at every start
         left = list((here / "nvme" / f"rank-{rank}").glob("infinity-run-*"))
         assert len(left) == 1
 
 
-# Each with the steps at which its starts begin.
+# Deaths, and the steps at which the starts begin.
 DEATHS: list[tuple[list[Death], list[int]]] = [
     ([(1, "committed", 3)], [0, 2]),
     ([(0, "prepared", 3), (1, "unit updated", 1), (0, "after committed", 2)], [0, 1, 1, 3]),
@@ -99,8 +99,8 @@ def test_launcher_restarts_killed_ranks(
     assert begins == [{step} for step in steps]
 
 
-# At each point every rank of every number. All else takes turns: each of its values comes with each
-# point, and with each rank.
+# Every rank of every count at each point. The other settings rotate: each of their values occurs
+# with each point, and with each rank.
 KILLED = [
     (point, count, rank)
     for point in [*POINTS, *(f"after {point}" for point in POINTS)]
@@ -125,7 +125,7 @@ def test_ranks_killed_at_every_commit_point_resume(
     every: int,
     name: str,
 ) -> None:
-    """The first run begins, is killed, and the second goes on and is killed."""
+    """The first process is killed; the second resumes and is killed as well."""
     nth = 1 if "repaired" in point or "marked" in point else 2
     deaths: list[Death | int | None] = [(rank, point, nth), (rank, "prepared", 1)]
     if "repaired" in point:
@@ -166,9 +166,9 @@ def train_durably(
     together: int = 2,
     **more: Any,
 ) -> dict[str, Tensor]:
-    """Train ranks that are threads, from wherever they resume, up to a step; the masters.
+    """Train ranks in threads, from where they resume, up to a step; return the masters.
 
-    A step has `together` micro-batches on all ranks.
+    A step has `together` micro-batches over all ranks.
     """
     config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
     config |= {"durable": True, "commit_every": 1} | more
@@ -193,7 +193,7 @@ def train_durably(
     return on_ranks(count, work)[0]
 
 
-train_six = partial(train_durably, together=6)  # on one, two or three ranks
+train_six = partial(train_durably, together=6)  # divisible among one, two or three ranks
 
 
 def parts_of(folder: Path, rank: int) -> list[Path]:
@@ -232,9 +232,9 @@ def test_last_commit_loads_on_other_rank_count(tmp_path: Path) -> None:
 def test_commit_waits_until_all_ranks_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the next pass would write over the only step that a rank has that is killed there."""
+    """Else the next pass would overwrite the only complete step of a rank killed before that."""
     prepare, commit, meet = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.synchronize
-    arrived: dict[str, threading.Event] = defaultdict(threading.Event)  # the first rank, by step
+    arrived: dict[str, threading.Event] = defaultdict(threading.Event)  # reached by rank 0, by step
     prepared = set()
 
     def rank_of(files: CommitFiles) -> str:
@@ -265,7 +265,7 @@ def test_commit_waits_until_all_ranks_prepared(
 
 @pytest.mark.parametrize("name", ["NAdam", "Adafactor"])
 def test_torch_optimizer_state_is_committed(tmp_path: Path, name: str) -> None:
-    """Step counts are those after the pass; of several ranks each has its own parameters'."""
+    """Step counts are those after the pass; each rank commits those of its parameters."""
     optimizer = {**ELEMENTWISE, **WHOLE}[name]
     folders = [tmp_path / str(number) for number in range(4)]
     for folder in folders:
@@ -295,7 +295,7 @@ def test_rank_with_missing_shards_is_named(tmp_path: Path) -> None:
     (tmp_path / "away").rename(own)
     with pytest.raises(ConfigError, match="it is of 2 ranks, this run has 4"):
         train_durably(4, tmp_path, 2, resume="auto")
-    train_durably(2, tmp_path, 2)  # beside it
+    train_durably(2, tmp_path, 2)  # a second run next to it
     with pytest.raises(ConfigError, match="2 durable runs fit the model"):
         train_durably(2, tmp_path, 3, resume="auto")
     expected = train_durably(2, tmp_path, 3, resume=str(own))
@@ -304,7 +304,7 @@ def test_rank_with_missing_shards_is_named(tmp_path: Path) -> None:
 
 
 def test_swapped_rank_shards_are_rejected_by_name(tmp_path: Path) -> None:
-    """Of machines that each have a drive, and one rank, and are started in another order."""
+    """As on machines with one rank and one drive each that are restarted in another order."""
     models = [CASE.build() for _ in range(4)]
 
     def start(ranks: DistContext, order: Sequence[int]) -> int:
@@ -331,7 +331,7 @@ def test_leftovers_of_dead_ranks_are_removed(tmp_path: Path) -> None:
     for path in left:
         path.mkdir(exist_ok=True)
         scratch = Scratch.create(path)
-        scratch._lock.close()  # as a process that is killed does
+        scratch._lock.close()  # as when a process is killed
         dead.append(scratch.directory)
     train_durably(2, tmp_path, 1)
     assert [path for path in dead if path.exists()] == []
@@ -339,7 +339,7 @@ def test_leftovers_of_dead_ranks_are_removed(tmp_path: Path) -> None:
 
 
 def test_ranks_without_common_commit_are_rejected(tmp_path: Path) -> None:
-    """One rank's files are set back, as a copy of its drive would be."""
+    """The files of one rank are set back, as if restored from a copy of its drive."""
     train_durably(2, tmp_path, 2)
     (own,) = parts_of(tmp_path, 1)
     shutil.copytree(own, tmp_path / "copy")
@@ -369,7 +369,7 @@ def test_directory_of_other_rank_is_rejected(tmp_path: Path, how: str) -> None:
 
 
 def test_ranks_of_different_histories_are_rejected(tmp_path: Path) -> None:
-    """Both went on from the same commit, with equal numbers of commits and steps since."""
+    """Both resumed from the same commit, with equal numbers of commits and steps since."""
     one, other = tmp_path / "one", tmp_path / "other"
     one.mkdir()
     train_durably(2, one, 1)
@@ -386,7 +386,7 @@ def test_ranks_of_different_histories_are_rejected(tmp_path: Path) -> None:
 
 
 def test_ranks_ending_at_different_steps_resume_at_common_step(tmp_path: Path) -> None:
-    """One fails in a step after ranks have met in it: at its end it prepares the step before."""
+    """One fails in a step after the barrier: when it closes, it prepares the step before."""
     (whole := tmp_path / "whole").mkdir()
     expected = train_durably(2, whole, 4)
 

@@ -1,4 +1,4 @@
-"""A rank that hangs, or whose drive fails, ends all others in words that name it and the cause."""
+"""Tests of ranks that hang or whose drive fails: all others end and name rank and cause."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_hanging_rank_ends_others_within_timeout(tmp_path: Path) -> None:
     children[1].kill()  # as torchrun does
     children[1].join()
     assert [path.name for path in (tmp_path / "nvme").iterdir()] == ["rank-1"]
-    again = run(tmp_path, None)  # which removes what the dead one left
+    again = run(tmp_path, None)  # removes what the killed rank left
     for child in again:
         child.join(HANG_S)
     assert [child.exitcode for child in again] == [0] * COUNT
@@ -61,7 +61,7 @@ def small(folder: Path) -> dict[str, Any]:
 
 
 def test_failed_rank_raises_in_every_later_call(tmp_path: Path) -> None:
-    """At once, on all ranks, whoever catches what was raised before."""
+    """Immediately, on all ranks, even if the first error was caught."""
     models = [small_model() for _ in range(2)]
     lost = TransferError("the drive is gone", path="/", offset=0, length=1, errno=errno.EIO)
 
@@ -88,7 +88,7 @@ def test_failed_rank_raises_in_every_later_call(tmp_path: Path) -> None:
 
 
 def test_weights_unreadable_on_one_rank_are_not_loaded(tmp_path: Path) -> None:
-    """And training goes on, or they are loaded again."""
+    """Training continues, and the weights can be loaded again."""
     models = [small_model() for _ in range(2)]
     weights = tmp_path / "weights"
 
@@ -121,7 +121,7 @@ def train(folder: Path, ranks: DistContext, model: Any, steps: int) -> dict[str,
 def test_full_drive_of_one_rank_keeps_committed_state(
     where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of one rank, in some step: all say whose and why, and nothing committed is lost."""
+    """At any step: all ranks name it and the cause, and no committed state is lost."""
     models = [small_model() for _ in range(6)]
     sound, broken = tmp_path / "sound", tmp_path / "broken"
     for folder in (sound, broken):

@@ -1,4 +1,4 @@
-"""What a launcher starts: two agents that are two nodes, `infinity doctor`, a contender's ranks."""
+"""Tests of launched programs: two agents as two nodes, `infinity doctor`, and bench_ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ EXAMPLE = TESTS.parent / "examples" / "two_gpus.py"
 
 
 def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},)) -> list[str]:
-    """What each prints; all run at the same time, and end well."""
+    """Run the commands concurrently; return the stdout of each, which must succeed."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(
@@ -55,7 +55,7 @@ def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},
 
 
 def agent(*script: str, ranks: int = 1) -> list[str]:
-    """The command of one of two agents, each of which is a node."""
+    """Return the command of one of two agents, each of which is a node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -68,7 +68,7 @@ def agent(*script: str, ranks: int = 1) -> list[str]:
 
 @pytest.mark.big
 def test_two_agents_match_single_process() -> None:
-    """A node's budget is that of the ranks it has: here one, so all of it."""
+    """A node's budget is divided among its ranks only: here it has one."""
     alone = together([str(EXAMPLE)])[0]
     printed = together(*[agent(str(EXAMPLE))] * 2)
     nodes = "".join(printed)
@@ -95,7 +95,7 @@ def test_each_node_stores_state_on_local_drive(tmp_path: Path) -> None:
     environments = [{"JOB": json.dumps(job), "NVME": str(node)} for node in nodes]
     together(*[agent(str(TESTS / "support" / "node_alone.py"))] * 2, environments=environments)
     ranks = sorted(path.name for node in nodes for path in node.iterdir())
-    assert ranks == ["rank-0", "rank-1"]  # one on each
+    assert ranks == ["rank-0", "rank-1"]  # one on each node
     assert all(len(list(node.glob("rank-*/infinity-run-*"))) == 1 for node in nodes)
     alone = config | {"gradient_accumulation_steps": 2}
     expected = train_exactly(case.build(), case.batches(6), alone, groups=case.groups)
@@ -143,7 +143,7 @@ def test_doctor_measures_links_within_and_between_nodes(
 
 @pytest.mark.big
 def test_bench_ranks_contenders_compute_equal_losses(tmp_path: Path) -> None:
-    """All begin with one model and see the same batches; bytes are as predicted."""
+    """All start from one model and see the same batches; bytes equal the prediction."""
     command = [str(TESTS.parent / "tools" / "bench_ranks.py"), "--model", "gpt-tiny"]
     command += ["--rounds", "1", "--warmup", "1", "--tokens", "128", "--path", str(tmp_path)]
     names = ["infinity_ram", "ddp", "deepspeed_2", "deepspeed_3"]

@@ -1,4 +1,4 @@
-"""Rates between ranks: measured by all of them together, kept, and used for the plan of each."""
+"""Tests of link rates: measured jointly by all ranks, cached, and used in the plan of each."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_links_within_and_between_nodes_are_cached(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For plans of other numbers of nodes. Every call takes a second."""
+    """For plans with other numbers of nodes, too. Each timed call is set to take one second."""
     monkeypatch.setattr(link_rates, "_LINK_BYTES", 3 << 20)
     device, measured = CpuDevice(), link_rates.measure_links
 
@@ -100,8 +100,8 @@ def test_links_within_and_between_nodes_are_cached(
     assert not between.keys() & set(known.nominal)
 
 
-def test_link_rate_is_that_of_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of one rank every call takes a second, of the other half of one."""
+def test_link_rate_counts_received_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each timed call takes one second, in which a rank receives half of the message."""
 
     def work(ranks: DistContext) -> dict[str, float]:
         return link_rates.measure_links(ranks, CpuDevice(), seconds=4.0)
@@ -158,7 +158,7 @@ def test_gpu_rank_has_full_device_rates_and_shared_host_rates() -> None:
         rates.compute, rates.to_device, rates.device_update,
     )  # fmt: skip
     assert rates.between_nodes is not None
-    # Four ranks receive 4 of the 7 other ranks' parts each through the node's port.
+    # Four ranks each receive the shards of 4 of the 7 other ranks through the node's port.
     fast = replace(rates, all_gather=1e12, all_to_all=1e12).of_rank(4, 2, unified=False)
     assert fast.all_gather == rates.between_nodes
     assert fast.all_to_all == pytest.approx(rates.between_nodes * 7 / (4 * 4))

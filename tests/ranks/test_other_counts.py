@@ -1,4 +1,4 @@
-"""Any number of ranks goes on from what any other has saved, with the bits of who never stopped."""
+"""Tests of resuming on any number of ranks what any other number saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from support.trainer import make_config, train_on
 from infinity.distributed.context import DistContext
 
 COUNTS = (1, 2, 3, 4)
-TOGETHER = 12  # micro-batches of a step, of all ranks
+TOGETHER = 12  # micro-batches of a step, over all ranks
 CASE = CASES["frozen"]
 
 
 def train(
     count: int, folder: Path, steps: int, *, load: Path | None = None, **more: object
 ) -> tuple[list[float], str]:
-    """Train so many steps; losses in the order of batches, a digest of all masters and moments.
+    """Train `steps` steps; return losses in the order of batches, and a digest of all state.
 
-    Who loads begins with other weights and another seed: what counts is in the checkpoint.
+    With `load`, weights and seed start from other values: those of the checkpoint must count.
     """
     (nvme := folder / "nvme").mkdir(parents=True)
     config = make_config(

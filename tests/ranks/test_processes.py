@@ -1,6 +1,6 @@
-"""Ranks as processes, with torch's gloo between them, as a launcher starts them.
+"""Tests of ranks as processes over gloo, started as a launcher does.
 
-The bits of every feature are held on ranks that are threads (`test_ranks.py`, the axes).
+Bitwise equality of all features is tested with ranks as threads (`test_ranks.py`, `test_axes.py`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TESTS = Path(forked.TESTS)
 
 
 def reaches_itself() -> bool:
-    """Whether there is a loopback interface: gloo has no other way from process to process."""
+    """Return True if there is a loopback interface, which gloo needs between processes."""
     with socket.socket() as server, socket.socket() as client:
         try:
             server.bind(("127.0.0.1", 0))
@@ -50,10 +50,10 @@ pytestmark = [
 
 
 class Processes:
-    """Ranks that run `target(*args)`, and end with the block that they are in.
+    """Ranks that run `target(*args)`, and are killed when the context exits.
 
-    Several have what torchrun puts into the environment. They fork from a server that has imported
-    torch, which takes seconds.
+    If there are several, the environment is that of torchrun. They fork from a server that has
+    imported torch, which takes seconds.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Processes:
         self._running: list[ForkServerProcess] = []
         self._store: TCPStore | None = None
         environment = {"GLOO_SOCKET_IFNAME": "lo"}
-        if agent:  # a store on a port that is free
+        if agent:  # a store on a free port
             self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             environment |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._store.port)}
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
@@ -105,7 +105,7 @@ class Processes:
 def found_by(
     count: int, folder: Path, main: Callable[..., Any], *, nodes: int = 1, **job: Any
 ) -> list[Any]:
-    """What the ranks of `main(job)` leave in `job["out"]`-RANK."""
+    """Run the ranks of `main(job)`; return what each saves in `job["out"]`-RANK."""
     folder.mkdir(exist_ok=True)
     job["out"] = str(folder / "out")
     with Processes(count, folder, main, job, nodes=nodes) as processes:
@@ -122,7 +122,7 @@ def test_launched_processes_match_single_process_bitwise(
 ) -> None:
     config = make_config(("host", "host", "disk"), precision="bf16", gradient_accumulation_steps=2)
     config["placement"]["shared"] = shared
-    if not shared:  # units come and go, over gloo
+    if not shared:  # fetch units repeatedly, over gloo
         config["placement"]["reshard_after_forward"], config["prefetch_units"] = True, 0
     case, num_batches = CASES["gpt"], 6 * count
     batches = case.batches(num_batches)
@@ -159,13 +159,13 @@ def test_non_contiguous_ranks_of_machine_are_rejected(
 
 @needs_peak
 def test_rank_peak_ram_is_its_planned_share(tmp_path: Path) -> None:
-    """The peak of a rank is what its plan reserves; state is in RAM, sharded."""
+    """State is in RAM, sharded; the peak of a rank is what its plan reserves."""
     (nvme := tmp_path / "nvme").mkdir()
     alone = found_by(1, tmp_path / "1", rank_alone.memory, nvme=str(nvme))[0]
     ranks = found_by(2, tmp_path / "2", rank_alone.memory, nvme=str(nvme))
     layer = rank_alone.WIDTH**2
-    gradients = 2 * 2 * layer  # bf16: one as autograd returns it, and its contiguous copy
-    packed = 4 * layer  # a weight in fp32: as it is drawn, or as a product may pack it
+    gradients = 2 * 2 * layer  # bf16: as autograd returns it, and a contiguous copy
+    packed = 4 * layer  # a weight in fp32: as initialized, or as packed for a matmul
     more = gradients + packed + SMALL_BYTES
     for found in (alone, *ranks):
         assert found["grown"] < found["planned"] + more
@@ -191,7 +191,7 @@ def test_out_of_memory_on_one_rank_ends_others(when: str, tmp_path: Path) -> Non
         assert "the system refused to reserve" in second
         assert "rank 1 failed (" in first
         assert "the system refused to reserve" in first
-    else:  # what the program's own code asks for
+    else:  # an allocation by user code
         assert "can't allocate memory" in second
         words = (
             "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended by RuntimeError: "
@@ -207,7 +207,7 @@ def test_out_of_memory_on_one_rank_ends_others(when: str, tmp_path: Path) -> Non
 def test_mismatched_world_size_is_reported(
     rank: int, agent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether a launcher keeps the store or the first rank, which waits for nobody there."""
+    """With a launcher's store, and with that of rank 0, which does not wait for others."""
     if not agent:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -219,13 +219,13 @@ def test_mismatched_world_size_is_reported(
     one, other = (3, 2) if rank == 0 else (2, 3)
     first, second = (log.read_text() for log in processes.logs)
     assert f"WORLD_SIZE is {one} on rank 0, {other} on rank 1" in first
-    if agent:  # else the store may have gone with the first rank
+    if agent:  # else the store may have ended with rank 0
         assert f"WORLD_SIZE is {other} on rank 1, {one} on rank 0" in second
 
 
 def test_ranks_close_to_ddp(tmp_path: Path) -> None:
-    """DDP adds gradients in another order, and means of them: all weights, after four updates."""
-    # Biases of keys have gradients of 0, but for rounding: not to be divided by themselves.
+    """DDP averages gradients in another order: all weights are close after four updates."""
+    # Biases of keys have gradients of 0 up to rounding; eps keeps Adam from scaling that noise.
     config = make_config(gradient_accumulation_steps=2, optimizer={"eps": 1e-4})
     job = {"case": "gpt", "config": config, "batches": 24}
     ours, theirs = (
@@ -240,7 +240,7 @@ def test_ranks_close_to_ddp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("rank", "taken"), [(0, False), (1, False), (1, True)])
 def test_lone_rank_reports_wait_and_ends_on_sigint(rank: int, taken: bool) -> None:
-    """Also where another program takes connections at that address, and says nothing."""
+    """Also if another program accepts connections at that address and does not answer."""
     with contextlib.ExitStack() as stack:
         probe = socket.socket() if not taken else stack.enter_context(socket.socket())
         probe.bind(("127.0.0.1", 0))
@@ -328,7 +328,7 @@ def test_rank_that_closed_after_loss_is_not_blamed(
 
 
 def test_user_process_group_survives_repeated_close() -> None:
-    """An error in initialize() closes what it may have closed: the error is what is raised."""
+    """An error in initialize() may close it twice; that error must not be replaced."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         ranks = TorchDistContext(owned=False)

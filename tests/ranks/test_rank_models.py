@@ -1,4 +1,4 @@
-"""What models do beside a plain forward, on several ranks: generate, compile, choose, overflow."""
+"""Tests of generate(), compiled blocks, routed experts and overflows on several ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ WIDTH = 16
 
 
 def family(seed: int) -> tuple[nn.Module, dict[str, Any]]:
-    """A tiny Llama, and a prompt of one rank's own."""
+    """Return a tiny Llama, and the prompt of a rank."""
     families = pytest.importorskip("support.families").FAMILIES
     prompt = families["llama"].batches(seed + 1)[seed]
     prompt.pop("labels")
@@ -60,7 +60,7 @@ def test_generate_with_unequal_lengths_raises_on_all_ranks(tmp_path: Path) -> No
         model, prompt = models[ranks.rank]
         with make_engine(ranks, model, make_config(ON_DISK), tmp_path) as engine:
             generate(engine.module, prompt, 3 + ranks.rank)
-            list(engine.state_dict().values())  # read one by one
+            list(engine.state_dict().values())  # tensors are read one by one
 
     results, errors = together(2, work)
     assert not results, errors
@@ -129,7 +129,7 @@ def test_compiled_blocks_match_single_rank_bitwise(tmp_path: Path) -> None:
 
 
 def test_routed_experts_match_single_rank_bitwise() -> None:
-    """By some tokens of each batch; which tokens is the batch's own matter."""
+    """Every batch routes some tokens to each expert; which ones may differ."""
     case, count, micro_batches = CASES["routed"], 2, 2
     every = [b for b in case.batches(200) if len((b.args[0] % 4).unique()) == 4]
     batches = every[: 3 * count * micro_batches]
@@ -141,11 +141,11 @@ def test_routed_experts_match_single_rank_bitwise() -> None:
     assert found.differences(expected) == []
 
 
-# --- one rank's overflow -------------------------------------------------------------------------
+# --- overflow on one rank ------------------------------------------------------------------------
 
 
 class Louder(nn.Module):
-    """Its loss is as large as the batch says."""
+    """Model whose loss is scaled by a factor of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_overflow_on_one_rank_is_skipped_by_all() -> None:
     generator = torch.Generator().manual_seed(0)
     batches = []
     for number in range(7 * count):
-        loud = number in (1 * count + 2, 2 * count, 5 * count + 1)  # each time another rank
+        loud = number in (1 * count + 2, 2 * count, 5 * count + 1)  # each time on another rank
         x = torch.randn(4, WIDTH, generator=generator).half()
         batches.append(Batch((x, 1e4 if loud else 1.0)))
     one = {**config, "gradient_accumulation_steps": count}

@@ -1,8 +1,8 @@
-"""Optimizers that torch runs, on several ranks: the bits of plain torch, whatever they need.
+"""Tests of adapted torch optimizers on several ranks, bit for bit against plain torch.
 
-One that may be cut gets the parts of parameters that lie in a rank's shard; one that needs whole
-parameters gets those that were dealt to the rank. Together with all other axes both are in
-`tests/parity/test_axes.py`, whose models have no parameter that is cut.
+An elementwise optimizer gets the slices of parameters in a rank's shard; one that needs full
+parameters gets those assigned to the rank. `tests/parity/test_axes.py` combines both with all other
+axes, but its models have no parameter that is split between shards.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ WIDTH = 100
 
 
 class CutBlock(nn.Module):
-    """Matrices of three blocks of the norm's tree and of ten, which shards cut, and vectors."""
+    """Block of matrices of 3 and 10 blocks of the norm's tree, which shards split, and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class CutBlock(nn.Module):
 
 
 class Cut(nn.Module):
-    """Blocks of those, and what is alone in its unit."""
+    """Model of such blocks, and of a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def build(seed: int = 0) -> nn.Module:
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-    """Vectors learn at a rate of their own."""
+    """Return two groups: vectors have a separate learning rate."""
     vectors = [p for p in model.parameters() if p.dim() < 2]
     return [{"params": [p for p in model.parameters() if p.dim() > 1]},
             {"params": vectors, "lr": 3e-3}]  # fmt: skip
@@ -96,7 +96,7 @@ CHOICES = [
     ("NAdam", 2, ON_DISK, "bf16", "fake"),
     ("RMSprop", 3, IN_RAM, "fp32", "cpu"),
     ("ASGD", 2, ("host", "disk", "device"), "fp16", "fake"),
-    ("Adagrad", 3, ("disk", "host", "host"), "bf16", "cpu"),  # its constructor makes state
+    ("Adagrad", 3, ("disk", "host", "host"), "bf16", "cpu"),  # its constructor creates state
     ("own", 3, ON_DISK, "fp32", "fake"),
     pytest.param("Adafactor", 2, ON_DISK, "bf16", "cpu", marks=pytest.mark.big),
     ("Adafactor", 3, ("device", "host", "disk"), "fp32", "fake"),
@@ -158,11 +158,11 @@ def test_adapted_muon_matches_plain_torch_bitwise() -> None:
     assert found.differences(expected) == []
 
 
-# --- what is kept beside moments -----------------------------------------------------------------
+# --- state other than moments --------------------------------------------------------------------
 
 
 class LastValue(SignedMomentum):
-    """Keeps a number of each tile: of what ranks have, the last part's counts, as on one rank."""
+    """Keeps a number per tile; that of a parameter's last shard counts, as on one rank."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -242,7 +242,7 @@ def test_full_parameters_are_distributed_evenly_and_not_split() -> None:
         shards = [unit.of_shard(rank) for rank in range(ranks)]
         held = Counter(s.parameter for shard in shards for s in shard.segments)
         assert set(held.values()) == {1}
-        # No worse than the bound of longest-first: 4/3 of what is best, which is at least these.
+        # Within the bound of longest-first: 4/3 of the optimum, which is at least these.
         padded = [round_up(size, SQUARE_BLOCK) for size in sizes]
         assert unit.numel % (ranks * SQUARE_BLOCK) == 0
         assert unit.shard_numel <= 4 / 3 * max(max(padded), sum(padded) / ranks) + max(padded) / 3
@@ -277,7 +277,7 @@ def test_plan_includes_padding_note(tmp_path: Path) -> None:
         assert "torch.optim.Adafactor needs whole parameters, which are dealt to 2 ranks" in words
 
 
-# --- what is refused -----------------------------------------------------------------------------
+# --- differences and errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
-"""Several ranks compute what one rank computes with as many micro-batches, bit for bit.
+"""Tests that N ranks compute what one rank computes with N times the micro-batches, bit for bit.
 
-Ranks are threads here (`support/ranks.py`), so a test needs no processes. Placement, recomputation,
-formats and rules in pairs are in `tests/parity/test_axes.py`, whose axis `ranks` has 1, 2 and 3.
+Ranks are threads (`support/ranks.py`), so no processes are needed. Placement, recomputation,
+formats and rules are tested in pairs in `tests/parity/test_axes.py`, on 1, 2 and 3 ranks.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def test_communicated_bytes_match_plan(
     assert found.plan is not None
     moved, units = found.report.moved, found.plan.units
     assert moved == found.forecast == found.plan.predicted_bytes
-    # A gradient is fp32 or bf16 as it is made: bf16. Each rank gets its shard from every other.
+    # Gradients are sent in bf16, as they are computed. Each rank gets its shard from every other.
     elements = sum(unit.numel for unit in units)
     assert moved["all_to_all"] == micro_batches * 2 * elements // count * (count - 1)
     blocks = (
@@ -175,7 +175,7 @@ def test_budgets_are_divided_among_local_ranks() -> None:
     assert (shared.host, shared.disk) == (alone.host // 4, 2 << 30)
     default = [limits_for(Config(), device, model, one).host for one in (SINGLE_PROCESS, ranks)]
     assert default[0] is not None
-    assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # more or less RAM is free
+    assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # free RAM varies
 
 
 def test_rank_uses_gpu_visible_through_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,7 +210,7 @@ def test_nodes_with_unequal_rank_counts() -> None:
 
 
 def test_limits_are_minimum_over_ranks() -> None:
-    """Memory is read on each, a moment apart: what is left to activations differs, too."""
+    """Each reads its memory at another moment, so what remains for activations differs too."""
 
     def work(ranks: DistContext) -> Limits:
         rank = ranks.rank
@@ -226,7 +226,7 @@ def test_grad_norm_is_independent_of_sharding() -> None:
         ParameterFacts(str(i), i, (size,), "float32", size, 4, True, 0)
         for i, size in enumerate(sizes)
     ]
-    # As many magnitudes as there are, so that every other order of sums rounds otherwise.
+    # Many magnitudes, so that any other order of summation rounds differently.
     scales = [10 ** (8 * torch.rand(size, generator=generator) - 4) for size in sizes]
     values = [torch.randn(size, generator=generator) * scales[i] for i, size in enumerate(sizes)]
 
@@ -254,7 +254,7 @@ def test_grad_norm_is_independent_of_sharding() -> None:
 
 
 class SometimesBlock(nn.Module):
-    """A block whose second matrix, of seven of the norm's blocks, is used by some batches only."""
+    """Block whose second matrix (7 blocks of the norm's tree) is used by some batches only."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ class SometimesBlock(nn.Module):
 
 
 class Sometimes(nn.Module):
-    """Such blocks, and a parameter that nothing uses."""
+    """Model of such blocks, with a parameter that nothing uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -303,11 +303,11 @@ def test_gradient_missing_on_some_ranks_matches_single_rank() -> None:
     assert found.differences(expected) == []
 
 
-# --- what goes apart ends in words, on every rank ------------------------------------------------
+# --- divergence between ranks is reported on every rank ------------------------------------------
 
 
 def words_of(count: int, work: Callable[[DistContext], Any]) -> dict[int, str]:
-    """What each rank raises; all do."""
+    """Run `work` on all ranks, each of which must raise; return the messages."""
     results, errors = together(count, work)
     assert not results, results
     assert all(isinstance(error, InfinityError) for error in errors.values()), errors
@@ -315,7 +315,7 @@ def words_of(count: int, work: Callable[[DistContext], Any]) -> dict[int, str]:
 
 
 class Ordered(nn.Module):
-    """Blocks in the order that the call gives."""
+    """Model that runs its blocks in the order given."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -390,7 +390,7 @@ def test_error_on_one_rank_is_reported_on_all(where: str, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("where", ["forward", "finish", "settle"])
 def test_recovered_rank_error_leaves_state_unchanged(where: str, tmp_path: Path) -> None:
-    """It comes where no meeting follows, and all ranks then begin the window again."""
+    """The error comes where no barrier follows; all ranks then restart the window."""
     config = make_config(gradient_accumulation_steps=2)
     models = [same_models(Ordered, 2) for _ in range(2)]
 
@@ -429,7 +429,7 @@ def test_recovered_rank_error_leaves_state_unchanged(where: str, tmp_path: Path)
 
 
 def of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
-    """Sets a learning rate; tensors print four digits of it."""
+    """Return a function that sets a learning rate; tensors print four digits of it."""
     return lambda engine: engine.optimizer.param_groups[0].update(lr=value * (1 + rank * 1e-6))
 
 
@@ -532,9 +532,9 @@ def test_error_in_edit_is_reported_and_writes_nothing(
 def test_differing_edits_across_ranks_are_rejected(
     edit: Callable[[Engine, float | None], None], first: float | None, tmp_path: Path
 ) -> None:
-    """Each keeps its share of them: of two values a weight of pieces would be made.
+    """Each rank stores its shard: differing values would be mixed in one weight.
 
-    The first rank may give none, or what is there.
+    The first rank may pass none, or the current values.
     """
     models = same_models(Ordered, 2)
 
@@ -668,7 +668,7 @@ def test_differing_models_are_rejected(
 
 
 def test_differing_weight_files_are_rejected(tmp_path: Path) -> None:
-    """As where one machine has an older one."""
+    """As if one machine has an older file."""
     values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
     last = [name for name in values if name.endswith("weight")][-1]
     for rank in range(2):
@@ -695,7 +695,7 @@ def test_differing_weight_files_are_rejected(tmp_path: Path) -> None:
 def test_differing_batch_or_dataset_size_is_rejected(
     given: dict[str, int], words: str, tmp_path: Path
 ) -> None:
-    """Each takes every N-th batch of its own size, of its own data."""
+    """Each rank takes every N-th batch of its batch size, from its dataset."""
     models = same_models(Ordered, 2)
 
     def work(ranks: DistContext) -> None:
@@ -709,7 +709,7 @@ def test_differing_batch_or_dataset_size_is_rejected(
 
 
 def test_differing_plans_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing that ranks are told differs here: as where one's machine says something else."""
+    """All inputs are equal; the plans differ as if the machines did."""
     models, plan_here = same_models(Ordered, 2), run_plan.make_plan
 
     def make_plan(*args: Any, rank: int, **options: Any) -> Plan:
@@ -740,11 +740,11 @@ def test_initialize_error_on_one_rank_is_reported_on_all(tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-# --- values, and what else is asked of an engine -------------------------------------------------
+# --- values and other requests of an engine ------------------------------------------------------
 
 
 def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Tensor]:
-    """Values of everything after an edit of everything, by name."""
+    """Edit everything, and return all values before and after, by name."""
     found: dict[str, Tensor] = {}
     batches = GPT.batches(8)[ranks.rank :: ranks.count]
     for batch in batches[: len(batches) // 2]:
@@ -834,11 +834,11 @@ def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPat
     lock, value, seed = threading.RLock(), InitialValues.value, torch.manual_seed
 
     def seeded(number: int) -> torch.Generator:
-        with lock:  # not while another rank's values are made
+        with lock:  # not while values of another rank are drawn
             return seed(number)
 
     def counted(self: InitialValues, tensor: Tensor) -> Tensor:
-        with lock:  # torch's generator, which values are made with, is one for all threads
+        with lock:  # torch's generator, which draws them, is shared by all threads
             made.setdefault(threading.get_ident(), set()).add(id(tensor))
             return value(self, tensor)
 
@@ -855,7 +855,7 @@ def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPat
     assert found.differences(expected) == []
     num_parameters = len(list(build(deferred=True).parameters()))
     assert len(made) == 2
-    # But for a parameter that lies in both shards, and the smallest matrix, which is compared.
+    # Except a parameter in both shards, and the smallest matrix, which is compared.
     assert all(len(tensors) <= 0.6 * num_parameters for tensors in made.values())
 
 
@@ -863,7 +863,7 @@ def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPat
 def test_weight_files_are_read_once_across_ranks(
     frozen: bool, tmp_path: Path, bytes_read: list[int]
 ) -> None:
-    """But for the ends of each, which are compared."""
+    """Except the ends of each parameter, which all ranks compare."""
     path = tmp_path / "model.safetensors"
     values = {name: p.detach().clone() for name, p in Gpt().named_parameters()}
     save_file(values, path)
@@ -887,7 +887,7 @@ def test_weight_files_are_read_once_across_ranks(
     assert found[2].differences(found[1]) == found[3].differences(found[1]) == []
 
 
-# --- checkpoints know no ranks -------------------------------------------------------------------
+# --- checkpoints do not depend on the number of ranks --------------------------------------------
 
 
 @pytest.mark.parametrize(("name", "moments"), [("gpt", "8bit"), ("frozen", "fp32")])

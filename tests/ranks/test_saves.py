@@ -1,4 +1,4 @@
-"""Checkpoints that ranks write together: the files of one rank, behind training, or none at all."""
+"""Tests of checkpoints that ranks write together: files, background saves, and failures."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def files_of(root: Path) -> dict[str, bytes]:
 @pytest.mark.parametrize("name", ["gpt", "frozen"])
 @pytest.mark.parametrize("moments", ["fp32", "8bit"])
 def test_checkpoint_files_match_single_rank(name: str, moments: str, tmp_path: Path) -> None:
-    """Byte for byte, and the checksums of their blocks too; blocks have bytes of all ranks."""
+    """Byte for byte, including block checksums, although blocks span the bytes of several ranks."""
     case, written, sums = CASES[name], [], []
     for count in (1, 2, 3):
         config = make_config(
@@ -79,7 +79,7 @@ def step(engine: Engine, number: int) -> None:
 
 
 def at_the_end_of(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
-    """Before the second rank, which writes no headers, ends its part of a save: `do` that."""
+    """Call `do` before the second rank, which writes no headers, finishes its ranges of a save."""
     first, write_headers, finish = threading.local(), RangeWriter.write_headers, RangeWriter.finish
 
     def writes_headers(ranges: RangeWriter) -> None:
@@ -98,7 +98,7 @@ def at_the_end_of(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> No
 def test_save_runs_in_background_of_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One rank is slow: steps go on, and the checkpoint is there when all ranks have written it."""
+    """While one rank is slow, steps continue; the checkpoint exists once all have written it."""
     may_end = threading.Event()
     at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
@@ -119,7 +119,7 @@ def test_save_runs_in_background_of_training(
 
 
 def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
-    """Of a copy on each machine one may be older; and half of one may be damaged."""
+    """A copy on one machine may be older, or partly damaged."""
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
 
     saved.mkdir()
@@ -154,7 +154,7 @@ def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
 
 
 def test_unsavable_state_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
-    """And training goes on."""
+    """Training continues."""
     models = [GPT.build() for _ in range(2)]
 
     def work(ranks: DistContext) -> str:
@@ -173,7 +173,7 @@ def test_unsavable_state_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
 
 
 class Counting(nn.Module):
-    """A running mean, as of batch norms, is of what a rank saw, and decides what comes next."""
+    """Model with a running mean, which is of one rank's data and affects later losses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -244,7 +244,7 @@ def test_differing_checkpoint_tags_are_rejected(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_frozen_files_are_written_once(shared: bool, tmp_path: Path) -> None:
-    """As by one rank; edited ones are written anew, by all ranks, and hold what was edited."""
+    """Later saves link them, as on one rank; after an edit all ranks write new ones."""
     case = CASES["frozen"]
     models = [case.build() for _ in range(2)]
     config = make_config(("host", "host", "host"))
@@ -288,7 +288,7 @@ def assert_soon(event: threading.Event) -> None:
 def test_finish_saving_on_one_rank_only_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else that one would believe that the checkpoint is there, while another still writes it."""
+    """Else that rank would assume a complete checkpoint while another still writes."""
     may_end = threading.Event()
     at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
     models = [GPT.build() for _ in range(2)]
@@ -309,7 +309,7 @@ def test_finish_saving_on_one_rank_only_is_reported(
 def test_full_drive_of_one_rank_fails_save_on_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All are told; nothing is left of it, training goes on, and saves again."""
+    """All ranks raise; no files are left, and training and later saves continue."""
     models, saved, pwrite = [GPT.build() for _ in range(2)], tmp_path / "saved", os.pwrite
     full, fails = threading.local(), [True]
 

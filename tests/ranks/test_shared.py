@@ -1,4 +1,4 @@
-"""Weights that ranks of a node keep in RAM that all of them map: same bits, other bytes."""
+"""Tests of weights in RAM shared by the ranks of a node: equal bits, and other bytes moved."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
 def test_shared_weights_bits_and_bytes(
     name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], whole: bool
 ) -> None:
-    """Nothing is gathered but the norm's sums; a device gets of each unit what others keep, too.
+    """Only the norm's sums are gathered; a device copies the other ranks' shards of a unit as well.
 
-    A node gets what others keep once after each update, and what is frozen once.
+    A node receives the shards of other nodes once after each update, and frozen ones once.
     """
     case = CASES[name]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
@@ -80,7 +80,7 @@ def test_shared_weights_bits_and_bytes(
 
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_edits_are_visible_to_all_ranks_and_memory_is_freed(nodes: int, tmp_path: Path) -> None:
-    """Values, loads and edits while others may still read; the memory has no name anywhere."""
+    """Also while others may still read; and the memory has no name in any file system."""
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = True
     models = [FROZEN.build() for _ in range(2)]
@@ -93,7 +93,7 @@ def test_edits_are_visible_to_all_ranks_and_memory_is_freed(nodes: int, tmp_path
         assert len(one_of_each) == 2
         for parameter in one_of_each.values():
             with torch.no_grad():
-                batch.call(engine)  # copies what is edited next
+                batch.call(engine)  # queues copies of the weights edited next
             with engine.materialized(parameter, master=True):
                 parameter.data.mul_(0.5)
         with torch.no_grad():
@@ -122,7 +122,7 @@ def test_edits_are_visible_to_all_ranks_and_memory_is_freed(nodes: int, tmp_path
 
 
 def test_repeated_broadcast_waits_for_previous() -> None:
-    """Two editions of a unit at once would land in one place."""
+    """Two transfers of one unit in flight would write to the same memory."""
     unit = lay_out(0, "unit", FACTS, FP32, ranks=2)
 
     def work(ranks: DistContext) -> tuple[list[int], list[tuple[str, str | int]]]:
@@ -143,7 +143,7 @@ def test_repeated_broadcast_waits_for_previous() -> None:
 
 
 def test_failed_broadcast_raises_in_is_here() -> None:
-    """Torch's work is over then, too; only who waits for it is told."""
+    """torch's work object then is complete, too, and raises only in `wait`."""
 
     class Failed(CompletedWork):
         def wait(self) -> None:
@@ -165,7 +165,7 @@ def test_failed_broadcast_raises_in_is_here() -> None:
 
 
 def test_device_copies_finish_before_norm_reduction(tmp_path: Path) -> None:
-    """What a last forward queued may still read what others write as soon as they know the norm."""
+    """Copies queued by the last forward may read what others write once they know the norm."""
     config = make_config(("host", "host", "host"))
     config["placement"]["shared"] = True
     models = [FROZEN.build() for _ in range(2)]
@@ -191,7 +191,7 @@ def test_device_copies_finish_before_norm_reduction(tmp_path: Path) -> None:
 
 
 def test_memory_not_of_rank_0_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where its process has that number in a container of its own only."""
+    """As if its process has that PID only in another container."""
     other = os.memfd_create("other")
     os.ftruncate(other, PAGE)
     assert on_ranks(2, can_share) == [True, True]
@@ -239,7 +239,7 @@ def test_plan_shares_weights_on_slow_links() -> None:
 
 
 def test_plan_stores_full_weights_on_each_node() -> None:
-    """Twice the RAM for half of what a step gathers, which is brought once."""
+    """Twice the RAM, for half of the bytes gathered per step, which are transferred once."""
     one, two = (planned(1e9, nodes=nodes, weights="host") for nodes in (1, 2))
     assert one.shared
     assert two.shared

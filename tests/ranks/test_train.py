@@ -1,4 +1,4 @@
-"""`infinity train --gpus N`: N processes, started by torch's launcher, make the run of one."""
+"""Tests of `infinity train --gpus N`, which starts N processes with torch's launcher."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ LONG = {
 
 
 def command(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
-    """`infinity train` with these arguments, in a process of its own."""
+    """Start `infinity train` with these arguments in a separate process."""
     (path := folder / "train.json").write_text(json.dumps(raw))
     return Program(main, ["train", str(path), *arguments], PYTHONPATH=str(TESTS.parent))
 
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run on one rank that nobody stopped."""
+    """Folder of an uninterrupted run on one rank."""
     folder = tmp_path_factory.mktemp("alone")
     train(settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **LONG))
     return folder
 
 
 def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
-    """The same run; one that is `durable` saves no checkpoint."""
+    """Return the settings of the same run; if `durable`, it saves no checkpoints."""
     own: dict[str, Any] = {}
     if durable:
         (folder / "nvme").mkdir()
@@ -56,7 +56,7 @@ def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
 
 
 def states_of(folder: Path) -> list[str]:
-    """The ranks that keep the state of a run, which is there once."""
+    """Return the ranks that have state of the run on disk."""
     (state,) = (folder / "nvme").iterdir()
     return sorted(str(path.parent.relative_to(state)) for path in state.glob("**/infinity-run-*"))
 
@@ -77,7 +77,7 @@ def test_run_of_two_ranks_resumed_on_one_matches_single_rank(
     raw = run_of(tmp_path, durable=durable)
     with command(tmp_path, raw, "--gpus", "2") as program:
         until_step(tmp_path, 2)
-        if durable:  # as the memory guard of a machine, which ends one process
+        if durable:  # as a system's memory guard, which ends one process
             psutil.Process(program.process.pid).children()[-1].terminate()
         else:
             program.signal(signal.SIGINT)
@@ -111,7 +111,7 @@ def test_run_of_one_rank_resumes_on_two(alone: Path, tmp_path: Path, durable: bo
     raw = run_of(tmp_path, durable=durable)
     train(raw, stop_after=10)
     arguments = ("--gpus", "2", "--json", "--resume", "auto")
-    if durable:  # a rank is killed, and as many go on
+    if durable:  # a rank is killed, and the same number resumes
         with command(tmp_path, raw, *arguments) as program:
             until_step(tmp_path, 15)
             psutil.Process(program.process.pid).children()[-1].kill()
@@ -147,7 +147,7 @@ def test_configuration_error_is_printed_once(tmp_path: Path) -> None:
 
 
 def test_differing_training_data_is_rejected(tmp_path: Path) -> None:
-    """As where a node has a copy of its own, and not all of it."""
+    """As if a node has an incomplete copy."""
     configs = []
     for number in range(2):
         (folder := tmp_path / str(number)).mkdir()

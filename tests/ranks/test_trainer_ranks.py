@@ -1,4 +1,4 @@
-"""`InfinityTrainer` as torchrun starts it: N ranks train, evaluate, save and go on as one does."""
+"""Tests of `InfinityTrainer` on ranks started as by torchrun, against a single rank."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ ARGUMENTS = {
 
 def job(count: int, out: Path, **more: Any) -> dict[str, Any]:
     arguments = {**ARGUMENTS, "gradient_accumulation_steps": 4 // count}
-    arguments["per_device_eval_batch_size"] = 4 // count  # whose labels Trainer counts together
+    arguments["per_device_eval_batch_size"] = 4 // count  # Trainer counts their labels together
     return {"out": str(out), "arguments": arguments, **more}
 
 
 def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
-    """Weights and norms bit for bit; what is logged is summed in another order."""
+    """Check that weights and norms are bitwise equal, and logs close: sums have another order."""
     for one in found:
         assert one["ranks"] == len(found)
         for name, value in alone["masters"].items():
             assert torch.equal(one["masters"][name], value), name
         torch.testing.assert_close(one["predicted"], alone["predicted"])
     logged, expected = (
-        [entry for entry in one["history"] if "train_loss" not in entry]  # since a run began again
+        [entry for entry in one["history"] if "train_loss" not in entry]  # since the last resume
         for one in (found[0], alone)
     )
     assert [set(entry) for entry in logged] == [set(entry) for entry in expected]

@@ -1,4 +1,4 @@
-"""`training_data=`: ranks get the batches that one rank would get, in turn, from anywhere on."""
+"""Tests of `training_data=`: batches are dealt to ranks in order, also after resuming."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ GPT = CASES["gpt"]
 
 
 class One(SingleProcess):
-    """A rank of several that has nothing to say."""
+    """One of several ranks, without communication."""
 
     def __init__(self, rank: int, count: int) -> None:
         self.rank, self.count = rank, count
 
 
 class Stream(IterableDataset[Tensor]):
-    """Numbers, one by one."""
+    """Iterable dataset of the numbers 0 to `count` - 1."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -57,7 +57,7 @@ def make(count: int, data: Dataset[Any], **options: Any) -> list[ResumableLoader
 
 
 def rounds(loaders: list[ResumableLoader]) -> Iterator[list[int]]:
-    """Batches in the order (micro-batch, rank)."""
+    """Yield the batches in the order (micro-batch, rank)."""
     for together in zip(*loaders, strict=True):
         yield from map(told, together)
 

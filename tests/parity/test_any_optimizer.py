@@ -26,8 +26,8 @@ CASE = CASES["gpt"]
 DISK = ("disk", "disk", "disk")
 
 
-def config_of(placement: tuple[str, str, str] = DISK, **more: Any) -> dict[str, Any]:
-    config = make_config(placement, gradient_clipping=0.0, **more)
+def config_of(placement: tuple[str, str, str] = DISK, **overrides: Any) -> dict[str, Any]:
+    config = make_config(placement, gradient_clipping=0.0, **overrides)
     del config["optimizer"]
     return config
 
@@ -36,12 +36,12 @@ def config_of(placement: tuple[str, str, str] = DISK, **more: Any) -> dict[str, 
 def test_fp32_equals_plain_torch(name: str) -> None:
     maker = (ELEMENTWISE | WHOLE)[name]
     batches = CASE.batches(STEPS)
-    theirs = train_torch(
+    reference = train_torch(
         CASE.build(), batches, config_of(), groups=CASE.groups, make_optimizer=maker
     )
     number = list(ELEMENTWISE | WHOLE).index(name)
     placement = (DISK, PLACEMENTS[(number * 5) % 27])[number % 2]
-    ours = train(
+    result = train(
         CASE.build(),
         batches,
         config_of(placement),
@@ -49,15 +49,15 @@ def test_fp32_equals_plain_torch(name: str) -> None:
         groups=CASE.groups,
         optimizer=maker,
     )
-    assert ours.losses == theirs.losses
-    for key, value in theirs.masters.items():
-        assert same_bits(ours.masters[key], value), key
-    assert ours.report is not None
-    assert ours.report.moved == ours.forecast
-    assert ours.plan is not None
-    chunks = [u.num_chunks(ours.plan.chunk_elements) for u in ours.plan.units]
+    assert result.losses == reference.losses
+    for key, value in reference.masters.items():
+        assert same_bits(result.masters[key], value), key
+    assert result.report is not None
+    assert result.report.moved == result.forecast
+    assert result.plan is not None
+    chunks = [u.num_chunks(result.plan.chunk_elements) for u in result.plan.units]
     assert (max(chunks) == 1) == (name in WHOLE)
-    assert any("slower" in note for note in ours.plan.notes)
+    assert any("slower" in note for note in result.plan.notes)
 
 
 class Matrices(nn.Module):
@@ -80,22 +80,26 @@ def test_adapted_muon_matches_torch_bitwise() -> None:
         torch.manual_seed(3)
         return Matrices()
 
-    theirs = build()
-    muon = optim.Muon(theirs.parameters(), lr=0.02)
+    reference = build()
+    muon = optim.Muon(reference.parameters(), lr=0.02)
     for x in inputs:
-        theirs(x).backward()
+        reference(x).backward()
         muon.step()
         muon.zero_grad()
-    given = {"device": make_device("fake"), "optimizer": lambda g: optim.Muon(g, lr=0.02)}
-    with Run(build(), config_of(), **given) as run:
+    options = {"device": make_device("fake"), "optimizer": lambda g: optim.Muon(g, lr=0.02)}
+    with Run(build(), config_of(), **options) as run:
         for x in inputs:
             run.engine.backward(run.engine(x))
             run.engine.step()
-        for name, value in theirs.state_dict().items():
+        for name, value in reference.state_dict().items():
             assert same_bits(run.masters()[name], value)
-        for mine, other in zip(run.model.parameters(), theirs.parameters(), strict=True):
-            state = run.engine.optimizer.read_state(mine)
-            assert same_bits(state["momentum_buffer"], muon.state[other]["momentum_buffer"])
+        for parameter, reference_parameter in zip(
+            run.model.parameters(), reference.parameters(), strict=True
+        ):
+            state = run.engine.optimizer.read_state(parameter)
+            assert same_bits(
+                state["momentum_buffer"], muon.state[reference_parameter]["momentum_buffer"]
+            )
 
 
 def test_schedule_free_masters_match_torch_in_train_mode() -> None:
@@ -107,24 +111,26 @@ def test_schedule_free_masters_match_torch_in_train_mode() -> None:
         made.train()
         return made
 
-    theirs, batches = CASE.build(), CASE.batches(STEPS)
-    plain = maker([{"params": list(theirs.parameters())}])
+    reference, batches = CASE.build(), CASE.batches(STEPS)
+    plain = maker([{"params": list(reference.parameters())}])
     for batch in batches:
-        batch.call(theirs).backward()
+        batch.call(reference).backward()
         plain.step()
         plain.zero_grad()
     with Run(CASE.build(), config_of(), device="cpu", optimizer=maker) as run:
         for batch in batches:
             run.engine.backward(batch.call(run.engine))
             run.engine.step()
-        found = {name: value.detach().clone() for name, value in theirs.state_dict().items()}
-        trained = run.masters()
-        assert all(same_bits(trained[name], value) for name, value in found.items())
+        reference_weights = {
+            name: value.detach().clone() for name, value in reference.state_dict().items()
+        }
+        masters = run.masters()
+        assert all(same_bits(masters[name], value) for name, value in reference_weights.items())
         plain.eval()
-        for name, mine in run.model.named_parameters():
-            z = run.engine.optimizer.read_state(mine)["z"]
-            averaged = trained[name].lerp(z, 1 - 1 / 0.8)
-            assert same_bits(averaged, theirs.get_parameter(name).detach())
+        for name, parameter in run.model.named_parameters():
+            z = run.engine.optimizer.read_state(parameter)["z"]
+            expected_average = masters[name].lerp(z, 1 - 1 / 0.8)
+            assert same_bits(expected_average, reference.get_parameter(name).detach())
         with pytest.raises(ConfigError, match=r"not in train mode.*\n.*\n.*calls its train\(\)"):
             open_adapter(package.AdamWScheduleFree, [{"params": list(run.model.parameters())}])
 
@@ -150,16 +156,16 @@ def test_bf16_masters_match_torch_bitwise(name: str) -> None:
             master.grad = None if parameter.grad is None else parameter.grad.float()
         optimizer.step()
     for placement in (DISK, ("device", "host", "disk")):
-        ours = train(
+        result = train(
             CASE.build(),
             batches,
             config_of(placement, precision="bf16"),
             device="cpu",
             optimizer=maker,
         )
-        assert ours.losses == losses
+        assert result.losses == losses
         for key, parameter in model.named_parameters(remove_duplicate=False):
-            assert same_bits(ours.masters[key], masters[parameter].detach()), key
+            assert same_bits(result.masters[key], masters[parameter].detach()), key
 
 
 def test_parameter_larger_than_tile_and_chunk_matches_torch() -> None:
@@ -177,32 +183,32 @@ def test_parameter_larger_than_tile_and_chunk_matches_torch() -> None:
 
     inputs = torch.randn(4, size, generator=torch.Generator().manual_seed(0))
     for name in ("NAdam", "RMSprop"):
-        theirs = Vector()
-        optimizer = ELEMENTWISE[name]([{"params": [theirs.weight]}])
+        reference = Vector()
+        optimizer = ELEMENTWISE[name]([{"params": [reference.weight]}])
         for x in inputs:
-            theirs(x).backward()
+            reference(x).backward()
             optimizer.step()
             optimizer.zero_grad()
         for chunk in (6144, "auto"):
-            given = {"device": "cpu", "optimizer": ELEMENTWISE[name]}
-            with Run(Vector(), config_of(chunk_size=chunk), **given) as run:
+            options = {"device": "cpu", "optimizer": ELEMENTWISE[name]}
+            with Run(Vector(), config_of(chunk_size=chunk), **options) as run:
                 assert run.engine.plan.chunk_elements == (6144 if chunk == 6144 else 36864 - 2048)
                 for x in inputs:
                     run.engine.backward(run.engine(x))
                     run.engine.step()
-                assert same_bits(run.masters()["weight"], theirs.weight.detach()), (name, chunk)
+                assert same_bits(run.masters()["weight"], reference.weight.detach()), (name, chunk)
 
 
 def test_optimizer_instance_without_state_matches_torch() -> None:
     model, twin = CASE.build(), CASE.build()
     instance = optim.NAdam(model.parameters(), lr=3e-3, betas=(0.8, 0.99))
     batches = CASE.batches(STEPS)
-    theirs = train_torch(
+    reference = train_torch(
         twin, batches, config_of(), make_optimizer=lambda g: optim.NAdam(g, 3e-3, (0.8, 0.99))
     )
-    ours = train(model, batches, config_of(), device="cpu", optimizer=instance)
-    assert ours.losses == theirs.losses
-    assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
+    result = train(model, batches, config_of(), device="cpu", optimizer=instance)
+    assert result.losses == reference.losses
+    assert all(same_bits(result.masters[k], v) for k, v in reference.masters.items())
 
 
 @pytest.mark.parametrize("name", ["cosine", "one_cycle"])
@@ -212,14 +218,14 @@ def test_schedulers_drive_adapted_optimizer(name: str) -> None:
         "one_cycle": lambda o: optim.lr_scheduler.OneCycleLR(o, max_lr=0.01, total_steps=9),
     }
     maker, batches = ELEMENTWISE["RMSprop"], CASE.batches(STEPS)
-    theirs = train_torch(
+    reference = train_torch(
         CASE.build(), batches, config_of(), make_optimizer=maker, make_scheduler=schedules[name]
     )
-    ours = train(
+    result = train(
         CASE.build(), batches, config_of(), device="cpu", optimizer=maker,
         lr_scheduler=schedules[name],
     )  # fmt: skip
-    assert all(same_bits(ours.masters[k], v) for k, v in theirs.masters.items())
+    assert all(same_bits(result.masters[k], v) for k, v in reference.masters.items())
 
 
 def test_read_state_has_optimizer_keys_and_values() -> None:
@@ -232,8 +238,13 @@ def test_read_state_has_optimizer_keys_and_values() -> None:
             batch.call(twin).backward()
             optimizer.step()
             optimizer.zero_grad()
-        for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
-            state, expected = run.engine.optimizer.read_state(mine), optimizer.state[other]
+        for parameter, reference_parameter in zip(
+            model.parameters(), twin.parameters(), strict=True
+        ):
+            state, expected = (
+                run.engine.optimizer.read_state(parameter),
+                optimizer.state[reference_parameter],
+            )
             assert state.keys() == expected.keys()
             assert all(same_bits(state[k], v) for k, v in expected.items())
 
@@ -241,9 +252,14 @@ def test_read_state_has_optimizer_keys_and_values() -> None:
 # --- unsupported optimizers ----------------------------------------------------------------------
 
 
-def refusal(given: Any, model: nn.Module | None = None, **config: Any) -> str:
+def rejection_message(torch_optimizer: Any, model: nn.Module | None = None, **config: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        Run(model or CASE.build(), {**config_of(), **config}, device="cpu", optimizer=given)
+        Run(
+            model or CASE.build(),
+            {**config_of(), **config},
+            device="cpu",
+            optimizer=torch_optimizer,
+        )
     return str(caught.value)
 
 
@@ -350,7 +366,7 @@ class _Idle(SignedMomentum):
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("optimizer", "message"),
     [
         (optim.LBFGS, "LBFGS cannot be used with offloaded state"),
         (lambda groups: optim.LBFGS(groups), "by a closure"),
@@ -371,8 +387,8 @@ class _Idle(SignedMomentum):
     ],
     ids=lambda value: value if isinstance(value, str) else getattr(value, "__name__", "made"),
 )
-def test_unsupported_optimizer_is_rejected(given: Any, words: str) -> None:
-    assert words in refusal(given)
+def test_unsupported_optimizer_is_rejected(optimizer: Any, message: str) -> None:
+    assert message in rejection_message(optimizer)
 
 
 # --- coupling that begins late -------------------------------------------------------------------
@@ -442,10 +458,10 @@ class _LateNoise(_Late):
         return float(torch.rand(()))
 
 
-def small_run(given: Any, **more: Any) -> Run:
+def small_run(optimizer: Any, **overrides: Any) -> Run:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(16, 48), nn.Tanh(), nn.Linear(48, 3))
-    return Run(model, config_of(**more), device="cpu", optimizer=given)
+    return Run(model, config_of(**overrides), device="cpu", optimizer=optimizer)
 
 
 def small_step(run: Run, number: int) -> None:
@@ -455,7 +471,7 @@ def small_step(run: Run, number: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "words", "resumes"),
+    ("optimizer", "message", "resumes"),
     [
         (_LateNorm, "a parameter of shape", False),
         (_LateByAge, "a parameter of shape", True),
@@ -466,22 +482,22 @@ def small_step(run: Run, number: int) -> None:
     ],
 )
 def test_late_coupling_is_rejected_before_step(
-    given: Any, words: str, resumes: bool, tmp_path: Path
+    optimizer: Any, message: str, resumes: bool, tmp_path: Path
 ) -> None:
     """A probe with small parameters of the same age detects it; no state has changed then."""
-    run = small_run(given)
+    run = small_run(optimizer)
     for number in range(25):
         small_step(run, number)
     if resumes:
         with run:
             run.engine.save_checkpoint(tmp_path, wait=True)
-        run = small_run(given)
+        run = small_run(optimizer)
         run.engine.load_checkpoint(tmp_path)
     with run:
         before = run.masters()
         with pytest.raises(ConfigError, match="cannot take the next step") as caught:
             small_step(run, 25)
-        assert words in str(caught.value)
+        assert message in str(caught.value)
         assert "mixes parameters" in str(caught.value)
         assert run.engine.global_steps == 25
         assert all(same_bits(v, before[k]) for k, v in run.masters().items())
@@ -499,16 +515,16 @@ class _LateGroup(_LateNorm):
         return any(group["k"] > group["until"] for group in self.param_groups)
 
 
-@pytest.mark.parametrize("odd", [False, True])
+@pytest.mark.parametrize("outlier", [False, True])
 def test_groups_differing_in_lr_are_probed_round_robin(
-    odd: bool, monkeypatch: pytest.MonkeyPatch
+    outlier: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each step probes four of the groups in turn; a group that differs otherwise, always."""
     checked = []
 
     class Recorded(Trial):
-        def __init__(self, facts: Any, groups: Any, *args: Any, **more: Any) -> None:
-            super().__init__(facts, groups, *args, **more)
+        def __init__(self, facts: Any, groups: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(facts, groups, *args, **kwargs)
             checked.append([entries["lr"] for entries, _ in groups])
 
     monkeypatch.setattr("infinity.optim.adapter_rule.Trial", Recorded)
@@ -518,16 +534,16 @@ def test_groups_differing_in_lr_are_probed_round_robin(
         {"params": list(layer.parameters()), "lr": rate}
         for layer, rate in zip(model, rates, strict=True)
     ]
-    if odd:
+    if outlier:
         groups[5]["until"] = 7
     with Run(
         model, config_of(), device="cpu", groups=lambda _: groups, optimizer=_LateGroup
     ) as run:
         for number in range(7):
             small_step(run, number)
-        assert all(len(found) == 4 + odd for found in checked[2:])
+        assert all(len(found) == 4 + outlier for found in checked[2:])
         assert set().union(*checked) == set(rates)
-        if odd:
+        if outlier:
             assert all(rates[5] in found for found in checked)
             with pytest.raises(ConfigError, match="cannot take the next step"):
                 small_step(run, 7)
@@ -564,7 +580,7 @@ class _LargeOnes(SignedMomentum):
 
 
 @pytest.mark.parametrize(
-    ("where", "words"),
+    ("where", "message"),
     [
         ("group", r"group\['largest'\]"),
         ("attribute", "its attribute 'flag'"),
@@ -572,10 +588,10 @@ class _LargeOnes(SignedMomentum):
         ("state", r"state\['shared'\]"),
     ],
 )
-def test_value_dependent_coupling_raises_in_update(where: str, words: str) -> None:
+def test_value_dependent_coupling_raises_in_update(where: str, message: str) -> None:
     with small_run(lambda groups: _LargeOnes(groups, where)) as run:
         small_step(run, 0)
-        with pytest.raises(EngineFailedError, match=words) as caught:
+        with pytest.raises(EngineFailedError, match=message) as caught:
             run.engine.settle()
         assert "_LargeOnes does not update '0.weight' alone" in str(caught.value)
 
@@ -597,32 +613,32 @@ def test_error_in_adapted_step_names_parameter() -> None:
         assert word in str(caught.value)
 
 
-@pytest.mark.parametrize("given", [_GlobalNorm, _OneRateForAll])
-def test_coupling_is_detected_with_equal_shapes(given: Any) -> None:
-    assert "mixes parameters" in refusal(given, Matrices())
+@pytest.mark.parametrize("optimizer", [_GlobalNorm, _OneRateForAll])
+def test_coupling_is_detected_with_equal_shapes(optimizer: Any) -> None:
+    assert "mixes parameters" in rejection_message(optimizer, Matrices())
 
 
 @pytest.mark.parametrize("name", ["AdamW", "Adam", "SGD", "Adagrad"])
 def test_torch_optimizer_instance_maps_to_built_in_rule(name: str) -> None:
     """Groups, learning rates and weight decay of the instance are used."""
     kind, batches = getattr(optim, name), CASE.batches(STEPS)
-    theirs, mine = CASE.build(), CASE.build()
+    reference, model = CASE.build(), CASE.build()
 
     def groups_of(model: nn.Module) -> list[dict[str, Any]]:
-        few, *others = model.parameters()
-        return [{"params": [few], "lr": 3e-3}, {"params": others}]
+        first, *others = model.parameters()
+        return [{"params": [first], "lr": 3e-3}, {"params": others}]
 
     options = {"lr": 1e-2, "weight_decay": 0.1}
-    plain = kind(groups_of(theirs), **options, foreach=False)
+    plain = kind(groups_of(reference), **options, foreach=False)
     losses = []
     for batch in batches:
-        loss = batch.call(theirs)
+        loss = batch.call(reference)
         loss.backward()
         plain.step()
         plain.zero_grad()
         losses.append(loss.item())
-    optimizer = kind(groups_of(mine), **options)
-    with Run(mine, config_of(), device="cpu", optimizer=optimizer) as run:
+    optimizer = kind(groups_of(model), **options)
+    with Run(model, config_of(), device="cpu", optimizer=optimizer) as run:
         assert isinstance(run.engine.optimizer.rule, BuiltInRule)
         assert run.engine.plan.rule.name == name
         assert run.engine.optimizer.param_groups[0] is optimizer.param_groups[0]
@@ -638,15 +654,21 @@ def test_torch_optimizer_instance_maps_to_built_in_rule(name: str) -> None:
 def test_torch_optimizer_adapter_or_built_in_selection() -> None:
     """A factory is always adapted; so are settings and subclasses without a built-in rule."""
 
-    class Own(optim.AdamW):
+    class Subclass(optim.AdamW):
         pass
 
-    def rule_of(given: Any, **config: Any) -> Any:
-        with Run(CASE.build(), config_of() | config, device="cpu", optimizer=given) as run:
+    def rule_of(torch_optimizer: Any, **config: Any) -> Any:
+        with Run(
+            CASE.build(), config_of() | config, device="cpu", optimizer=torch_optimizer
+        ) as run:
             return run.engine.optimizer
 
-    for given in (lambda groups: optim.AdamW(groups), Own, lambda g: optim.AdamW(g, amsgrad=True)):
-        assert isinstance(rule_of(given).rule, AdapterRule)
+    for optimizer in (
+        lambda groups: optim.AdamW(groups),
+        Subclass,
+        lambda g: optim.AdamW(g, amsgrad=True),
+    ):
+        assert isinstance(rule_of(optimizer).rule, AdapterRule)
     made = rule_of(optim.AdamW, optimizer={"moments": "bf16"})
     assert isinstance(made.rule, BuiltInRule)
     assert [form.value for form in made.rule.moments] == ["bf16", "bf16"]
@@ -662,8 +684,8 @@ def test_stepped_duplicate_or_partial_optimizer_is_rejected() -> None:
     stepped = optim.SGD(model.parameters(), lr=1.0, momentum=0.5)
     CASE.batch(0).call(model).backward()
     stepped.step()
-    assert "it has stepped; its state cannot be taken over" in refusal(stepped, model)
-    assert "would not be used" in refusal(optim.NAdam, optimizer={"lr": 1.0})
+    assert "it has stepped; its state cannot be taken over" in rejection_message(stepped, model)
+    assert "would not be used" in rejection_message(optim.NAdam, optimizer={"lr": 1.0})
     instance = optim.NAdam(model.parameters())
     fewer = list(model.parameters())[1:]
     with pytest.raises(ConfigError, match="1 of the optimizer not in model_parameters"):

@@ -50,7 +50,7 @@ RECOMPUTED = Checkpointing("non_reentrant", "block")  # the engine's own, in pla
 OFFLOADED = {"checkpoint": "units", "tokens": 2 * LENGTH, "min_bytes": 1}
 # By name: the model's own checkpointing, and the engine's `activations` section.
 RECOMPUTE: dict[str, tuple[Checkpointing, dict[str, Any]]] = {
-    **{str(own): (own, {}) for own in CHECKPOINTINGS},
+    **{str(checkpointing): (checkpointing, {}) for checkpointing in CHECKPOINTINGS},
     "units": (NONE, {"checkpoint": "units"}),
     "first": (NONE, {"checkpoint": 1}),
     "first-disk": (NONE, {**OFFLOADED, "checkpoint": 1, "offload": "disk"}),
@@ -101,7 +101,7 @@ AXES: dict[str, list[Any]] = {
     "shared": [False, True],  # share host memory among the ranks of a node
     "nodes": [1, 2],  # number of nodes
 }
-MANY = [2, 3, 4]  # tests/ranks/test_array.py covers all of them
+RANK_COUNTS = [2, 3, 4]  # tests/ranks/test_array.py covers all of them
 # The axes that results depend on; all others are placement.
 COMPUTATION = ("model", "precision", "micro_batches", "clipping", "recompute", "slices",
                "optimizer", "format", "frozen", "ranks")  # fmt: skip
@@ -125,9 +125,9 @@ IMPOSSIBLE += [{"model": name, "frozen": "nf4"} for name in CASES if name != "fr
 # All ranks must use the same units, but routing depends on data; buffers see the data of one rank;
 # and a gradient that arrives twice in a backward is added in another order.
 IMPOSSIBLE += [
-    {**many, **part}
-    for many in (*({"ranks": ranks} for ranks in MANY), {"nodes": 2})
-    for part in (
+    {**counts, **excluded}
+    for counts in (*({"ranks": ranks} for ranks in RANK_COUNTS), {"nodes": 2})
+    for excluded in (
         {"model": "routed"},
         {"model": "buffered"},
         {"model": "reused", "slices": 2},  # as with two micro-batches
@@ -150,14 +150,14 @@ IMPOSSIBLE += [
 
 
 def possible(row: OptimizerChoice) -> bool:
-    return not any(part.items() <= row.items() for part in IMPOSSIBLE)
+    return not any(excluded.items() <= row.items() for excluded in IMPOSSIBLE)
 
 
 def batches_of(choice: OptimizerChoice) -> list[Batch]:
     """Return the batches of three steps, or of four in fp16, where the first steps overflow."""
     steps = 4 if choice["precision"] == "fp16" else 3
-    together = choice["micro_batches"] * choice["ranks"]
-    return CASES[choice["model"]].batches(steps * together)
+    per_step = choice["micro_batches"] * choice["ranks"]
+    return CASES[choice["model"]].batches(steps * per_step)
 
 
 def config_of(choice: OptimizerChoice) -> dict[str, Any]:
@@ -200,15 +200,17 @@ def plain(choice: OptimizerChoice) -> Result:
 def _plain(computation: tuple[Any, ...]) -> Result:
     choice = BASE | dict(zip(COMPUTATION, computation, strict=True))
     case = CASES[choice["model"]]
-    own, told = RECOMPUTE[choice["recompute"]]
+    checkpointing, activations = RECOMPUTE[choice["recompute"]]
     if (
-        told or own == NONE or own.place == "inside"
+        activations or checkpointing == NONE or checkpointing.place == "inside"
     ):  # else the model's own block checkpoints are used as they are
-        own = replace(RECOMPUTED if told else own, slices=choice["slices"])
-    batches, together = batches_of(choice), choice["micro_batches"] * choice["ranks"]
-    config = config_of(choice | {"micro_batches": together})
+        checkpointing = replace(
+            RECOMPUTED if activations else checkpointing, slices=choice["slices"]
+        )
+    batches, per_step = batches_of(choice), choice["micro_batches"] * choice["ranks"]
+    config = config_of(choice | {"micro_batches": per_step})
     config["activations"] = {"slices": choice["slices"]}  # their gradients are summed in fp32
-    model = case.build(own)
+    model = case.build(checkpointing)
     if choice["frozen"] != "as_is":
         round_frozen(model, choice["frozen"], COMPUTE_DTYPES[choice["precision"]])
     given = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
@@ -223,7 +225,7 @@ def device_of(choice: OptimizerChoice, seed: int) -> Device | str:
     return make_device(choice["device"], seed)
 
 
-class Trained:
+class TrainingRun:
     """One engine, or two, the second of which resumes from a checkpoint of the first."""
 
     def __init__(self, choice: OptimizerChoice, seed: int) -> None:
@@ -235,19 +237,21 @@ class Trained:
     def run(self) -> Result:
         batches, ranks = batches_of(self.choice), self.choice["ranks"]
         if not self.choice["resume"]:
-            return self._part(self.choice, batches)
+            return self._run_part(self.choice, batches)
         half = len(batches) // ranks // 2
         cut = ranks * (half + (1 - half % 2) * (self.choice["micro_batches"] > 1))  # in a window
-        after = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
-        other = {kind: after[self.choice[kind]] for kind in ("weights", "moments", "gradients")}
+        next_tier = dict(zip(TIERS, (*TIERS[1:], TIERS[0]), strict=True))
+        other_placement = {
+            kind: next_tier[self.choice[kind]] for kind in ("weights", "moments", "gradients")
+        }
         if self.choice["model"] == "stacked":
             sizes = AXES["experts"]
-            other["experts"] = sizes[sizes.index(self.choice["experts"]) - 1]
+            other_placement["experts"] = sizes[sizes.index(self.choice["experts"]) - 1]
         with tempfile.TemporaryDirectory() as folder:
-            self._part(self.choice, batches[:cut], save=Path(folder))
-            return self._part(self.choice | other, batches[cut:], load=Path(folder))
+            self._run_part(self.choice, batches[:cut], save=Path(folder))
+            return self._run_part(self.choice | other_placement, batches[cut:], load=Path(folder))
 
-    def _part(
+    def _run_part(
         self,
         choice: OptimizerChoice,
         batches: Sequence[Batch],
@@ -255,7 +259,7 @@ class Trained:
         save: Path | None = None,
         load: Path | None = None,
     ) -> Result:
-        own, _ = RECOMPUTE[choice["recompute"]]
+        checkpointing, _ = RECOMPUTE[choice["recompute"]]
         seed, config = int(load is not None), config_of(choice)
         options: dict[str, Any] = {"groups": self.case.groups}
         if choice["optimizer"] in ADAPTED:
@@ -264,12 +268,13 @@ class Trained:
             config["seed"] = 99  # the seed of stochastic rounding is restored from the checkpoint
         if choice["ranks"] > 1:
             result = train_ranks(
-                choice["ranks"], partial(self.case.build, own, seed=seed), batches, config,
+                choice["ranks"], partial(self.case.build, checkpointing, seed=seed),
+                batches, config,
                 device=lambda rank: device_of(choice, self.seed + rank),
                 load=load, save=save, nodes=choice["nodes"], **options,
             )  # fmt: skip
         else:
-            model, device = self.case.build(own, seed=seed), device_of(choice, self.seed)
+            model, device = self.case.build(checkpointing, seed=seed), device_of(choice, self.seed)
             with Run(model, config, device=device, **options) as run:
                 result = train_on(run.engine, batches, load=load, save=save)
         self.losses += result.losses
@@ -277,7 +282,7 @@ class Trained:
         return replace(result, losses=self.losses, norms=self.norms)
 
 
-def steady(choice: OptimizerChoice, expected: Result) -> bool:
+def is_steady(choice: OptimizerChoice, expected: Result) -> bool:
     """Return True if the last step moves as many bytes as every other step."""
     if isinstance(expected, HalfResult) and any(expected.overflows[-2:]):
         return False  # a skipped step publishes no weights, so the next one fetches none again
@@ -301,25 +306,25 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
         cpu_beside(0.4 if choice["update"] == "both" else 0.0),
         at_once(3) if several else nullcontext(),
     ):
-        run = Trained(choice, seed).run()
+        run = TrainingRun(choice, seed).run()
     assert run.plan is not None
     assert run.report is not None
-    some_whole = any(u.paired is not None for u in run.plan.units)
+    has_paired_units = any(u.paired is not None for u in run.plan.units)
     small = choice["chunk_size"] in (2048, "several") and not (
-        run.plan.rule.needs_full or some_whole
+        run.plan.rule.needs_full or has_paired_units
     )
     if small and max(u.num_chunks(2048) for u in run.plan.units) < 2:
         return ["no unit has two chunks: the chunk axis tests nothing"]
     found = run.differences(expected)
     if isinstance(expected, HalfResult) and run.report.loss_scale != expected.scales[-1]:
         found.append(f"loss scale {run.report.loss_scale} instead of {expected.scales[-1]}")
-    if CASES[choice["model"]].regular and steady(choice, expected):
+    if CASES[choice["model"]].regular and is_steady(choice, expected):
         found += run.misforecast()
         if run.report.mispredictions:
             found.append(f"{run.report.mispredictions} mispredictions in the last step")
-        own, _ = RECOMPUTE[choice["recompute"]]
+        checkpointing, _ = RECOMPUTE[choice["recompute"]]
         planned = run.plan.predicted_bytes  # before any step
-        if choice["model"] == "stacked" and own == NONE and run.report.moved != planned:
+        if choice["model"] == "stacked" and checkpointing == NONE and run.report.moved != planned:
             found.append(f"moved {run.report.moved}, planned {planned}")
     return found
 
@@ -335,7 +340,7 @@ def pairwise(**fixed: Any) -> list[OptimizerChoice]:
     Greedy: choose the best of a few candidates, each of which starts with an uncovered pair and is
     filled axis by axis with the value that covers the most uncovered pairs.
     """
-    chance = random.Random(0)
+    rng = random.Random(0)
     missing = {
         frozenset([(one, repr(a)), (other, repr(b))])
         for one, other in itertools.combinations(AXES.keys() - fixed.keys(), 2)
@@ -346,29 +351,31 @@ def pairwise(**fixed: Any) -> list[OptimizerChoice]:
     rows: list[OptimizerChoice] = []
     while missing:
         wanted = Counter(value for pair in missing for value in pair)
-        begun = sorted((sum(wanted[v] for v in pair), sorted(pair)) for pair in missing)[-20:]
-        found = [filled(fixed, chance.choice(begun)[1], missing, chance) for _ in range(5)]
+        starts = sorted((sum(wanted[v] for v in pair), sorted(pair)) for pair in missing)[-20:]
+        found = [fill_row(fixed, rng.choice(starts)[1], missing, rng) for _ in range(5)]
         rows.append(max((r for r in found if r), key=lambda row: len(pairs_of(row) & missing)))
         missing -= pairs_of(rows[-1])
     return rows
 
 
-def filled(
-    fixed: OptimizerChoice, pair: list[tuple[str, str]], missing: set[Any], chance: random.Random
+def fill_row(
+    fixed: OptimizerChoice, pair: list[tuple[str, str]], missing: set[Any], rng: random.Random
 ) -> OptimizerChoice:
     """Return a row with these values, or {} if there is none; prefer cheap values on a tie."""
-    row = fixed | {axis: next(v for v in AXES[axis] if repr(v) == told) for axis, told in pair}
+    row = fixed | {
+        axis: next(v for v in AXES[axis] if repr(v) == value_repr) for axis, value_repr in pair
+    }
 
-    def merit(axis: str, value: Any) -> tuple[int, int, float]:
+    def score(axis: str, value: Any) -> tuple[int, int, float]:
         one = axis, repr(value)
         new = sum(frozenset([one, (a, repr(v))]) in missing for a, v in row.items())
-        return new, -value if axis in COSTLY else 0, chance.random()
+        return new, -value if axis in COSTLY else 0, rng.random()
 
-    for axis in chance.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
+    for axis in rng.sample(sorted(AXES.keys() - row.keys()), len(AXES) - len(row)):
         fitting = [value for value in AXES[axis] if possible(row | {axis: value})]
         if not fitting:
             return {}
-        row[axis] = max(fitting, key=partial(merit, axis))
+        row[axis] = max(fitting, key=partial(score, axis))
     return {axis: row[axis] for axis in AXES}
 
 
@@ -400,13 +407,13 @@ def test_axis_product_matches_plain_torch(
 ) -> None:
     fixed = {"model": model, "recompute": recompute, "precision": precision}
     fixed["micro_batches"] = micro_batches
-    chance = random.Random(repr(fixed))
+    rng = random.Random(repr(fixed))
     left = [axis for axis in COMPUTATION if axis not in fixed]
-    drawn = ({axis: chance.choice(AXES[axis]) for axis in left} for _ in itertools.count())
+    drawn = ({axis: rng.choice(AXES[axis]) for axis in left} for _ in itertools.count())
     fixed = next(row for row in (fixed | one for one in drawn) if possible(row))
     problems = {}
     for number, placement in enumerate(itertools.product(*(AXES[axis] for axis in PLACEMENT))):
-        row = {axis: chance.choice(options) for axis, options in AXES.items()} | fixed
+        row = {axis: rng.choice(options) for axis, options in AXES.items()} | fixed
         row |= dict(zip(PLACEMENT, placement, strict=True))
         if found := check(row, number):
             problems[str(row)] = found

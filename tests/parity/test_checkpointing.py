@@ -34,12 +34,12 @@ def measure_plain(case: Case, checkpointing: Checkpointing) -> Measured:
     model = case.build(checkpointing)
     cast_frozen(model, torch.float32)
 
-    def dropped(parameter: Tensor) -> None:
+    def drop_grad(parameter: Tensor) -> None:
         parameter.grad = None  # as in the engine, which offloads gradients as they are produced
 
     for parameter in model.parameters():
         if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(dropped)
+            parameter.register_post_accumulate_grad_hook(drop_grad)
     return _measure(model, case.batch(0), model, lambda loss: loss.backward())
 
 
@@ -55,12 +55,12 @@ def measure_engine(case: Case, checkpointing: Checkpointing) -> Measured:
         return _measure(model, case.batch(0), engine, engine.backward)
 
 
-def _measure(model: nn.Module, batch: Batch, called: object, backward: object) -> Measured:
-    assert callable(called)
+def _measure(model: nn.Module, batch: Batch, forward: object, backward: object) -> Measured:
+    assert callable(forward)
     assert callable(backward)
     start = block_calls(model)
     with LiveBytes() as live:
-        loss = batch.call(called)
+        loss = batch.call(forward)
         after_forward = live.now()
         middle = block_calls(model)
         backward(loss)
@@ -73,7 +73,7 @@ def _measure(model: nn.Module, batch: Batch, called: object, backward: object) -
 @pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
 def test_recomputation_and_saved_bytes_match_torch(name: str, checkpointing: Checkpointing) -> None:
     case = CASES[name]
-    plain, ours = measure_plain(case, checkpointing), measure_engine(case, checkpointing)
+    plain, actual = measure_plain(case, checkpointing), measure_engine(case, checkpointing)
     blocks, inner = plain.forwards
     expected = {
         "none": (0, 0),
@@ -81,19 +81,19 @@ def test_recomputation_and_saved_bytes_match_torch(name: str, checkpointing: Che
         "inside": (0, inner),
     }[checkpointing.place if checkpointing.mode != "none" else "none"]
     assert plain.recomputed == expected
-    assert ours.forwards == plain.forwards
-    assert ours.recomputed == plain.recomputed
-    assert ours.after_forward <= plain.after_forward
-    assert ours.peak <= plain.peak
+    assert actual.forwards == plain.forwards
+    assert actual.recomputed == plain.recomputed
+    assert actual.after_forward <= plain.after_forward
+    assert actual.peak <= plain.peak
 
 
 @pytest.mark.parametrize("place", ["block", "inside"])
 @pytest.mark.parametrize("mode", ["reentrant", "non_reentrant"])
 def test_checkpointing_reduces_live_bytes(mode: str, place: str) -> None:
-    without = measure_engine(CASES["gpt"], CHECKPOINTINGS[0])
-    with_it = measure_engine(CASES["gpt"], Checkpointing(mode, place))
-    share = {"block": 0.45, "inside": 0.85}[place]
-    assert with_it.after_forward < share * without.after_forward
+    baseline = measure_engine(CASES["gpt"], CHECKPOINTINGS[0])
+    checkpointed = measure_engine(CASES["gpt"], Checkpointing(mode, place))
+    max_ratio = {"block": 0.45, "inside": 0.85}[place]
+    assert checkpointed.after_forward < max_ratio * baseline.after_forward
 
 
 @pytest.mark.parametrize(("name", "checkpointing"), diagonal([*CASES], CHECKPOINTINGS), ids=str)
@@ -106,12 +106,12 @@ def test_user_saved_tensor_hooks_match_torch(name: str, checkpointing: Checkpoin
     with plain.hooks():
         loss = case.batch(0).call(model)
     loss.backward()
-    owned = case.build(checkpointing)
-    ours = SavedBytes()
-    with Run(owned, make_config(DISK), device="cpu", groups=case.groups) as run:
-        with ours.hooks():
-            mine = case.batch(0).call(run.engine)
-        run.engine.backward(mine)
-    assert mine.item() == loss.item()
-    assert (ours.total, ours.num_packed) == (plain.total, plain.num_packed)
-    assert ours.num_unpacked == plain.num_unpacked
+    engine_model = case.build(checkpointing)
+    actual = SavedBytes()
+    with Run(engine_model, make_config(DISK), device="cpu", groups=case.groups) as run:
+        with actual.hooks():
+            engine_loss = case.batch(0).call(run.engine)
+        run.engine.backward(engine_loss)
+    assert engine_loss.item() == loss.item()
+    assert (actual.total, actual.num_packed) == (plain.total, plain.num_packed)
+    assert actual.num_unpacked == plain.num_unpacked

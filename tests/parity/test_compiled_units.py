@@ -35,10 +35,10 @@ class Mixer(nn.Module):
 
 
 class Stack(nn.Module):
-    def __init__(self, kind: Any = Mixer, count: int = 4) -> None:
+    def __init__(self, block_class: Any = Mixer, count: int = 4) -> None:
         super().__init__()
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(kind() for _ in range(count))
+        self.blocks = nn.ModuleList(block_class() for _ in range(count))
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -55,16 +55,17 @@ CASE = Case("stack", lambda _: Stack(), batch)
 
 
 @pytest.fixture(autouse=True)
-def nothing_compiled_before(monkeypatch: pytest.MonkeyPatch) -> Any:
-    bar = pytest.importorskip("tqdm").tqdm  # the compiler uses tqdm, whose monitor starts a thread
-    monkeypatch.setattr(bar, "monitor_interval", 0)
+def reset_compiler(monkeypatch: pytest.MonkeyPatch) -> Any:
+    # The compiler uses tqdm, whose monitor starts a thread.
+    progress_bar = pytest.importorskip("tqdm").tqdm
+    monkeypatch.setattr(progress_bar, "monitor_interval", 0)
     dynamo.reset()
     dynamo.utils.counters.clear()
     yield
     dynamo.reset()
 
 
-def compiled(
+def train_compiled(
     device: str, backend: str, activations: dict[str, Any], placement: tuple[str, str, str]
 ) -> tuple[Any, list[int]]:
     """Run four steps; return the results, and the number of graphs after each step."""
@@ -99,7 +100,7 @@ def test_compiled_blocks_match_torch_with_one_graph(
     uncompiled = {"activations": activations}
     expected = train(CASE.build(), CASE.batches(4), make_config(**uncompiled), device="cpu")
     for device in ("cpu", "fake"):
-        (losses, masters), graphs = compiled(device, backend, activations, ON_DISK)
+        (losses, masters), graphs = train_compiled(device, backend, activations, ON_DISK)
         assert losses == expected.losses
         assert all(torch.equal(masters[name], v) for name, v in expected.masters.items())
         assert graphs == [1, 1, 1, 1], "of all blocks, all steps, and both devices"
@@ -119,12 +120,12 @@ def test_inductor_is_bitwise_equal_across_placements(
     dynamo.reset()
     dynamo.utils.counters.clear()
     plain = train_exactly(CASE.build(), CASE.batches(4), make_config())
-    at_rest, _ = compiled("cpu", "inductor", {}, ("device", "device", "device"))
-    moved, graphs = compiled("fake", "inductor", {}, ON_DISK)
-    assert moved[0] == at_rest[0]
-    assert all(torch.equal(moved[1][name], v) for name, v in at_rest[1].items())
+    resident, _ = train_compiled("cpu", "inductor", {}, ("device", "device", "device"))
+    offloaded, graphs = train_compiled("fake", "inductor", {}, ON_DISK)
+    assert offloaded[0] == resident[0]
+    assert all(torch.equal(offloaded[1][name], v) for name, v in resident[1].items())
     assert graphs == [1, 1, 1, 1]
-    assert moved[0] == pytest.approx(plain.losses, rel=1e-5)
+    assert offloaded[0] == pytest.approx(plain.losses, rel=1e-5)
 
 
 def test_compile_option_applies_to_training_only(tmp_path: Path) -> None:
@@ -134,18 +135,18 @@ def test_compile_option_applies_to_training_only(tmp_path: Path) -> None:
         with torch.no_grad():
             CASE.batch(0).call(run.engine)
         assert dynamo.utils.counters["stats"]["unique_graphs"] == 0
-        own = type(run.model.blocks[0]).forward
-    assert run.model.blocks[0].forward.__func__ is own
+        original_forward = type(run.model.blocks[0]).forward
+    assert run.model.blocks[0].forward.__func__ is original_forward
 
 
-class Talkative(Mixer):
+class GraphBreaking(Mixer):
     def forward(self, x: Tensor) -> Tensor:
         if float(x.sum()) > 1e9:  # depends on data: causes a graph break
             return x
         return super().forward(x)
 
 
-class Crowd(nn.Module):
+class TwoExperts(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.experts = nn.ModuleList(Mixer() for _ in range(2))
@@ -156,12 +157,12 @@ class Crowd(nn.Module):
 
 def test_uncompilable_block_error_names_block() -> None:
     x = torch.randn(4, WIDTH)
-    with Run(Stack(Talkative), make_config(ON_DISK), device="cpu") as run:
+    with Run(Stack(GraphBreaking), make_config(ON_DISK), device="cpu") as run:
         components(run.engine).forwards.compile_units(backend="eager")
         with pytest.raises(TrainingError, match=r"'blocks.0' cannot be compiled"):
             run.engine(x)
         assert torch.isfinite(run.model.blocks[0].up.weight).all(), "fetched on access again"
-    with Run(Stack(Crowd), make_config(ON_DISK), device="cpu") as run:
+    with Run(Stack(TwoExperts), make_config(ON_DISK), device="cpu") as run:
         with pytest.raises(ConfigError, match="no block that can be compiled"):
             components(run.engine).forwards.compile_units(backend="eager")
         with pytest.raises(ConfigError, match="CUDA graphs"):

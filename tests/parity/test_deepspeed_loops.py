@@ -39,12 +39,14 @@ def tutorial() -> ModuleType:
     return module
 
 
-def plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[float], Any]:
+def train_plain_torch(tutorial: ModuleType, config: dict[str, Any]) -> tuple[list[float], Any]:
     """Run the same loop without an engine, with the configuration written out in torch."""
     torch.manual_seed(0)
     model = tutorial.Mlp()
-    given = config["optimizer"]["params"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=given["weight_decay"])
+    optimizer_params = config["optimizer"]["params"]
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=0.0, weight_decay=optimizer_params["weight_decay"]
+    )
     warmup = config["scheduler"]["params"]
     losses: list[float] = []
     steps, window = 0, config["gradient_accumulation_steps"]
@@ -71,7 +73,7 @@ def test_deepspeed_loop_matches_plain_torch(
     tutorial: ModuleType, loop: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     losses, weights = tutorial.train(None, tutorial.CONFIGS[loop])
-    expected, values = plain_torch(tutorial, tutorial.CONFIGS[loop])
+    expected, values = train_plain_torch(tutorial, tutorial.CONFIGS[loop])
     assert len(losses) == 64
     assert losses[-1] < 0.6 * losses[0]
     assert losses == pytest.approx(expected, rel=2e-5)
@@ -93,17 +95,17 @@ OFFLOADS: dict[str, dict[str, Any]] = {
 }
 
 
-def by_engine(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+def engine_loop(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
     engine.backward(loss)
     engine.step()
 
 
-def by_user(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+def tensor_backward_loop(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
     loss.backward()
     engine.step()
 
 
-def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+def accelerate_loop(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
     """Step as accelerate's wrapper: set the boundary every time, step in the last micro-batch."""
     count = vars(engine).setdefault("_test_count", 0) + 1
     vars(engine)["_test_count"] = count
@@ -113,7 +115,7 @@ def by_accelerate(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
         engine.step()
 
 
-def by_caller(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
+def unmanaged_window_loop(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
     """Let the calls of `step` define the accumulation window."""
     count = vars(engine).setdefault("_test_count", 0) + 1
     vars(engine)["_test_count"] = count
@@ -122,7 +124,7 @@ def by_caller(engine: deepspeed.Engine, loss: Tensor, steps: int) -> None:
         engine.step()
 
 
-def offloaded(name: str, path: Path) -> dict[str, Any]:
+def offload_section(name: str, path: Path) -> dict[str, Any]:
     """Return a section of `OFFLOADS` with `nvme_path` set."""
     zero = copy.deepcopy(OFFLOADS[name])
     for section in zero.values():
@@ -134,9 +136,14 @@ def offloaded(name: str, path: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("loop", "steps", "precision", "offload"),
     [
-        *diagonal([by_engine, by_user, by_accelerate], [2, 4, 1], ["fp32", "bf16"], [*OFFLOADS]),
-        (by_accelerate, 4, "bf16", "stage3_nvme"),
-        (by_caller, 4, "bf16", "stage3_nvme"),
+        *diagonal(
+            [engine_loop, tensor_backward_loop, accelerate_loop],
+            [2, 4, 1],
+            ["fp32", "bf16"],
+            [*OFFLOADS],
+        ),
+        (accelerate_loop, 4, "bf16", "stage3_nvme"),
+        (unmanaged_window_loop, 4, "bf16", "stage3_nvme"),
     ],
 )
 def test_loop_style_by_accumulation_and_offload_is_bitwise_equal(
@@ -147,11 +154,11 @@ def test_loop_style_by_accumulation_and_offload_is_bitwise_equal(
     config = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_accumulation_steps": steps,
-        "managed_gradient_accumulation": loop is not by_caller,
+        "managed_gradient_accumulation": loop is not unmanaged_window_loop,
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "bf16": {"enabled": precision == "bf16"},
-        "zero_optimization": offloaded(offload, tmp_path),
+        "zero_optimization": offload_section(offload, tmp_path),
         "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
     }
     batches = case.batches(3 * steps)
@@ -185,7 +192,7 @@ def test_fp16_is_close_to_fp32(tmp_path: Path, offload: str, steps: int) -> None
         "gradient_clipping": 0.5,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "eps": 1e-4}},
         "fp16": {"enabled": True, "initial_scale_power": 8},
-        "zero_optimization": offloaded(offload, tmp_path),
+        "zero_optimization": offload_section(offload, tmp_path),
         "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
     }
     batches = case.batches(3 * steps)

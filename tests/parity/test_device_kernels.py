@@ -35,16 +35,16 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
 def test_device_update_is_bitwise_equal_without_transfers(name: str, precision: str) -> None:
     expected = run(name, "cpu", precision=precision, gradient_accumulation_steps=2)
     fake = with_kernels()
-    got = run(name, fake, precision=precision, gradient_accumulation_steps=2)
-    assert got.differences(expected) == []
+    result = run(name, fake, precision=precision, gradient_accumulation_steps=2)
+    assert result.differences(expected) == []
     assert fake.violations == []
     assert fake.num_updates > 0
-    assert got.plan is not None
-    assert got.plan.memory["host"]["staging"] == 0
+    assert result.plan is not None
+    assert result.plan.memory["host"]["staging"] == 0
     if CASES[name].regular:
-        assert got.report is not None
-        assert got.report.moved == got.forecast
-        assert got.forecast["from_device"] == got.forecast["to_device"] == 0
+        assert result.report is not None
+        assert result.report.moved == result.forecast
+        assert result.forecast["from_device"] == result.forecast["to_device"] == 0
 
 
 @pytest.mark.parametrize("moments", ["bf16", "bf16_stochastic", "8bit"])
@@ -62,11 +62,11 @@ def test_partly_resident_state_is_updated_by_cpu_if_configured(
 ) -> None:
     expected = run("gpt", "cpu", precision="bf16")
     fake = with_kernels()
-    got = run("gpt", fake, placement, precision="bf16", update="cpu")
-    assert got.differences(expected) == []
+    result = run("gpt", fake, placement, precision="bf16", update="cpu")
+    assert result.differences(expected) == []
     assert fake.num_updates == 0
-    assert got.report is not None
-    assert got.report.moved == got.forecast
+    assert result.report is not None
+    assert result.report.moved == result.forecast
 
 
 def test_torch_optimizer_runs_on_host() -> None:
@@ -94,13 +94,13 @@ def test_torch_optimizer_runs_on_host() -> None:
 
 
 def test_plan_notes_missing_device_kernels() -> None:
-    without = run("gpt", FakeAccelerator(max_delay_s=0.0005), precision="bf16")
-    assert without.plan is not None
-    assert any("this fake device was made without" in note for note in without.plan.notes)
-    assert without.differences(run("gpt", "cpu", precision="bf16")) == []
-    away = run("gpt", FakeAccelerator(), ("host", "host", "host"), precision="bf16")
+    no_kernels = run("gpt", FakeAccelerator(max_delay_s=0.0005), precision="bf16")
+    assert no_kernels.plan is not None
+    assert any("this fake device was made without" in note for note in no_kernels.plan.notes)
+    assert no_kernels.differences(run("gpt", "cpu", precision="bf16")) == []
+    offloaded = run("gpt", FakeAccelerator(), ("host", "host", "host"), precision="bf16")
     kernels = run("gpt", with_kernels(), precision="bf16")
-    for result in (away, kernels):
+    for result in (offloaded, kernels):
         assert result.plan is not None
         assert not any("updated by the host" in note for note in result.plan.notes)
 
@@ -120,15 +120,15 @@ def masters_after_an_old_backward(device: Any) -> torch.Tensor:
 
 def test_old_graph_backward_waits_for_queued_update() -> None:
     expected = masters_after_an_old_backward("cpu")
-    late = FakeAccelerator(max_delay_s=0.02, kernels=True)
-    assert torch.equal(masters_after_an_old_backward(late), expected)
+    delayed = FakeAccelerator(max_delay_s=0.02, kernels=True)
+    assert torch.equal(masters_after_an_old_backward(delayed), expected)
 
 
 def test_state_dict_waits_for_queued_update() -> None:
     for seed in range(12):  # each seed delays queued work differently
-        late = FakeAccelerator(seed, max_delay_s=0.02, kernels=True)
+        delayed = FakeAccelerator(seed, max_delay_s=0.02, kernels=True)
         config = make_config(ALL, precision="bf16")
-        engine, *_ = infinity.initialize(torch.nn.Linear(64, 64), config, device=late)
+        engine, *_ = infinity.initialize(torch.nn.Linear(64, 64), config, device=delayed)
         with engine:
             engine.backward(engine(torch.ones(2, 64, dtype=torch.bfloat16)).sum())
             engine.step()

@@ -18,7 +18,7 @@ from infinity.errors import ConfigError
 from infinity.optim.adapter import differences, same
 
 CASE = CASES["gpt"]
-Edits = dict[int, dict[str, Any]]  # step -> entries to edit before it
+EditsByStep = dict[int, dict[str, Any]]  # step -> entries to edit before it
 
 
 class Halving(optim.Optimizer):
@@ -40,7 +40,7 @@ class Halving(optim.Optimizer):
                 group["betas"] = (beta / 2, decay)
 
 
-class TwoKinds(optim.Optimizer):
+class LateStateChoice(optim.Optimizer):
     """Decides at the first step of a parameter which state it keeps."""
 
     def __init__(self, params: Any, both: bool = False) -> None:
@@ -70,14 +70,14 @@ def build() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 40), nn.Tanh(), nn.Linear(40, 3))
 
 
-def config_of(**more: Any) -> dict[str, Any]:
-    config = make_config(("disk", "disk", "disk"), gradient_clipping=0.0, **more)
-    if "optimizer" not in more:
+def config_of(**overrides: Any) -> dict[str, Any]:
+    config = make_config(("disk", "disk", "disk"), gradient_clipping=0.0, **overrides)
+    if "optimizer" not in overrides:
         del config["optimizer"]
     return config
 
 
-def plain(make: Callable[..., optim.Optimizer], steps: int, edits: Edits) -> nn.Module:
+def train_plain(make: Callable[..., optim.Optimizer], steps: int, edits: EditsByStep) -> nn.Module:
     model = build()
     optimizer = make(model.parameters())
     for number, x in enumerate(inputs(steps)):
@@ -111,13 +111,13 @@ def assert_same(run: Run, model: nn.Module) -> None:
         {2: {"lr": 0.3, "frozen": True}, 4: {"frozen": False}},
     ],
 )
-def test_user_edit_overrides_entry_written_by_optimizer(edits: Edits) -> None:
-    theirs = plain(Halving, 6, edits)
+def test_user_edit_overrides_entry_written_by_optimizer(edits: EditsByStep) -> None:
+    reference = train_plain(Halving, 6, edits)
     with Run(build(), config_of(), device=make_device("fake"), optimizer=Halving) as run:
         for number, x in enumerate(inputs(6)):
             run.engine.optimizer.param_groups[0].update(edits.get(number, {}))
             step(run, x)
-        assert_same(run, theirs)
+        assert_same(run, reference)
 
 
 def test_scheduler_overrides_lr_written_by_optimizer() -> None:
@@ -127,12 +127,12 @@ def test_scheduler_overrides_lr_written_by_optimizer() -> None:
         optimizer.param_groups[0]["initial_lr"] = 1.0
         return optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: rates[epoch], last_epoch=-1)
 
-    theirs = plain(Halving, 4, {i: {"lr": rate} for i, rate in enumerate(rates)})
-    given = {"optimizer": lambda groups: Halving(groups, lr=1.0), "lr_scheduler": schedule}
-    with Run(build(), config_of(), device="cpu", **given) as run:
+    reference = train_plain(Halving, 4, {i: {"lr": rate} for i, rate in enumerate(rates)})
+    options = {"optimizer": lambda groups: Halving(groups, lr=1.0), "lr_scheduler": schedule}
+    with Run(build(), config_of(), device="cpu", **options) as run:
         for x in inputs(4):
             step(run, x)
-        assert_same(run, theirs)
+        assert_same(run, reference)
 
 
 @pytest.mark.parametrize("resumes", [False, True])
@@ -147,10 +147,10 @@ def test_optimizer_written_entries_persist_without_gradients(resumes: bool, tmp_
         used = model[0] if number in (0, 1, 4) else model
         return used(inputs(6)[number]).square().mean()
 
-    theirs = build()
-    optimizer = make(theirs)
+    reference = build()
+    optimizer = make(reference)
     for number in range(6):
-        loss_of(theirs, number).backward()
+        loss_of(reference, number).backward()
         optimizer.step()
         optimizer.zero_grad()
     model = build()
@@ -166,7 +166,7 @@ def test_optimizer_written_entries_persist_without_gradients(resumes: bool, tmp_
         run.engine.backward(loss_of(model, number))
         run.engine.step()
     with run:
-        assert_same(run, theirs)
+        assert_same(run, reference)
 
 
 def test_group_entries_compare_by_value() -> None:
@@ -190,14 +190,14 @@ SGD = {
 }
 
 
-def sgd_config(kind: str, **more: Any) -> dict[str, Any]:
-    rule = {"type": "SGD", "lr": 0.1, "weight_decay": 0.0, **more}
+def sgd_config(kind: str, **overrides: Any) -> dict[str, Any]:
+    rule = {"type": "SGD", "lr": 0.1, "weight_decay": 0.0, **overrides}
     return config_of(optimizer=rule) if kind == "built-in" else config_of()
 
 
 @pytest.mark.parametrize("kind", SGD)
-@pytest.mark.parametrize("again", [True, False])
-def test_enabling_momentum_is_rejected_before_update(kind: str, again: bool) -> None:
+@pytest.mark.parametrize("retry", [True, False])
+def test_enabling_momentum_is_rejected_before_update(kind: str, retry: bool) -> None:
     """After a reset of the entry, the step can be retried, or its gradients recomputed."""
     with Run(build(), sgd_config(kind), device="cpu", **SGD[kind]) as run:
         for x in inputs(4):
@@ -219,7 +219,7 @@ def test_enabling_momentum_is_rejected_before_update(kind: str, again: bool) -> 
                 assert all(same_bits(v, before[k]) for k, v in run.masters().items())
                 assert run.engine.global_steps == 2
                 group["momentum"] = 0
-                if again:
+                if retry:
                     run.engine.step()
                     continue
                 run.engine.zero_grad()
@@ -253,20 +253,20 @@ def test_unplanned_state_is_rejected_and_planned_state_can_toggle(
         return made
 
     edits = {2: {name: off, "lr": 2e-3}, 3: {name: on}, 4: {name: off}}
-    theirs = plain(switched_on, 6, edits)
+    reference = train_plain(switched_on, 6, edits)
     with Run(build(), config_of(), device="cpu", optimizer=switched_on) as run:
         for number, x in enumerate(inputs(6)):
             run.engine.optimizer.param_groups[0].update(edits.get(number, {}))
             step(run, x)
-        assert_same(run, theirs)
+        assert_same(run, reference)
 
 
 def test_momentum_of_one_group_allows_enabling_another() -> None:
     def split(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]
 
-    theirs = build()
-    optimizer = optim.SGD(split(list(theirs.parameters())), lr=0.1, dampening=0.3)
+    reference = build()
+    optimizer = optim.SGD(split(list(reference.parameters())), lr=0.1, dampening=0.3)
     model = build()
     groups = split(list(model.parameters()))
 
@@ -275,13 +275,13 @@ def test_momentum_of_one_group_allows_enabling_another() -> None:
 
     with Run(model, config_of(), device="cpu", optimizer=maker, model_parameters=groups) as run:
         for number, x in enumerate(inputs(5)):
-            for some in (optimizer, run.engine.optimizer):
-                some.param_groups[1]["momentum"] = 0.5 if number in (2, 4) else 0
-            theirs(x).square().mean().backward()
+            for edited in (optimizer, run.engine.optimizer):
+                edited.param_groups[1]["momentum"] = 0.5 if number in (2, 4) else 0
+            reference(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             step(run, x)
-        assert_same(run, theirs)
+        assert_same(run, reference)
 
 
 @pytest.mark.parametrize("device", ["cpu", "kernels"])
@@ -290,35 +290,37 @@ def test_built_in_momentum_starts_at_first_gradient(
     momenta: tuple[float, ...], device: str
 ) -> None:
     """As in torch, also if a scheduler enables it late or the gradient comes late."""
-    theirs, model = build(), build()
-    optimizer = optim.SGD(theirs.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
+    reference, model = build(), build()
+    optimizer = optim.SGD(reference.parameters(), lr=0.1, momentum=0.9, dampening=0.3)
     config = sgd_config("built-in", momentum=0.9, dampening=0.3)
-    place: Any = "cpu"
+    accelerator: Any = "cpu"
     if device == "kernels":
-        place = FakeAccelerator(0, kernels=True)
+        accelerator = FakeAccelerator(0, kernels=True)
         config["placement"] = dict.fromkeys(config["placement"], "device")
-    with Run(model, config, device=place) as run:
+    with Run(model, config, device=accelerator) as run:
         for number, (x, momentum) in enumerate(zip(inputs(6), momenta, strict=True)):
-            for some in (optimizer, run.engine.optimizer):
-                some.param_groups[0]["momentum"] = momentum
+            for edited in (optimizer, run.engine.optimizer):
+                edited.param_groups[0]["momentum"] = momentum
             late = number < 3
-            outputs = [theirs[0](x) if late else theirs(x)]
+            outputs = [reference[0](x) if late else reference(x)]
             outputs[0].square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
             run.engine.backward((model[0](x) if late else run.engine(x)).square().mean())
             run.engine.step()
-        for name, value in theirs.state_dict().items():
+        for name, value in reference.state_dict().items():
             torch.testing.assert_close(run.masters()[name], value, rtol=1e-5, atol=1e-6)
-        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
-            state = run.engine.optimizer.read_state(mine)
-            expected = optimizer.state[other]["momentum_buffer"]
+        for parameter, reference_parameter in zip(
+            model.parameters(), reference.parameters(), strict=True
+        ):
+            state = run.engine.optimizer.read_state(parameter)
+            expected = optimizer.state[reference_parameter]["momentum_buffer"]
             torch.testing.assert_close(state["momentum_buffer"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_new_state_of_parameter_at_first_step_is_rejected() -> None:
     """Parameters that have stepped could continue; a new one would need a second buffer."""
-    with Run(build(), config_of(), device="cpu", optimizer=TwoKinds) as run:
+    with Run(build(), config_of(), device="cpu", optimizer=LateStateChoice) as run:
         (group,) = run.engine.optimizer.param_groups
         step(run, inputs(1)[0])
         group["both"] = True
@@ -330,9 +332,9 @@ def test_scheduler_enabling_momentum_is_rejected_at_init() -> None:
     def one_cycle(optimizer: optim.Optimizer) -> Any:
         return optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9)
 
-    for kind, given in SGD.items():
+    for kind, options in SGD.items():
         with pytest.raises(ConfigError, match=r"group\['momentum'\]"):
-            Run(build(), sgd_config(kind), device="cpu", lr_scheduler=one_cycle, **given)
+            Run(build(), sgd_config(kind), device="cpu", lr_scheduler=one_cycle, **options)
 
 
 # --- state entries under torch's names -----------------------------------------------------------
@@ -341,19 +343,21 @@ def test_scheduler_enabling_momentum_is_rejected_at_init() -> None:
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("kind", SGD)
 def test_sgd_state_has_torch_entries(kind: str, momentum: float) -> None:
-    theirs, model = build(), build()
-    reference = optim.SGD(theirs.parameters(), lr=0.1, momentum=momentum)
-    given: dict[str, Any] = {}
+    reference, model = build(), build()
+    reference_optimizer = optim.SGD(reference.parameters(), lr=0.1, momentum=momentum)
+    options: dict[str, Any] = {}
     if kind == "adapted":
-        given["optimizer"] = lambda groups: optim.SGD(groups, lr=0.1, momentum=momentum)
-    with Run(model, sgd_config(kind, momentum=momentum), device="cpu", **given) as run:
+        options["optimizer"] = lambda groups: optim.SGD(groups, lr=0.1, momentum=momentum)
+    with Run(model, sgd_config(kind, momentum=momentum), device="cpu", **options) as run:
         for x in inputs(2):
-            theirs(x).square().mean().backward()
-            reference.step()
-            reference.zero_grad()
+            reference(x).square().mean().backward()
+            reference_optimizer.step()
+            reference_optimizer.zero_grad()
             step(run, x)
-        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
-            state = run.engine.optimizer.read_state(mine)
-            assert state.keys() == reference.state[other].keys()
-            for name, value in reference.state[other].items():
+        for parameter, reference_parameter in zip(
+            model.parameters(), reference.parameters(), strict=True
+        ):
+            state = run.engine.optimizer.read_state(parameter)
+            assert state.keys() == reference_optimizer.state[reference_parameter].keys()
+            for name, value in reference_optimizer.state[reference_parameter].items():
                 torch.testing.assert_close(state[name], value)

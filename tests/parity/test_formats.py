@@ -35,28 +35,28 @@ NUM_SAMPLED = 2
 
 
 def config_of(
-    optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str], **more: Any
+    optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str], **overrides: Any
 ) -> dict[str, Any]:
     settings = {"weight_decay": 0.01, "lr": 1e-2, **optimizer, "moments": moments}
-    config = make_config(placement, precision="bf16", seed=5, **more)
+    config = make_config(placement, precision="bf16", seed=5, **overrides)
     return {**config, "optimizer": settings}
 
 
-def sampled(number: int) -> list[tuple[str, str, str]]:
+def sample_placements(number: int) -> list[tuple[str, str, str]]:
     """Return a few placements that rotate with `number`, and always the one on disk."""
-    some = [PLACEMENTS[(number * NUM_SAMPLED + i * 13) % 27] for i in range(NUM_SAMPLED)]
-    return [*some, ("disk", "disk", "disk")]
+    placements = [PLACEMENTS[(number * NUM_SAMPLED + i * 13) % 27] for i in range(NUM_SAMPLED)]
+    return [*placements, ("disk", "disk", "disk")]
 
 
-def check(
+def train_and_compare(
     expected: Result, optimizer: dict[str, Any], moments: str, placement: tuple[str, str, str],
-    number: int, **more: Any
+    number: int, **overrides: Any
 ) -> list[str]:  # fmt: skip
     """Train and return the differences from the plain loop and from the forecast."""
     run = train(
         CASE.build(),
         CASE.batches(STEPS),
-        config_of(optimizer, moments, placement, **more),
+        config_of(optimizer, moments, placement, **overrides),
         device=make_device("fake" if number % 2 else "cpu", number),
         groups=CASE.groups,
     )
@@ -67,22 +67,22 @@ def check(
     return found
 
 
-def plain_loop(optimizer: dict[str, Any], moments: str, **more: Any) -> Result:
-    config = config_of(optimizer, moments, PLACEMENTS[0], **more)
+def plain_loop(optimizer: dict[str, Any], moments: str, **overrides: Any) -> Result:
+    config = config_of(optimizer, moments, PLACEMENTS[0], **overrides)
     return train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
 
 
 def test_rule_without_moments_matches_plain_loop() -> None:
     expected = plain_loop(PLAIN, "fp32")
-    for number, placement in enumerate(sampled(3)):
-        assert check(expected, PLAIN, "fp32", placement, number) == []
+    for number, placement in enumerate(sample_placements(3)):
+        assert train_and_compare(expected, PLAIN, "fp32", placement, number) == []
 
 
 def test_lossy_formats_differ_from_fp32_and_from_each_other() -> None:
     runs = {f: plain_loop(OPTIMIZERS["AdamW"], f.value) for f in MomentFormat}
     exact = runs[MomentFormat.FP32]
-    for kind, run in runs.items():
-        assert (run.differences(exact) == []) == kind.is_exact
+    for moment_format, run in runs.items():
+        assert (run.differences(exact) == []) == moment_format.is_exact
         assert run.losses == pytest.approx(exact.losses, rel=2e-2)
     stochastic, nearest = runs[MomentFormat.BF16_STOCHASTIC], runs[MomentFormat.BF16]
     assert stochastic.differences(nearest) != []
@@ -108,21 +108,26 @@ def test_read_state_returns_full_fp32_tensors(
     config = config_of(OPTIMIZERS["AdamW"], moments, placement, gradient_clipping=0.0)
     precision = {"precision": "fp32"}
     model = CASE.build()
-    theirs = CASE.build()
-    adam = torch.optim.AdamW(theirs.parameters(), lr=1e-2, weight_decay=0.01)
+    reference = CASE.build()
+    adam = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.01)
     with Run(model, {**config, **precision}, device=make_device("fake")) as run:
         for batch in CASE.batches(2):
             run.engine.backward(batch.call(run.engine))
             run.engine.step()
-            batch.call(theirs).backward()
+            batch.call(reference).backward()
             adam.step()
             adam.zero_grad()
-        for mine, other in zip(model.parameters(), theirs.parameters(), strict=True):
-            state, expected = run.engine.optimizer.read_state(mine), adam.state[other]
+        for parameter, reference_parameter in zip(
+            model.parameters(), reference.parameters(), strict=True
+        ):
+            state, expected = (
+                run.engine.optimizer.read_state(parameter),
+                adam.state[reference_parameter],
+            )
             assert state["step"] == expected["step"] == 2
             for name in ("exp_avg", "exp_avg_sq"):
                 assert state[name].dtype is torch.float32
-                assert state[name].shape == other.shape
+                assert state[name].shape == reference_parameter.shape
                 scale = float(expected[name].abs().max())
                 atol = {"fp32": 1e-5, "bf16": 1e-2, "8bit": 0.15}[moments] * scale
                 torch.testing.assert_close(state[name], expected[name], rtol=0.15, atol=atol)
@@ -147,15 +152,15 @@ def test_read_state_of_frozen_or_unknown_parameter_raises() -> None:
 
 
 def test_initial_accumulator_value_in_every_format() -> None:
-    for kind in MomentFormat:
-        config = config_of(OPTIMIZERS["Adagrad"], kind.value, ("disk", "disk", "disk"))
+    for moment_format in MomentFormat:
+        config = config_of(OPTIMIZERS["Adagrad"], moment_format.value, ("disk", "disk", "disk"))
         with Run(CASE.build(), config, device="cpu") as run:
             for parameter in run.model.parameters():
                 state = run.engine.optimizer.read_state(parameter)
                 wanted = torch.full(parameter.shape, 0.3)
                 torch.testing.assert_close(state["sum"], wanted, rtol=5e-3, atol=0)
                 assert state["step"] == 0
-                if kind.is_exact:
+                if moment_format.is_exact:
                     assert same_bits(state["sum"], wanted)
 
 

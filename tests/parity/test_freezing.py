@@ -16,7 +16,7 @@ from infinity.errors import InfinityWarning, TrainingError
 
 EPS = 1e-4
 STEPS = 12
-PLACES = [
+SETUPS = [
     ("cpu", ("device", "device", "device")),
     ("cpu", ("disk", "disk", "disk")),
     ("fake", ("disk", "disk", "disk")),
@@ -39,13 +39,13 @@ def freeze_later(index: int, model: nn.Module) -> None:
     one_block(model).requires_grad_(index < 5)
 
 
-def part_of_a_unit_comes_and_goes(index: int, model: nn.Module) -> None:
+def toggle_part_of_unit(index: int, model: nn.Module) -> None:
     for name, parameter in one_block(model).named_parameters():
         if name.startswith(("qkv", "norm1")):
             parameter.requires_grad_(index // 2 % 2 == 1)
 
 
-def first_unit_later(index: int, model: nn.Module) -> None:
+def unfreeze_first_unit_later(index: int, model: nn.Module) -> None:
     embed = model.get_submodule("embed")
     embed.requires_grad_(index >= 4)
 
@@ -54,14 +54,14 @@ def all_parameters(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": list(model.parameters())}]
 
 
-CHANGES = [unfreeze_later, freeze_later, part_of_a_unit_comes_and_goes, first_unit_later]
+CHANGES = [unfreeze_later, freeze_later, toggle_part_of_unit, unfreeze_first_unit_later]
 
 
-@pytest.mark.parametrize(("change", "place"), diagonal(CHANGES, PLACES[::-1]))
+@pytest.mark.parametrize(("change", "setup"), diagonal(CHANGES, SETUPS[::-1]))
 def test_freezing_during_training_matches_torch(
-    change: Change, place: tuple[str, tuple[str, str, str]]
+    change: Change, setup: tuple[str, tuple[str, str, str]]
 ) -> None:
-    device, placement = place
+    device, placement = setup
     case = CASES["gpt"]
     config = make_config(placement, optimizer={"eps": EPS, "weight_decay": 0.1})
     batches = case.batches(STEPS)
@@ -84,9 +84,9 @@ def test_freezing_during_training_matches_torch(
         torch.testing.assert_close(masters[name], value, rtol=0, atol=2e-5, msg=name)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_frozen_parameters_keep_their_bits(place: tuple[str, tuple[str, str, str]]) -> None:
-    device, placement = place
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
+def test_frozen_parameters_keep_their_bits(setup: tuple[str, tuple[str, str, str]]) -> None:
+    device, placement = setup
     case = CASES["gpt"]
     model = case.build()
     one_block(model).requires_grad_(False)

@@ -31,13 +31,13 @@ import infinity
 from infinity.errors import InfinityError, TrainingError
 
 DISK = ("disk", "disk", "disk")
-PLACES = [
+SETUPS = [
     ("cpu", ("device", "device", "device")),
     ("cpu", DISK),
     ("fake", DISK),
     ("fake", ("host", "disk", "device")),
 ]
-SOME = PLACES[1::2]  # `test_axes.py` covers every placement
+SOME_SETUPS = SETUPS[1::2]  # `test_axes.py` covers every placement
 Gradients = dict[str, Tensor]
 
 
@@ -47,7 +47,7 @@ def plain_gradients(
     """Run `use(model, backward)` in plain torch; return the flat gradients by name."""
     model = build()
     cast_frozen(model, torch.float32)
-    use(model, lambda loss, **how: loss.backward(**how))
+    use(model, lambda loss, **kwargs: loss.backward(**kwargs))
     return {
         name: p.grad.reshape(-1).clone()
         for name, p in model.named_parameters()
@@ -58,10 +58,10 @@ def plain_gradients(
 def engine_gradients(
     build: Callable[[], nn.Module],
     use: Callable[[Callable[..., Any], Callable[..., Any]], None],
-    place: tuple[str, tuple[str, str, str]],
+    setup: tuple[str, tuple[str, str, str]],
 ) -> Gradients:
     """Do the same with the engine, in its second step (after an optimizer pass with lr 0)."""
-    device, placement = place
+    device, placement = setup
     model = build()
     config = make_config(placement, optimizer={"lr": 0.0}, prefetch_units=1)
     with Run(model, config, device=make_device(device)) as run:
@@ -78,9 +78,9 @@ def engine_gradients(
         return found
 
 
-def assert_same(ours: Gradients, theirs: Gradients) -> None:
-    assert ours.keys() == theirs.keys()
-    assert [name for name in theirs if not same_bits(ours[name], theirs[name])] == []
+def assert_same(actual: Gradients, expected: Gradients) -> None:
+    assert actual.keys() == expected.keys()
+    assert [name for name in expected if not same_bits(actual[name], expected[name])] == []
 
 
 def ids(seed: int, size: int = 2) -> Tensor:
@@ -104,22 +104,20 @@ def two_forwards_two_backwards(model: Callable[..., Any], backward: Callable[...
     backward(second)
 
 
-def forward_without_gradients_between(
-    model: Callable[..., Any], backward: Callable[..., Any]
-) -> None:
+def no_grad_forward_between(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
     first = model(ids(1))
     with torch.no_grad():
         model(ids(5))
     backward(first)
 
 
-USES = [retain_graph, two_forwards, two_forwards_two_backwards, forward_without_gradients_between]
+USES = [retain_graph, two_forwards, two_forwards_two_backwards, no_grad_forward_between]
 
 
-@pytest.mark.parametrize(("use", "place"), diagonal(USES, PLACES[::-1]))
-def test_gradients_equal_plain_torch(use: Any, place: Any) -> None:
+@pytest.mark.parametrize(("use", "setup"), diagonal(USES, SETUPS[::-1]))
+def test_gradients_equal_plain_torch(use: Any, setup: Any) -> None:
     build = CASES["gpt"].build
-    assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
+    assert_same(engine_gradients(build, use, setup), plain_gradients(build, use))
 
 
 class Spectral(nn.Module):
@@ -145,12 +143,12 @@ def spectral() -> nn.Module:
     return Spectral()
 
 
-@pytest.mark.parametrize("place", SOME, ids=str)
-def test_conjugated_weights_match_plain_torch(place: Any) -> None:
+@pytest.mark.parametrize("setup", SOME_SETUPS, ids=str)
+def test_conjugated_weights_match_plain_torch(setup: Any) -> None:
     def use(model: Callable[..., Any], backward: Callable[..., Any]) -> None:
         backward(model(ids(1)))
 
-    assert_same(engine_gradients(spectral, use, place), plain_gradients(spectral, use))
+    assert_same(engine_gradients(spectral, use, setup), plain_gradients(spectral, use))
 
 
 class Recurrent(nn.Module):
@@ -183,12 +181,12 @@ PARAMETRIZED: list[Any] = [
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
-@pytest.mark.parametrize(("parametrize", "place"), diagonal(PARAMETRIZED, PLACES))
+@pytest.mark.parametrize(("parametrize", "setup"), diagonal(PARAMETRIZED, SETUPS))
 def test_parametrized_rnn_weights_match_plain_torch(
-    parametrize: Any, place: Any, monkeypatch: pytest.MonkeyPatch
+    parametrize: Any, setup: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also after the engine is closed; and `flatten_parameters` is never called."""
-    device, placement = place
+    device, placement = setup
     build = seeded(lambda: Recurrent(parametrize))
     plain, model = build(), build()
     batches, config = [Batch((ids(i),)) for i in range(3)], make_config(placement)
@@ -204,13 +202,15 @@ def test_parametrized_rnn_weights_match_plain_torch(
         assert calls == []
         run.engine.close(restore=True)
     twins = zip(model.named_buffers(), plain.buffers(), strict=True)
-    assert [name for (name, mine), theirs in twins if not same_bits(mine.cpu(), theirs)] == []
-    given = {name: p.detach() + 1 for name, p in plain.named_parameters()}
+    assert [
+        name for (name, buffer), reference in twins if not same_bits(buffer.cpu(), reference)
+    ] == []
+    new_weights = {name: p.detach() + 1 for name, p in plain.named_parameters()}
     call = torch.func.functional_call
-    assert same_bits(call(model, given, (ids(8),)), call(plain, given, (ids(8),)))
+    assert same_bits(call(model, new_weights, (ids(8),)), call(plain, new_weights, (ids(8),)))
 
 
-class Holding(nn.Module):
+class HoldsWeight(nn.Module):
     """Model that reads a weight by attribute, and uses it after other blocks."""
 
     def __init__(self) -> None:
@@ -229,12 +229,12 @@ class Holding(nn.Module):
 def test_weight_held_across_blocks_is_refetched(tmp_path: Path) -> None:
     """The weight has been evicted by then, and is fetched again."""
     torch.manual_seed(0)
-    given = small.settings(tmp_path, small.ON_DISK, prefetch_units=0)
-    model = Holding()
+    settings = small.settings(tmp_path, small.ON_DISK, prefetch_units=0)
+    model = HoldsWeight()
     expected = model(ids(1))
     expected.backward()
     grads = {name: p.grad.clone() for name, p in model.named_parameters()}
-    engine, *_ = infinity.initialize(model, given)
+    engine, *_ = infinity.initialize(model, settings)
     with engine:
         loss = engine(ids(1))
         assert torch.equal(loss, expected)
@@ -243,9 +243,9 @@ def test_weight_held_across_blocks_is_refetched(tmp_path: Path) -> None:
             assert torch.equal(engine.gradient(parameter), grads[name]), name
 
 
-@pytest.mark.parametrize("place", SOME, ids=str)
-def test_unequal_micro_batches_match_plain_torch(place: tuple[str, tuple[str, str, str]]) -> None:
-    device, placement = place
+@pytest.mark.parametrize("setup", SOME_SETUPS, ids=str)
+def test_unequal_micro_batches_match_plain_torch(setup: tuple[str, tuple[str, str, str]]) -> None:
+    device, placement = setup
     case = CASES["gpt"]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=3)
     batches = [Batch((ids(i, size=1 + i % 4),)) for i in range(15)]
@@ -271,10 +271,10 @@ class PartlyUsed(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.flatten())
 
 
-@pytest.mark.parametrize(("place", "micro_batches"), diagonal(SOME, [1, 2]))
-def test_parameters_without_gradient_stay_unchanged(place: Any, micro_batches: int) -> None:
+@pytest.mark.parametrize(("setup", "micro_batches"), diagonal(SOME_SETUPS, [1, 2]))
+def test_parameters_without_gradient_stay_unchanged(setup: Any, micro_batches: int) -> None:
     """No weight decay and no step count, as in torch if `grad` is None."""
-    device, placement = place
+    device, placement = setup
     config = make_config(
         placement,
         gradient_accumulation_steps=micro_batches,
@@ -300,11 +300,11 @@ def seeded(kind: Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     return build
 
 
-@pytest.mark.parametrize("place", SOME, ids=str)
+@pytest.mark.parametrize("setup", SOME_SETUPS, ids=str)
 def test_eval_between_steps_does_not_change_training(
-    place: tuple[str, tuple[str, str, str]],
+    setup: tuple[str, tuple[str, str, str]],
 ) -> None:
-    device, placement = place
+    device, placement = setup
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
     case = CASES["gpt"]
     batches = case.batches(20)
@@ -331,20 +331,20 @@ def test_eval_between_steps_does_not_change_training(
 
 
 @pytest.mark.parametrize(
-    ("place", "mode"),
+    ("setup", "mode"),
     diagonal([("fake", DISK), ("fake", ("host",) * 3), ("cpu", DISK)], ["none", "non_reentrant"]),
 )
 def test_mispredicted_prefetch_matches_plain_torch(
-    mode: str, place: tuple[str, tuple[str, str, str]]
+    mode: str, setup: tuple[str, tuple[str, str, str]]
 ) -> None:
     """Each batch routes to other experts than the last; at times all prefetches are wrong."""
-    device, placement = place
+    device, placement = setup
     case = CASES["routed"]
     config = make_config(placement, prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(30)
-    how = Checkpointing(mode, "inside")
-    expected = train_exactly(case.build(how), batches, config)
-    run = train(case.build(how), batches, config, device=make_device(device))
+    checkpointing = Checkpointing(mode, "inside")
+    expected = train_exactly(case.build(checkpointing), batches, config)
+    run = train(case.build(checkpointing), batches, config, device=make_device(device))
     assert run.differences(expected) == []
 
 
@@ -403,7 +403,7 @@ def test_fetch_while_optimizer_pass_fills_last_slot(prefetch_units: int, device:
     assert run.differences(expected) == []
 
 
-class Odd(nn.Module):
+class OddShapes(nn.Module):
     """Model with parameters of odd shapes and strides, and dropout."""
 
     def __init__(self) -> None:
@@ -424,19 +424,19 @@ class Odd(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, 1).float(), tokens.flatten())
 
 
-@pytest.mark.parametrize(("place", "precision"), diagonal(SOME, ["fp32", "bf16"]))
-def test_odd_parameters_and_dropout_match_plain_torch(place: Any, precision: str) -> None:
-    device, placement = place
+@pytest.mark.parametrize(("setup", "precision"), diagonal(SOME_SETUPS, ["fp32", "bf16"]))
+def test_odd_parameters_and_dropout_match_plain_torch(setup: Any, precision: str) -> None:
+    device, placement = setup
     config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
     batches = [Batch((ids(i),)) for i in range(8)]
     torch.manual_seed(5)
-    expected = train_exactly(seeded(Odd)(), batches, config)
+    expected = train_exactly(seeded(OddShapes)(), batches, config)
     torch.manual_seed(5)
-    run = train(seeded(Odd)(), batches, config, device=make_device(device))
+    run = train(seeded(OddShapes)(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
 
 
-def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
+def weight_penalty_outside_call(model: Any, backward: Callable[..., Any]) -> None:
     """Add weight penalties computed outside the engine call, before and after the forward."""
     module = getattr(model, "module", model)
     penalty = module.blocks[0].up.weight.pow(2).sum()
@@ -444,15 +444,15 @@ def weights_in_a_loss_outside(model: Any, backward: Callable[..., Any]) -> None:
     backward(loss + 0.1 * penalty + 0.1 * module.blocks[3].down.weight.abs().pow(3).sum())
 
 
-@pytest.mark.parametrize("place", SOME, ids=str)
-def test_weight_penalty_outside_engine_call_matches_or_raises(place: Any) -> None:
+@pytest.mark.parametrize("setup", SOME_SETUPS, ids=str)
+def test_weight_penalty_outside_engine_call_matches_or_raises(setup: Any) -> None:
     """Autograd saves a leaf as itself, which pins nothing: the result is correct, or an error."""
-    build, use = CASES["gpt"].build, weights_in_a_loss_outside
+    build, use = CASES["gpt"].build, weight_penalty_outside_call
     problem = None
     try:
-        assert_same(engine_gradients(build, use, place), plain_gradients(build, use))
+        assert_same(engine_gradients(build, use, setup), plain_gradients(build, use))
     except (RuntimeError, InfinityError) as error:
         problem = error
     if problem is not None:
         assert "modified by an inplace operation" in str(problem)
-        assert place[1][0] != "device"
+        assert setup[1][0] != "device"

@@ -41,7 +41,7 @@ def config_of(placement: tuple[str, str, str] = DISK, **optimizer: Any) -> dict[
     return {**config, "optimizer": {"type": "Muon", **optimizer}}
 
 
-def hidden(model: nn.Module) -> list[nn.Parameter]:
+def hidden_matrices(model: nn.Module) -> list[nn.Parameter]:
     """Return the matrices of a model other than embeddings, one of which is the tied head."""
     tables = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     return [p for p in model.parameters() if p.dim() == 2 and id(p) not in tables]
@@ -54,16 +54,16 @@ def hidden(model: nn.Module) -> list[nn.Parameter]:
 )  # fmt: skip
 def test_matrices_match_torch_muon_bitwise(options: dict[str, Any]) -> None:
     """All other parameters have a learning rate of 0, so even the losses are bitwise equal."""
-    theirs, batches = CASE.build(), CASE.batches(4)
-    matrices = hidden(theirs)
+    reference, batches = CASE.build(), CASE.batches(4)
+    matrices = hidden_matrices(reference)
     plain = optim.Muon(matrices, **options)
     losses = []
     for batch in batches:
-        loss = batch.call(theirs)
+        loss = batch.call(reference)
         loss.backward()
         losses.append(loss.item())
         plain.step()
-        theirs.zero_grad()
+        reference.zero_grad()
     device, config = (
         FakeAccelerator(1, max_delay_s=0.001, kernels=True),
         config_of(**options, adam_lr=0.0),
@@ -78,13 +78,15 @@ def test_matrices_match_torch_muon_bitwise(options: dict[str, Any]) -> None:
             UpdatePlace.STREAMED
         }
         masters = run.masters()
-        assert all(same_bits(masters[n], value) for n, value in theirs.state_dict().items())
-        for name, mine in run.model.named_parameters():
-            other = theirs.get_parameter(name)
-            state = run.engine.optimizer.read_state(mine)
-            if any(other is p for p in matrices):
+        assert all(same_bits(masters[n], value) for n, value in reference.state_dict().items())
+        for name, parameter in run.model.named_parameters():
+            reference_parameter = reference.get_parameter(name)
+            state = run.engine.optimizer.read_state(parameter)
+            if any(reference_parameter is p for p in matrices):
                 assert state.keys() == {"momentum_buffer"}
-                assert same_bits(state["momentum_buffer"], plain.state[other]["momentum_buffer"])
+                assert same_bits(
+                    state["momentum_buffer"], plain.state[reference_parameter]["momentum_buffer"]
+                )
             else:
                 assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
@@ -117,7 +119,7 @@ class Mixture(nn.Module):
         return found.square().mean()
 
 
-def mixture() -> tuple[nn.Module, list[torch.Tensor]]:
+def make_mixture() -> tuple[nn.Module, list[torch.Tensor]]:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         return Mixture(), [torch.randn(8, 16) for _ in range(3)]
@@ -126,14 +128,14 @@ def mixture() -> tuple[nn.Module, list[torch.Tensor]]:
 @pytest.mark.parametrize("kernels", [True, False])
 def test_stacked_expert_matrices_match_torch_muon_bitwise(kernels: bool) -> None:
     """Convolution weights and stacked biases are AdamW's, whose learning rate is 0 here."""
-    theirs, batches = mixture()
-    stacks = {n: p for n, p in theirs.named_parameters() if "experts" in n and p.dim() == 3}
-    alone = {name: [nn.Parameter(one.clone()) for one in stack.data.unbind()]
+    reference, batches = make_mixture()
+    stacks = {n: p for n, p in reference.named_parameters() if "experts" in n and p.dim() == 3}
+    unstacked = {name: [nn.Parameter(one.clone()) for one in stack.data.unbind()]
              for name, stack in stacks.items()}  # fmt: skip
-    others = [theirs.get_parameter("proj.weight"), theirs.get_parameter("head.weight")]
-    plain = optim.Muon([*others, *(one for ones in alone.values() for one in ones)], lr=0.02)
+    others = [reference.get_parameter("proj.weight"), reference.get_parameter("head.weight")]
+    plain = optim.Muon([*others, *(one for ones in unstacked.values() for one in ones)], lr=0.02)
     config, device = config_of(lr=0.02, adam_lr=0.0), FakeAccelerator(1, kernels=kernels)
-    with Run(mixture()[0], config if kernels else {**config, "update": "auto"},
+    with Run(make_mixture()[0], config if kernels else {**config, "update": "auto"},
              device=device) as run:  # fmt: skip
         groups = run.engine.optimizer.param_groups
         by_muon = {id(p) for group in groups if group["use_muon"] for p in group["params"]}
@@ -142,59 +144,61 @@ def test_stacked_expert_matrices_match_torch_muon_bitwise(kernels: bool) -> None
         (note,) = [n for n in run.engine.plan.notes if "AdamW the" in n]
         assert "Muon steps 10 matrices" in note
         for batch in batches:
-            theirs.zero_grad()
-            theirs(batch).backward()
+            reference.zero_grad()
+            reference(batch).backward()
             for name, stack in stacks.items():
                 assert stack.grad is not None
-                for one, gradient in zip(alone[name], stack.grad, strict=True):
+                for one, gradient in zip(unstacked[name], stack.grad, strict=True):
                     one.grad = gradient
             plain.step()
             with torch.no_grad():
                 for name, stack in stacks.items():
-                    stack.copy_(torch.stack(list(alone[name])))
+                    stack.copy_(torch.stack(list(unstacked[name])))
             run.engine.backward(run.engine(batch))
             run.engine.step()
         masters = run.masters()
-        assert all(same_bits(masters[n], value) for n, value in theirs.state_dict().items())
+        assert all(same_bits(masters[n], value) for n, value in reference.state_dict().items())
         state = run.engine.optimizer.read_state(run.model.get_parameter("experts.up"))
-        momenta = torch.stack([plain.state[one]["momentum_buffer"] for one in alone["experts.up"]])
+        momenta = torch.stack(
+            [plain.state[one]["momentum_buffer"] for one in unstacked["experts.up"]]
+        )
         assert same_bits(state["momentum_buffer"], momenta)
 
 
 def test_matrix_state_takes_8_bytes_and_plan_reports_split() -> None:
     with Run(CASE.build(), config_of(), device="cpu") as run:
         plan, store = run.engine.plan, components(run.engine).store
-        matrices = sum(p.numel() for p in hidden(run.model))
+        matrices = sum(p.numel() for p in hidden_matrices(run.model))
         others = sum(p.numel() for p in run.model.parameters()) - matrices
         exact = (8 * matrices + 12 * others) / (matrices + others)
         assert plan.bytes_per_parameter == pytest.approx(exact)
         assert f"2 moments in fp32, of matrices 1; {exact:.5g} bytes" in plan.describe()
-        for unit, own in zip(plan.units, plan.local_units, strict=True):
-            second = store.shard_bytes(own, Kind.MOMENT2)
+        for unit, local_unit in zip(plan.units, plan.local_units, strict=True):
+            second = store.shard_bytes(local_unit, Kind.MOMENT2)
             paired = sum(s.numel for s in unit.trained_segments if not s.needs_full)
-            if own.paired is None:  # stepped by AdamW only
-                assert second == store.shard_bytes(own, Kind.MOMENT1)
+            if local_unit.paired is None:  # stepped by AdamW only
+                assert second == store.shard_bytes(local_unit, Kind.MOMENT1)
             else:  # at most a page per small parameter, regardless of the matrices
                 assert 4 * paired <= second <= 4 * (paired + 128 * len(unit.segments)) + 4 * 2048
-                assert own.num_chunks(plan.chunk_elements) == 1
+                assert local_unit.num_chunks(plan.chunk_elements) == 1
         assert plan.memory[Tier.DISK]["state"] == sum(
-            store.shard_bytes(own, kind)
-            for own in plan.local_units
+            store.shard_bytes(local_unit, kind)
+            for local_unit in plan.local_units
             for kind in plan.precision.kinds[1:]
         )
         (note,) = [n for n in plan.notes if "AdamW the" in n]
-        assert f"{len(hidden(run.model))} matrices" in note
+        assert f"{len(hidden_matrices(run.model))} matrices" in note
         assert "embed.weight" in note
 
 
 def test_param_groups_select_muon_or_adamw() -> None:
     """Groups are split unless they set `use_muon`; each half uses the options of its group."""
     model = CASE.build()
-    one, two, *rest = hidden(model)
+    one, two, *remaining = hidden_matrices(model)
     two.use_muon = False  # DeepSpeed's way to mark parameters
-    others = [p for p in model.parameters() if all(p is not m for m in hidden(model))]
+    others = [p for p in model.parameters() if all(p is not m for m in hidden_matrices(model))]
     groups = [{"params": iter([one, others[0]]), "lr": 0.5}, {"params": [two]},
-              {"params": rest, "use_muon": False, "betas": (0.5, 0.5)},
+              {"params": remaining, "use_muon": False, "betas": (0.5, 0.5)},
               {"params": others[1:3], "lr": 0.6, "adam_lr": 0.7}]  # fmt: skip
     config = config_of(lr=0.02, adam_lr=0.03)
     with Run(model, config, device="cpu", groups=lambda model: groups) as run:
@@ -210,9 +214,9 @@ def test_param_groups_select_muon_or_adamw() -> None:
         (False, 0.03, None, (0.5, 0.5)),
         (False, 0.7, None, (0.9, 0.999)),
     ]
-    wrong = [{"params": list(model.parameters()), "use_muon": True}]
+    invalid_groups = [{"params": list(model.parameters()), "use_muon": True}]
     with pytest.raises(ConfigError, match="put it in a group with use_muon=False"):
-        make_optimizer(model, load_config({"optimizer": config["optimizer"]}), wrong)
+        make_optimizer(model, load_config({"optimizer": config["optimizer"]}), invalid_groups)
 
 
 def steps(run: Run, count: int) -> list[float]:
@@ -226,13 +230,13 @@ def steps(run: Run, count: int) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("which", [0, -1])
-def test_toggling_use_muon_is_rejected_before_step(which: int) -> None:
+@pytest.mark.parametrize("group_index", [0, -1])
+def test_toggling_use_muon_is_rejected_before_step(group_index: int) -> None:
     """After resetting the group, training continues unaffected."""
     with Run(CASE.build(), config_of(), device="cpu") as run:
         expected = steps(run, 2)
     with Run(CASE.build(), config_of(), device="cpu") as run:
-        group = run.engine.optimizer.param_groups[which]
+        group = run.engine.optimizer.param_groups[group_index]
         first, second = CASE.batches(2)
         loss = first.call(run.engine)
         run.engine.backward(loss)
@@ -248,15 +252,15 @@ def test_toggling_use_muon_is_rejected_before_step(which: int) -> None:
 def test_use_muon_key_is_ignored_by_other_rules(kind: Any) -> None:
     """The key is an ordinary entry there, and does not affect the layout of state."""
     losses = []
-    for word in ("use_muon", "name"):
+    for key in ("use_muon", "name"):
         model = CASE.build()
-        matrices = hidden(model)
+        matrices = hidden_matrices(model)
         others = [p for p in model.parameters() if all(p is not m for m in matrices)]
-        groups = [{"params": matrices, word: True}, {"params": others, word: False}]
+        groups = [{"params": matrices, key: True}, {"params": others, key: False}]
         config = config_of()
         del config["optimizer"]
-        given: Any = {"optimizer": kind(groups)} if kind else {"groups": lambda _, g=groups: g}
-        with Run(model, config, device="cpu", **given) as run:
+        options: Any = {"optimizer": kind(groups)} if kind else {"groups": lambda _, g=groups: g}
+        with Run(model, config, device="cpu", **options) as run:
             losses.append(steps(run, 2))
     assert losses[0] == losses[1]
 
@@ -283,7 +287,7 @@ def test_muon_durable_run_resumes(tmp_path: Path) -> None:
 def test_plan_update_time_includes_matrix_products() -> None:
     with Run(CASE.build(), config_of(), device=FakeAccelerator(1, kernels=True)) as run:
         plan = run.engine.plan
-        sides = [sorted(p.shape) for p in hidden(run.model)]
+        sides = [sorted(p.shape) for p in hidden_matrices(run.model)]
     flops = 5 * sum(4 * m * m * n + 2 * m**3 for m, n in sides)
     assert sum(matrix_flops(unit, plan.rule.matrix_steps) for unit in plan.units) == flops
     host, _, device = update_s(plan, NOMINAL)
@@ -318,25 +322,25 @@ def test_muon_updates_are_streamed_if_buffers_fit() -> None:
 def test_torch_muon_instance_maps_to_built_in_rule() -> None:
     """Its groups are used, so a scheduler over it stays valid; it may include embeddings."""
 
-    def made(model: nn.Module) -> tuple[Any, Any]:
+    def make_muon(model: nn.Module) -> tuple[Any, Any]:
         matrices = [p for p in model.parameters() if p.dim() == 2]
         for p in model.parameters():
             p.requires_grad_(p.dim() == 2)
         muon = optim.Muon(matrices, lr=0.02)
         return muon, optim.lr_scheduler.LambdaLR(muon, lambda step: 1 / (1 + step))
 
-    theirs, ours = CASE.build(), CASE.build()
-    plain, plain_schedule = made(theirs)
-    given, schedule = made(ours)
+    reference, engine_model = CASE.build(), CASE.build()
+    plain, plain_schedule = make_muon(reference)
+    optimizer, schedule = make_muon(engine_model)
     config = {"precision": "fp32", "gradient_clipping": 0.0}
     with pytest.raises(ConfigError, match=r'2D parameters(.|\n)*optimizer: {"type": "Muon"}'):
         infinity.initialize(CASE.build(), config, optimizer=optim.Muon)
-    engine, *_ = infinity.initialize(ours, config, optimizer=given)
+    engine, *_ = infinity.initialize(engine_model, config, optimizer=optimizer)
     with engine:
         assert "by Muon" in repr(engine)
-        assert engine.optimizer.param_groups[0] is given.param_groups[0]
+        assert engine.optimizer.param_groups[0] is optimizer.param_groups[0]
         for batch in CASE.batches(3):
-            torch.autograd.backward(batch.call(theirs))
+            torch.autograd.backward(batch.call(reference))
             plain.step()
             plain.zero_grad()
             plain_schedule.step()
@@ -344,4 +348,4 @@ def test_torch_muon_instance_maps_to_built_in_rule() -> None:
             engine.step()
             schedule.step()
         for name, value in engine.state_dict(master=True).items():
-            assert same_bits(value, theirs.state_dict()[name]), name
+            assert same_bits(value, reference.state_dict()[name]), name

@@ -86,11 +86,13 @@ class Ending:
     def differences(self, other: Ending) -> list[str]:
         found = [] if self.losses == other.losses else [f"losses {self.losses} {other.losses}"]
         found += [] if self.facts == other.facts else [f"facts {self.facts} {other.facts}"]
-        for what in ("masters", "moments", "buffers"):
-            mine, theirs = getattr(self, what), getattr(other, what)
-            found += [f"{what}: {n}" for n in mine.keys() ^ theirs.keys()]
+        for field_name in ("masters", "moments", "buffers"):
+            state, other_state = getattr(self, field_name), getattr(other, field_name)
+            found += [f"{field_name}: {n}" for n in state.keys() ^ other_state.keys()]
             found += [
-                f"{what}: {n}" for n in mine if n in theirs and not same_bits(mine[n], theirs[n])
+                f"{field_name}: {n}"
+                for n in state
+                if n in other_state and not same_bits(state[n], other_state[n])
             ]
         return found
 
@@ -136,7 +138,7 @@ def straight(folder: Path, run: Run, num: int) -> Ending:
     return found
 
 
-def resumed(
+def train_resumed(
     folder: Path,
     run: Run,
     num: int,
@@ -144,7 +146,7 @@ def resumed(
     first: tuple[str, str, str],
     second: tuple[str, str, str],
     *,
-    between: bool = False,
+    save_before_step: bool = False,
 ) -> Ending:
     """Run `cut` micro-steps under one placement, and the others under another.
 
@@ -153,61 +155,70 @@ def resumed(
     saved = folder / f"saved{len(list(folder.iterdir()))}"
     with run.engine(folder / "first", first, seed=1) as engine:
         losses = [micro_step(engine, i) for i in range(cut)]
-        if between:
+        if save_before_step:
             loss = engine(batch(cut).to(engine.device))
             engine.backward(loss)
             losses.append(float(loss.detach()))
-        engine.save_checkpoint(saved, client_state={"next": cut + between})
+        engine.save_checkpoint(saved, client_state={"next": cut + save_before_step})
         # Training after the save must not affect the checkpoint.
-        if between:
+        if save_before_step:
             engine.step()
         micro_step(engine, 77)
     with run.engine(folder / "second", second, seed=2) as engine:
         micro_step(engine, 78)
         path, client_state = engine.load_checkpoint(saved)
         assert path is not None
-        assert client_state == {"next": cut + between}
-        if between:
+        assert client_state == {"next": cut + save_before_step}
+        if save_before_step:
             engine.step()
-        losses += [micro_step(engine, i) for i in range(cut + between, num)]
+        losses += [micro_step(engine, i) for i in range(cut + save_before_step, num)]
         return ending(engine, losses)
 
 
 ALL_HOST = ("host", "host", "host")
-PLACED = [SIMPLEST, ALL_HOST, ("disk", "disk", "disk"), ("disk", "host", "disk"),
+PLACEMENTS = [SIMPLEST, ALL_HOST, ("disk", "disk", "disk"), ("disk", "host", "disk"),
           ("host", "disk", "host"), ("device", "disk", "disk")]  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("first", "second", "precision"), diagonal(PLACED, PLACED[2:] + PLACED[:2], ["fp32", "bf16"])
+    ("first", "second", "precision"),
+    diagonal(PLACEMENTS, PLACEMENTS[2:] + PLACEMENTS[:2], ["fp32", "bf16"]),
 )
 def test_resume_across_placements(tmp_path: Path, first: Any, second: Any, precision: str) -> None:
     run = Run({"precision": precision, "gradient_clipping": 0.5})
     expected = straight(tmp_path, run, 5)
-    assert resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
+    assert train_resumed(tmp_path, run, 5, 3, first, second).differences(expected) == []
 
 
-@pytest.mark.parametrize(("place", "leaves"), diagonal(PLACED[2:4], [False, True]))
-def test_resume_to_and_from_discrete_device(tmp_path: Path, place: Any, leaves: bool) -> None:
+@pytest.mark.parametrize(("other_placement", "offloads"), diagonal(PLACEMENTS[2:4], [False, True]))
+def test_resume_to_and_from_discrete_device(
+    tmp_path: Path, other_placement: Any, offloads: bool
+) -> None:
     run = Run({"precision": "bf16"}, device="fake")
     expected = straight(tmp_path, Run({"precision": "bf16"}), 4)
-    first, second = (SIMPLEST, place) if leaves else (place, SIMPLEST)
-    assert resumed(tmp_path, run, 4, 2, first, second).differences(expected) == []
+    first, second = (SIMPLEST, other_placement) if offloads else (other_placement, SIMPLEST)
+    assert train_resumed(tmp_path, run, 4, 2, first, second).differences(expected) == []
 
 
 DISK = ("disk", "disk", "disk")
-WAYS = [(DISK, ALL_HOST), (ALL_HOST, DISK)]
+PLACEMENT_PAIRS = [(DISK, ALL_HOST), (ALL_HOST, DISK)]
 
 
 @pytest.mark.parametrize(
-    ("cut", "between", "placement"), diagonal(range(6), [True, False], WAYS + WAYS[::-1])
+    ("cut", "save_before_step", "placement"),
+    diagonal(range(6), [True, False], PLACEMENT_PAIRS + PLACEMENT_PAIRS[::-1]),
 )
 def test_resume_within_accumulation_window(
-    tmp_path: Path, cut: int, between: bool, placement: Any
+    tmp_path: Path, cut: int, save_before_step: bool, placement: Any
 ) -> None:
     run = Run({"precision": "bf16", "gradient_accumulation_steps": 3})
     expected = straight(tmp_path, run, 7)
-    assert resumed(tmp_path, run, 7, cut, *placement, between=between).differences(expected) == []
+    assert (
+        train_resumed(
+            tmp_path, run, 7, cut, *placement, save_before_step=save_before_step
+        ).differences(expected)
+        == []
+    )
 
 
 def two_groups(model: nn.Module) -> dict[str, Any]:
@@ -217,12 +228,14 @@ def two_groups(model: nn.Module) -> dict[str, Any]:
     return {"model_parameters": groups}
 
 
-def scheduled(name: str, **params: Any) -> Callable[[nn.Module], dict[str, Any]]:
+def with_scheduler(name: str, **params: Any) -> Callable[[nn.Module], dict[str, Any]]:
     kind = getattr(torch.optim.lr_scheduler, name)
     return lambda model: {"lr_scheduler": lambda optimizer: kind(optimizer, **params)}
 
 
-def adapted(make: Callable[[Any], torch.optim.Optimizer]) -> Callable[[nn.Module], dict[str, Any]]:
+def with_optimizer(
+    make: Callable[[Any], torch.optim.Optimizer],
+) -> Callable[[nn.Module], dict[str, Any]]:
     return lambda model: {"optimizer": make}
 
 
@@ -233,20 +246,20 @@ RUNS = {
     **{name: Run({"optimizer": section}) for name, section in SECTIONS.items()},
     "SGD without state": Run({"optimizer": {"type": "SGD"}}),
     "groups": Run({}, two_groups),
-    "cosine": Run({}, scheduled("CosineAnnealingLR", T_max=6)),
-    "one cycle": Run({}, scheduled("OneCycleLR", max_lr=0.02, total_steps=12)),
-    "lambda": Run({}, scheduled("LambdaLR", lr_lambda=lambda step: 0.9**step)),
+    "cosine": Run({}, with_scheduler("CosineAnnealingLR", T_max=6)),
+    "one cycle": Run({}, with_scheduler("OneCycleLR", max_lr=0.02, total_steps=12)),
+    "lambda": Run({}, with_scheduler("LambdaLR", lr_lambda=lambda step: 0.9**step)),
     "fake accelerator": Run({"precision": "bf16"}, device="fake"),
     "verified": Run({"io": {"verify": True}}),
     "small chunks": Run({"chunk_size": 2048, "precision": "bf16"}),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("name", "placement"), diagonal([*RUNS], WAYS))
+@pytest.mark.parametrize(("name", "placement"), diagonal([*RUNS], PLACEMENT_PAIRS))
 def test_resume_by_configuration(tmp_path: Path, name: str, placement: Any) -> None:
     run = RUNS[name]
     expected = straight(tmp_path, run, 5)
-    assert resumed(tmp_path, run, 5, 3, *placement).differences(expected) == []
+    assert train_resumed(tmp_path, run, 5, 3, *placement).differences(expected) == []
 
 
 ADAPTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -257,9 +270,9 @@ ADAPTED: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "placement"), diagonal([*ADAPTED], WAYS))
+@pytest.mark.parametrize(("name", "placement"), diagonal([*ADAPTED], PLACEMENT_PAIRS))
 def test_resume_with_torch_optimizer(tmp_path: Path, name: str, placement: Any) -> None:
-    run = Run({"precision": "bf16"}, adapted(ADAPTED[name]))
+    run = Run({"precision": "bf16"}, with_optimizer(ADAPTED[name]))
 
     class AdapterRun(Run):
         def engine(self, path: Path, placement: tuple[str, str, str], seed: int) -> Engine:
@@ -275,7 +288,7 @@ def test_resume_with_torch_optimizer(tmp_path: Path, name: str, placement: Any) 
             return infinity.initialize(model, config, model_parameters=trained, **arguments)[0]
 
     expected = straight(tmp_path, AdapterRun(), 5)
-    assert resumed(tmp_path, AdapterRun(), 5, 3, *placement).differences(expected) == []
+    assert train_resumed(tmp_path, AdapterRun(), 5, 3, *placement).differences(expected) == []
 
 
 def test_resume_with_other_precision_loads_weights_only(tmp_path: Path) -> None:

@@ -14,11 +14,11 @@ from infinity.errors import ConfigError, EngineFailedError
 
 DISK = ("disk", "disk", "disk")
 STEPS = 8
-LOSS = 2e-6  # relative; test_torch.py explains why not equal
-WEIGHT = 2e-5  # absolute
+LOSS_RTOL = 2e-6  # relative; test_torch.py explains why not equal
+WEIGHT_ATOL = 2e-5  # absolute
 
 
-class HandLion(torch.optim.Optimizer):
+class ReferenceLion(torch.optim.Optimizer):
     """Algorithm 2 of Chen et al. 2023, in the order of its authors' code."""
 
     def __init__(
@@ -49,25 +49,25 @@ RULES: dict[str, dict[str, Any]] = {
 }
 
 
-def config_of(optimizer: dict[str, Any], **more: Any) -> dict[str, Any]:
-    return {**make_config(DISK, gradient_clipping=0.5, **more), "optimizer": optimizer}
+def config_of(optimizer: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    return {**make_config(DISK, gradient_clipping=0.5, **overrides), "optimizer": optimizer}
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        torch.testing.assert_close(ours[name], value, rtol=0, atol=WEIGHT, msg=name)
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=0, atol=WEIGHT_ATOL, msg=name)
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_fp32_rule_close_to_torch(name: str) -> None:
     case, config = CASES["gpt"], config_of(RULES[name])
     batches = case.batches(STEPS)
-    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
-    theirs = train_torch(case.build(), batches, config, groups=case.groups)
-    assert ours.losses == pytest.approx(theirs.losses, rel=LOSS)
-    assert_close(ours.masters, theirs.masters)
-    assert len(set(theirs.losses)) == STEPS
+    result = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    reference = train_torch(case.build(), batches, config, groups=case.groups)
+    assert result.losses == pytest.approx(reference.losses, rel=LOSS_RTOL)
+    assert_close(result.masters, reference.masters)
+    assert len(set(reference.losses)) == STEPS
 
 
 def test_lion_close_to_reference() -> None:
@@ -76,19 +76,22 @@ def test_lion_close_to_reference() -> None:
     options = {"lr": 1e-3, "betas": (0.9, 0.99), "weight_decay": 0.1}
     config = config_of({"type": "Lion", **options})
     batches = case.batches(STEPS)
-    ours = train(case.build(), batches, config, device=make_device("fake"))
-    theirs = train_torch(
-        case.build(), batches, config, make_optimizer=lambda groups: HandLion(groups, **options)
+    result = train(case.build(), batches, config, device=make_device("fake"))
+    reference = train_torch(
+        case.build(),
+        batches,
+        config,
+        make_optimizer=lambda groups: ReferenceLion(groups, **options),
     )
-    assert ours.losses == pytest.approx(theirs.losses, rel=1e-3)
-    turned = total = 0
-    for name, value in theirs.masters.items():
+    assert result.losses == pytest.approx(reference.losses, rel=1e-3)
+    flipped = total = 0
+    for name, value in reference.masters.items():
         if value.is_floating_point():
-            difference = (ours.masters[name] - value).abs()
-            turned += int((difference > WEIGHT).sum())
+            difference = (result.masters[name] - value).abs()
+            flipped += int((difference > WEIGHT_ATOL).sum())
             total += value.numel()
-            assert float(difference.max()) <= 2 * STEPS * options["lr"] + WEIGHT
-    assert turned <= total * 0.01
+            assert float(difference.max()) <= 2 * STEPS * options["lr"] + WEIGHT_ATOL
+    assert flipped <= total * 0.01
 
 
 def test_groups_with_and_without_momentum_match_torch() -> None:
@@ -99,15 +102,15 @@ def test_groups_with_and_without_momentum_match_torch() -> None:
     def groups(model: torch.nn.Module) -> list[dict[str, Any]]:
         split = case.groups
         assert split is not None
-        one, *rest = split(model)
-        return [{**one, "momentum": 0.9}, *rest]
+        first, *others = split(model)
+        return [{**first, "momentum": 0.9}, *others]
 
     batches = case.batches(STEPS)
-    ours = train(case.build(), batches, config, device="cpu", groups=groups)
-    theirs = train_torch(case.build(), batches, config, groups=groups)
-    assert ours.plan is not None
-    assert len(ours.plan.precision.moments) == 1
-    assert_close(ours.masters, theirs.masters)
+    result = train(case.build(), batches, config, device="cpu", groups=groups)
+    reference = train_torch(case.build(), batches, config, groups=groups)
+    assert result.plan is not None
+    assert len(result.plan.precision.moments) == 1
+    assert_close(result.masters, reference.masters)
 
 
 def test_param_group_keys_match_rule() -> None:
@@ -135,6 +138,6 @@ def test_one_cycle_schedule_of_momentum_matches_torch() -> None:
     def one_cycle(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=STEPS + 1)
 
-    ours = train(case.build(), batches, config, device="cpu", lr_scheduler=one_cycle)
-    theirs = train_torch(case.build(), batches, config, make_scheduler=one_cycle)
-    assert_close(ours.masters, theirs.masters)
+    result = train(case.build(), batches, config, device="cpu", lr_scheduler=one_cycle)
+    reference = train_torch(case.build(), batches, config, make_scheduler=one_cycle)
+    assert_close(result.masters, reference.masters)

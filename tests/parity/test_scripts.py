@@ -29,9 +29,9 @@ def inputs(index: int) -> Tensor:
     return torch.randn(4, 6, WIDTH, generator=torch.Generator().manual_seed(index))
 
 
-def as_plain(
+def check_matches_plain_torch(
     tmp_path: Path, build: Callable[[], nn.Module], loss_of: Callable[[Any], Tensor] = lambda x: x,
-    placement: dict[str, str] = ON_DISK, **more: Any,
+    placement: dict[str, str] = ON_DISK, **overrides: Any,
 ) -> None:  # fmt: skip
     """Check that three steps give the losses of plain torch."""
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def as_plain(
         optimizer.step()
         expected.append(loss.item())
     torch.manual_seed(0)
-    with small_engine(tmp_path, placement, build(), gradient_clipping=0.0, **more) as engine:
+    with small_engine(tmp_path, placement, build(), gradient_clipping=0.0, **overrides) as engine:
         found = []
         for index in range(3):
             loss = loss_of(engine(inputs(index)))
@@ -69,7 +69,7 @@ class Blocks(nn.Module):
 # --- modules -------------------------------------------------------------------------------------
 
 
-class Codes(Block):
+class RunningAverage(Block):
     """Block that updates a running average in a buffer through `.data`."""
 
     def __init__(self) -> None:
@@ -83,10 +83,12 @@ class Codes(Block):
 
 
 def test_buffer_changed_through_data_is_recomputed_correctly(tmp_path: Path) -> None:
-    as_plain(tmp_path, partial(Blocks, Codes), activations={"checkpoint": "units"})
+    check_matches_plain_torch(
+        tmp_path, partial(Blocks, RunningAverage), activations={"checkpoint": "units"}
+    )
 
 
-class Listed(Blocks):
+class PassesParameterInList(Blocks):
     """Model that passes a parameter to its blocks in a list."""
 
     class Kind(Block):
@@ -104,24 +106,26 @@ class Listed(Blocks):
 
 
 def test_parameter_passed_to_blocks_in_list(tmp_path: Path) -> None:
-    as_plain(tmp_path, Listed, activations={"checkpoint": "units"})
+    check_matches_plain_torch(tmp_path, PassesParameterInList, activations={"checkpoint": "units"})
 
 
 @dataclass(slots=True)
-class Answer:
+class Output:
     x: Tensor
     more: dict[str, Tensor]
 
 
-class Answering(Blocks):
-    def forward(self, x: Tensor) -> Answer:
+class ReturnsParameter(Blocks):
+    def forward(self, x: Tensor) -> Output:
         for block in self.blocks:
             x = block(x)
-        return Answer(x, {"weight": self.blocks[0].up.weight})
+        return Output(x, {"weight": self.blocks[0].up.weight})
 
 
 def test_parameter_nested_in_model_output(tmp_path: Path) -> None:
-    as_plain(tmp_path, Answering, lambda out: (out.x @ out.more["weight"].T).square().mean())
+    check_matches_plain_torch(
+        tmp_path, ReturnsParameter, lambda out: (out.x @ out.more["weight"].T).square().mean()
+    )
 
 
 def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -138,7 +142,7 @@ class Selective(Blocks):
 
 
 def test_selective_checkpoint_matches_plain_torch(tmp_path: Path) -> None:
-    as_plain(tmp_path, Selective, prefetch_units=1)
+    check_matches_plain_torch(tmp_path, Selective, prefetch_units=1)
 
 
 def test_transformer_encoder_with_nested_tensors_in_eval(tmp_path: Path) -> None:
@@ -232,7 +236,7 @@ def test_chunked_logits_sum_ignores_default_dtype(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
-def warned(loop: Callable[[], object]) -> list[str]:
+def warnings_of(loop: Callable[[], object]) -> list[str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         loop()
@@ -242,27 +246,31 @@ def warned(loop: Callable[[], object]) -> list[str]:
 def test_loop_without_updates_warns(tmp_path: Path) -> None:
     with small_engine(tmp_path, gradient_accumulation_steps=4) as engine:
 
-        def never() -> None:
+        def never_step() -> None:
             for _ in range(17):
                 engine.backward(engine(batch(0)))
 
-        def rarely() -> None:
+        def step_rarely() -> None:
             engine.zero_grad()
             for _ in range(4):
                 engine.backward(engine(batch(0)))
             engine.step()
 
-        assert ["16 backwards, and no" in said for said in warned(never)] == [True]
-        assert ["4 backwards before one" in said for said in warned(rarely)] == [True]
-        assert warned(rarely) != []
+        assert ["16 backwards, and no" in message for message in warnings_of(never_step)] == [True]
+        assert ["4 backwards before one" in message for message in warnings_of(step_rarely)] == [
+            True
+        ]
+        assert warnings_of(step_rarely) != []
     other = small_model()
     with small_engine(tmp_path) as engine:
 
-        def elsewhere() -> None:
+        def backward_other_model() -> None:
             engine.backward(other(batch(0)))
             engine.step()
 
-        assert ["step 1 updates nothing" in said for said in warned(elsewhere)] == [True]
+        assert [
+            "step 1 updates nothing" in message for message in warnings_of(backward_other_model)
+        ] == [True]
 
 
 def test_invalid_loss_or_loss_fn_raises(tmp_path: Path) -> None:

@@ -41,8 +41,8 @@ def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_logits, "CHUNK_TOKENS", CHUNK)  # or half of it
 
 
-def family(name: str, config: str, **more: Any) -> Family:
-    return Family("decoder", name, lambda: getattr(hf, config)(**{**DECODER, **more}), causal)
+def family(name: str, config: str, **overrides: Any) -> Family:
+    return Family("decoder", name, lambda: getattr(hf, config)(**{**DECODER, **overrides}), causal)
 
 
 LLAMA = FAMILIES["llama"]
@@ -62,71 +62,74 @@ def run(
     logits: str,
     placement: tuple[str, str, str] = SIMPLEST,
     device: str = "cpu",
-    **more: Any,
+    **overrides: Any,
 ) -> Run:
-    config = make_config(placement, activations={"logits": logits}, **more)
+    config = make_config(placement, activations={"logits": logits}, **overrides)
     return Run(model, config, device=make_device(device))
 
 
-class Found:
+class LossAndGradients:
     """Loss and gradients of one batch, and the warnings about logits."""
 
-    def __init__(self, engine: Any, loss_of: Callable[[Any, Batch], Tensor], given: Batch) -> None:
-        with warnings.catch_warnings(record=True) as said:
+    def __init__(self, engine: Any, loss_of: Callable[[Any, Batch], Tensor], batch: Batch) -> None:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            loss = loss_of(engine, given)
+            loss = loss_of(engine, batch)
             engine.backward(loss)
-        self.said = [str(w.message) for w in said if w.category is InfinityWarning]
+        self.messages = [str(w.message) for w in caught if w.category is InfinityWarning]
         self.loss = loss.detach()
         self.gradients = {n: engine.gradient(p) for n, p in engine.module.named_parameters()}
 
-    def assert_near(self, other: Found, allowed: float) -> None:
+    def assert_near(self, other: LossAndGradients, tolerance: float) -> None:
         assert self.loss.dtype is other.loss.dtype
-        torch.testing.assert_close(self.loss, other.loss, rtol=allowed, atol=0)
+        torch.testing.assert_close(self.loss, other.loss, rtol=tolerance, atol=0)
         for name, value in self.gradients.items():
             expected = other.gradients[name].float()
-            assert float((value.float() - expected).norm() / expected.norm()) < allowed, name
+            assert float((value.float() - expected).norm() / expected.norm()) < tolerance, name
 
 
-def both(
-    chosen: Family, loss_of: Callable[[Any, Batch], Tensor], precision: str = "fp32"
-) -> tuple[Found, Found]:
+def run_full_and_chunked(
+    model_family: Family, loss_of: Callable[[Any, Batch], Tensor], precision: str = "fp32"
+) -> tuple[LossAndGradients, LossAndGradients]:
     """Run with full logits and with chunked ones."""
     found = []
-    more = {"loss_scale": {"value": 128.0}} if precision == "fp16" else {}
+    overrides = {"loss_scale": {"value": 128.0}} if precision == "fp16" else {}
     for logits in ("whole", "sliced"):
-        with run(chosen.build(DTYPES[precision]), logits, precision=precision, **more) as one:
-            found.append(Found(one.engine, loss_of, chosen.batches(1)[0]))
+        with run(
+            model_family.build(DTYPES[precision]), logits, precision=precision, **overrides
+        ) as one:
+            found.append(LossAndGradients(one.engine, loss_of, model_family.batches(1)[0]))
     return found[0], found[1]
 
 
-def theirs(engine: Any, given: Batch) -> Tensor:
+def transformers_loss(engine: Any, batch: Batch) -> Tensor:
     """Compute the loss as transformers does, with half of the labels ignored."""
-    labels = given["labels"].clone()
+    labels = batch["labels"].clone()
     labels[:, 1::2] = -100
-    loss: Tensor = engine(**{**given, "labels": labels}).loss
+    loss: Tensor = engine(**{**batch, "labels": labels}).loss
     return loss
 
 
-def users(engine: Any, given: Batch) -> Tensor:
+def user_loss(engine: Any, batch: Batch) -> Tensor:
     """Compute the loss after the call, in the dtype of the logits, with label smoothing."""
-    logits = engine(input_ids=given["input_ids"]).logits
-    labels = given["labels"][:, 1:].reshape(-1)
+    logits = engine(input_ids=batch["input_ids"]).logits
+    labels = batch["labels"][:, 1:].reshape(-1)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels, label_smoothing=0.1)
 
 
-ALLOWED = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 4e-3}
+TOLERANCES = {"fp32": 1e-5, "bf16": 4e-2, "fp16": 4e-3}
 
 
 @pytest.mark.parametrize(
-    ("name", "precision", "loss_of"), diagonal([*MODELS], [*ALLOWED], [theirs, users])
+    ("name", "precision", "loss_of"),
+    diagonal([*MODELS], [*TOLERANCES], [transformers_loss, user_loss]),
 )
 def test_chunked_loss_close_to_full_logits(
     name: str, precision: str, loss_of: Callable[[Any, Batch], Tensor]
 ) -> None:
-    whole, sliced = both(MODELS[name], loss_of, precision)
-    sliced.assert_near(whole, ALLOWED[precision])
-    assert sliced.said == whole.said == []
+    full, chunked = run_full_and_chunked(MODELS[name], loss_of, precision)
+    chunked.assert_near(full, TOLERANCES[precision])
+    assert chunked.messages == full.messages == []
 
 
 @pytest.mark.parametrize(
@@ -138,8 +141,10 @@ def test_chunked_logits_bitwise_equal_across_placements(
 ) -> None:
     """With a tied and an untied head; the bytes moved equal the forecast."""
     found = []
-    for here, kind in ((SIMPLEST, "cpu"), (placement, device)):
-        config = make_config(here, precision=precision, activations={"logits": "chunked"})
+    for current_placement, kind in ((SIMPLEST, "cpu"), (placement, device)):
+        config = make_config(
+            current_placement, precision=precision, activations={"logits": "chunked"}
+        )
         model, batches = CASES[case].build(), CASES[case].batches(3)
         found.append(train(model, batches, config, device=make_device(kind)))
     assert found[1].differences(found[0]) == []
@@ -147,7 +152,7 @@ def test_chunked_logits_bitwise_equal_across_placements(
     assert found[1].report.moved == found[1].forecast
 
 
-class Largest(TorchDispatchMode):
+class LargestTensor(TorchDispatchMode):
     """Records the largest number of elements of a tensor that an operation returns."""
 
     def __init__(self) -> None:
@@ -173,7 +178,7 @@ def test_no_tensor_has_full_logits_size(name: str) -> None:
     ids = torch.randint(3, vocabulary, (1, tokens))
     for logits in ("whole", "sliced"):
         model = getattr(hf, MODELS[name].model)._from_config(facts).train()
-        with run(model, logits) as one, Largest() as largest[logits]:
+        with run(model, logits) as one, LargestTensor() as largest[logits]:
             output = one.engine(input_ids=ids, labels=ids)
             one.engine.backward(output.loss)
             assert output.logits.shape == (1, tokens, vocabulary)
@@ -215,23 +220,23 @@ def token_by_token(logits: Tensor, labels: Tensor) -> Tensor:
 def test_unsupported_use_materializes_logits_with_one_warning(
     name: str, loss_of: Callable[[Tensor, Tensor], Tensor]
 ) -> None:
-    def compute(engine: Any, given: Batch) -> Tensor:
+    def compute(engine: Any, batch: Batch) -> Tensor:
         for _ in range(2):
-            logits = engine(input_ids=given["input_ids"]).logits.float()
-            loss = loss_of(logits[:, :-1].reshape(-1, VOCABULARY), given["labels"][:, 1:].flatten())
+            logits = engine(input_ids=batch["input_ids"]).logits.float()
+            loss = loss_of(logits[:, :-1].reshape(-1, VOCABULARY), batch["labels"][:, 1:].flatten())
         return loss
 
-    whole, sliced = both(MODELS[name], compute)
-    sliced.assert_near(whole, 1e-5)
-    assert whole.said == []
-    (said,) = sliced.said
-    assert "'lm_head'" in said
+    full, chunked = run_full_and_chunked(MODELS[name], compute)
+    chunked.assert_near(full, 1e-5)
+    assert full.messages == []
+    (message,) = chunked.messages
+    assert "'lm_head'" in message
 
 
 def test_logits_values_and_gradients_are_readable() -> None:
-    def compute(engine: Any, given: Batch) -> Tensor:
-        logits = engine(input_ids=given["input_ids"]).logits
-        flat, labels = logits.view(-1, VOCABULARY), given["labels"].flatten()
+    def compute(engine: Any, batch: Batch) -> Tensor:
+        logits = engine(input_ids=batch["input_ids"]).logits
+        flat, labels = logits.view(-1, VOCABULARY), batch["labels"].flatten()
         assert not F.cross_entropy(flat.detach(), labels).requires_grad
         leaf = flat.detach().requires_grad_()
         F.cross_entropy(leaf, labels).backward()
@@ -241,8 +246,8 @@ def test_logits_values_and_gradients_are_readable() -> None:
         return F.cross_entropy(flat, labels)
 
     seen: list[list[Any]] = []
-    whole, sliced = both(LLAMA, compute)
-    sliced.assert_near(whole, 1e-5)
+    full, chunked = run_full_and_chunked(LLAMA, compute)
+    chunked.assert_near(full, 1e-5)
     assert len(seen[0]) == 5
     for one, other in zip(*seen, strict=True):
         torch.testing.assert_close(one, other)
@@ -254,8 +259,8 @@ def test_loss_after_call_fetches_head_from_disk(device: str) -> None:
     for logits in ("whole", "sliced"):
         with run(LLAMA.build(), logits, ON_DISK, device, prefetch_units=0) as one:
             losses = []
-            for given in LLAMA.batches(3):
-                loss = users(one.engine, given)
+            for batch in LLAMA.batches(3):
+                loss = user_loss(one.engine, batch)
                 one.engine.backward(loss)
                 one.engine.step()
                 losses.append(float(loss.detach()))
@@ -264,28 +269,28 @@ def test_loss_after_call_fetches_head_from_disk(device: str) -> None:
 
 
 def test_logits_after_update_or_close_raise() -> None:
-    (given,) = LLAMA.batches(1)
+    (batch,) = LLAMA.batches(1)
     with run(LLAMA.build(), "sliced", ON_DISK) as one:
-        output = one.engine(**given)
+        output = one.engine(**batch)
         one.engine.backward(output.loss)
         one.engine.step()
         with pytest.raises(RuntimeError, match="updated before its logits were computed"):
             output.logits.argmax()
-        output = one.engine(**given)
+        output = one.engine(**batch)
     with pytest.raises(EngineClosedError):
         output.logits.argmax()
 
 
 def test_small_eval_or_autocast_logits_are_tensors() -> None:
-    (given,) = ({n: t[:1, :CHUNK] for n, t in g.items()} for g in LLAMA.batches(1))
+    (batch,) = ({n: t[:1, :CHUNK] for n, t in g.items()} for g in LLAMA.batches(1))
     with run(LLAMA.build(), "sliced") as one:
         with torch.no_grad():
-            assert type(one.engine(**given).logits) is Tensor
-        assert type(one.engine(**given).logits) is Logits
+            assert type(one.engine(**batch).logits) is Tensor
+        assert type(one.engine(**batch).logits) is Logits
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert type(one.engine(**given).logits) is Tensor
+            assert type(one.engine(**batch).logits) is Tensor
         one.engine.eval()
-        assert type(one.engine(**given).logits) is Tensor
+        assert type(one.engine(**batch).logits) is Tensor
 
 
 def test_eval_loss_is_chunked_and_reading_logits_does_not_warn() -> None:
@@ -296,7 +301,7 @@ def test_eval_loss_is_chunked_and_reading_logits_does_not_warn() -> None:
     model = getattr(hf, LLAMA.model)._from_config(facts)
     with run(model, "sliced") as one, torch.no_grad():
         one.engine.eval()
-        with Largest() as largest:
+        with LargestTensor() as largest:
             loss = one.engine(input_ids=ids, labels=ids).loss
         assert largest.numel < tokens * vocabulary
         with warnings.catch_warnings():
@@ -322,21 +327,21 @@ def test_heads_are_detected_and_restored() -> None:
 
 def test_causal_lm_entry_points_default_to_chunked_logits() -> None:
     causal_model, other = LLAMA.build(), FAMILIES["bert"].build()
-    for built, told, expected in (
+    for built, overrides, expected in (
         (causal_model, {}, "chunked"),
         (nn.ModuleDict({"wrapped": causal_model}), {}, "chunked"),
         (causal_model, {"activations": {"logits": "full"}}, "full"),
         (other, {}, "auto"),
     ):
-        assert choose_logits(built, load_config(told)).activations.logits == expected
+        assert choose_logits(built, load_config(overrides)).activations.logits == expected
     run_config = {
         "run_dir": "r",
         "model": {"config": {"model_type": "gpt2"}},
         "data": {"train": "t"},
     }
     assert load_run_config(run_config).engine_for("auto").activations.logits == "chunked"
-    told = {**run_config, "engine": {"activations": {"logits": "full"}}}
-    assert load_run_config(told).engine_for("auto").activations.logits == "full"
+    overrides = {**run_config, "engine": {"activations": {"logits": "full"}}}
+    assert load_run_config(overrides).engine_for("auto").activations.logits == "full"
     settings = {"precision": "fp32", "placement": {"weights": "device"}}
     with infinity.from_config(LLAMA.config(), settings)[0] as engine:
         assert type(engine(**LLAMA.batches(1)[0]).logits) is Logits

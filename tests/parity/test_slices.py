@@ -49,9 +49,11 @@ class Sliced(nn.Module):
         return self.run(x)
 
     def run(self, x: Tensor) -> Tensor:
-        parts = [(part,) for part in x.split(self.size)]
-        again = partial(partial, checkpoint, use_reentrant=False)
-        return torch.cat(in_slices(self.block, parts, again if self.recompute else partial))
+        slice_args = [(part,) for part in x.split(self.size)]
+        checkpointed = partial(partial, checkpoint, use_reentrant=False)
+        return torch.cat(
+            in_slices(self.block, slice_args, checkpointed if self.recompute else partial)
+        )
 
 
 def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
@@ -101,9 +103,9 @@ def test_slices_close_to_full_batch() -> None:
     sliced = train(build(), batches(), make_config(activations={"slices": 3}), device="cpu")
     assert sliced.losses == pytest.approx(at_once.losses, rel=1e-5)
     assert sliced.norms == pytest.approx(at_once.norms, rel=1e-4)
-    parts = [Batch((part,)) for b in batches() for part in b.args[0].split(2)]
+    batch_slices = [Batch((part,)) for b in batches() for part in b.args[0].split(2)]
     config = make_config(gradient_accumulation_steps=3)
-    micro = train(build(), parts, config, device="cpu")
+    micro = train(build(), batch_slices, config, device="cpu")
     assert sliced.norms == pytest.approx(micro.norms, rel=1e-4)
 
 
@@ -131,8 +133,8 @@ def test_rnn_slice_gradients_are_summed_in_fp32() -> None:
             torch.manual_seed(1)
             model.blocks = nn.ModuleList(Recurrent() for _ in range(3))
         if slices:
-            parts = (Sliced(b, ROWS // slices, recompute=False) for b in model.blocks)
-            model.blocks = nn.ModuleList(parts)
+            sliced_blocks = (Sliced(b, ROWS // slices, recompute=False) for b in model.blocks)
+            model.blocks = nn.ModuleList(sliced_blocks)
         return model
 
     config = make_config(ON_DISK, precision="bf16", activations={"slices": 3}, prefetch_units=0)
@@ -163,15 +165,18 @@ def test_slices_match_micro_batches_bitwise(recompute: bool, precision: str, dev
     """Sizes are powers of two, so a mean of means is exactly the mean of all."""
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     generator = torch.Generator().manual_seed(5)
-    whole = [Batch((torch.randn(8, LENGTH, WIDTH, generator=generator).to(dtype),)) for _ in "abc"]
-    parts = [Batch((part,)) for batch in whole for part in batch.args[0].split(2)]
+    full_batches = [
+        Batch((torch.randn(8, LENGTH, WIDTH, generator=generator).to(dtype),)) for _ in "abc"
+    ]
+    batch_slices = [Batch((part,)) for batch in full_batches for part in batch.args[0].split(2)]
     recomputing = {"checkpoint": "units"} if recompute else {}
     sliced = train(
-        Blocks(), whole, make_config(precision=precision, activations={**recomputing, "slices": 4}),
+        Blocks(), full_batches,
+        make_config(precision=precision, activations={**recomputing, "slices": 4}),
         device=make_device(device),
     )  # fmt: skip
     micro = train(
-        Blocks(), parts,
+        Blocks(), batch_slices,
         make_config(precision=precision, gradient_accumulation_steps=4, activations=recomputing),
         device=make_device(device),
     )  # fmt: skip
@@ -179,22 +184,22 @@ def test_slices_match_micro_batches_bitwise(recompute: bool, precision: str, dev
     assert all(torch.equal(value, micro.masters[name]) for name, value in sliced.masters.items())
 
 
-def moved_by(activations: dict[str, Any], micro_batches: int, rows: int) -> dict[str, int]:
-    parts = [Batch((part,)) for b in batches(4) for part in b.args[0].split(rows)]
+def bytes_moved(activations: dict[str, Any], micro_batches: int, rows: int) -> dict[str, int]:
+    batch_slices = [Batch((part,)) for b in batches(4) for part in b.args[0].split(rows)]
     config = make_config(
         ("disk", "host", "host"), activations=activations, prefetch_units=0,
         gradient_accumulation_steps=micro_batches,
     )  # fmt: skip
-    found = train(build(), parts, config, device=make_device("fake"))
+    found = train(build(), batch_slices, config, device=make_device("fake"))
     assert found.report is not None
     assert found.report.moved == found.forecast
     return found.report.moved
 
 
 def test_weights_are_fetched_once_for_all_slices() -> None:
-    once = moved_by({}, 1, ROWS)
-    sliced = moved_by({"slices": 3}, 1, ROWS)
-    micro = moved_by({}, 3, 2)
+    once = bytes_moved({}, 1, ROWS)
+    sliced = bytes_moved({"slices": 3}, 1, ROWS)
+    micro = bytes_moved({}, 3, 2)
     assert sliced == once
     assert micro["disk_read"] > 2 * sliced["disk_read"]
     assert micro["to_device"] > 2 * sliced["to_device"]
@@ -235,7 +240,7 @@ def test_batch_smaller_than_slices_is_not_sliced() -> None:
     assert found.differences(plain) == []
 
 
-class Rich(nn.Module):
+class RichBlock(nn.Module):
     """Block with a mask, a shared table, a scalar and several outputs."""
 
     def __init__(self) -> None:
@@ -250,24 +255,24 @@ class Rich(nn.Module):
         return y, {"gate": y.sigmoid(), "name": name}
 
 
-class Riches(nn.Module):
+class RichModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Rich() for _ in range(2))
+        self.blocks = nn.ModuleList(RichBlock() for _ in range(2))
         self.table = nn.Parameter(torch.randn(LENGTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
         mask = (x[:, :, 0] > 0).float()
         for block in self.blocks:
-            x, more = block(x, mask, table=self.table[None], scale=torch.tensor(0.5), name="n")
-            x = x + more["gate"]
+            x, extras = block(x, mask, table=self.table[None], scale=torch.tensor(0.5), name="n")
+            x = x + extras["gate"]
         return x.square().mean()
 
 
 def test_masks_are_sliced_and_shared_tensors_are_not() -> None:
     torch.manual_seed(1)
     data = [Batch((torch.randn(ROWS, LENGTH, WIDTH),)) for _ in range(3)]
-    case = Case("rich", lambda _: Riches(), lambda index: data[index])
+    case = Case("rich", lambda _: RichModel(), lambda index: data[index])
     plain = train(case.build(), data, make_config(), device="cpu")
     for activations in ({"slices": 3}, {"slices": 4, "checkpoint": "units"}):
         for device in ("cpu", "fake"):
@@ -284,9 +289,9 @@ class Base(nn.Module):
         super().__init__()
         self.blocks = nn.ModuleList(kind() for _ in range(2))
 
-    def forward(self, x: Tensor, **more: Any) -> Tensor:
+    def forward(self, x: Tensor, **kwargs: Any) -> Tensor:
         for block in self.blocks:
-            x = block(x, **more)
+            x = block(x, **kwargs)
             x = x[0] if isinstance(x, tuple) else x
         return x.square().mean()
 
@@ -339,7 +344,7 @@ class Dropping(Centred):
         return super().forward(nn.functional.dropout(x, 1e-6, self.training))
 
 
-class Leaving(Centred):
+class StoresTensor(Centred):
     aux: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -348,13 +353,13 @@ class Leaving(Centred):
         return y
 
 
-class LeavingAgain(Leaving):
+class ReplacesTensor(StoresTensor):
     def __init__(self) -> None:
         super().__init__()
         self.aux = torch.zeros(())
 
 
-class LeavingInBuffer(Centred):
+class StoresInBuffer(Centred):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("aux", torch.zeros(()))
@@ -365,7 +370,7 @@ class LeavingInBuffer(Centred):
         return y
 
 
-class LeavingInList(Centred):
+class StoresInList(Centred):
     def __init__(self) -> None:
         super().__init__()
         self.found: list[Tensor] = []
@@ -385,12 +390,12 @@ class NormedInTraining(Centred):
         return self.act(self.linear(y))
 
 
-class Infinite(Centred):
+class ReturnsInfinite(Centred):
     """Block that returns infinite and NaN values, independently for each sample."""
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        odd = x.detach().masked_fill(x > 0, -torch.inf).masked_fill(x > 1, torch.nan)
-        return self.act(self.linear(x)), odd
+        infinite = x.detach().masked_fill(x > 0, -torch.inf).masked_fill(x > 1, torch.nan)
+        return self.act(self.linear(x)), infinite
 
 
 class Appending(Centred):
@@ -406,12 +411,12 @@ class Pair(NamedTuple):
     y: Tensor
 
 
-class Giving(Centred):
+class ReturnsPair(Centred):
     def forward(self, x: Tensor) -> Any:
         return Pair(x, self.act(self.linear(x)))
 
 
-class StepInputs(Centred):
+class TakesPair(Centred):
     def forward(self, x: Tensor, pair: Pair | None = None) -> Tensor:
         assert pair is not None
         return self.act(self.linear(x + pair.y))
@@ -422,21 +427,21 @@ def sequence_first() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "more", "said"),
+    ("kind", "kwargs", "message"),
     [
         (Normed, {}, "BatchNorm1d in training"),
         (Centred, {}, "other results in a larger batch"),
         (Causal, {}, "other results in a larger batch"),
         (Dropping, {}, "other results in a larger batch"),
-        (Leaving, {}, "leaves a tensor in its attribute 'aux'"),
-        (LeavingAgain, {}, "leaves a tensor in its attribute 'aux'"),
-        (LeavingInBuffer, {}, "leaves a tensor in its attribute 'aux'"),
-        (LeavingInList, {}, r"leaves a tensor in its attribute 'found\[0\]'"),
+        (StoresTensor, {}, "leaves a tensor in its attribute 'aux'"),
+        (ReplacesTensor, {}, "leaves a tensor in its attribute 'aux'"),
+        (StoresInBuffer, {}, "leaves a tensor in its attribute 'aux'"),
+        (StoresInList, {}, r"leaves a tensor in its attribute 'found\[0\]'"),
         (NormedInTraining, {}, "other results in a larger batch"),
         (Appending, {"found": []}, "changes a list or dict that it was given"),
-        (Giving, {}, "returns an object that holds tensors"),
+        (ReturnsPair, {}, "returns an object that holds tensors"),
         (
-            StepInputs,
+            TakesPair,
             {"pair": Pair(torch.ones(1), torch.ones(1))},
             "given a Pair that holds tensors",
         ),
@@ -445,17 +450,17 @@ def sequence_first() -> nn.Module:
         (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),
     ],
 )
-def test_unsliceable_block_is_rejected_by_name(kind: Any, more: Any, said: str) -> None:
-    x = torch.randn(LENGTH if "mask" in more else ROWS, LENGTH, WIDTH)
+def test_unsliceable_block_is_rejected_by_name(kind: Any, kwargs: Any, message: str) -> None:
+    x = torch.randn(LENGTH if "mask" in kwargs else ROWS, LENGTH, WIDTH)
     with (
-        pytest.raises(TrainingError, match=said) as caught,
+        pytest.raises(TrainingError, match=message) as caught,
         Run(Base(kind), make_config(activations={"slices": 3}), device="cpu") as run,
     ):
-        run.engine(x, **more)
+        run.engine(x, **kwargs)
     assert "'blocks.0'" in str(caught.value)
 
 
-class Turning(Centred):
+class EverySecondMixes(Centred):
     """Block of one class of which only every second instance mixes samples."""
 
     made = 0
@@ -473,12 +478,12 @@ def test_every_block_is_probed() -> None:
     config = make_config(activations={"slices": 3})
     with (
         pytest.raises(TrainingError, match=r"'blocks.1'[\s\S]*other results in a larger batch"),
-        Run(Base(Turning), config, device="cpu") as run,
+        Run(Base(EverySecondMixes), config, device="cpu") as run,
     ):
         run.engine(torch.randn(ROWS, LENGTH, WIDTH))
 
 
-class ByHeads(Centred):
+class ScalesHeads(Centred):
     def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
         assert scale is not None
         y = self.linear(x).view(*x.shape[:2], len(scale), -1) * scale
@@ -488,7 +493,7 @@ class ByHeads(Centred):
 def test_changed_slicing_is_probed_again() -> None:
     """The scale is per head, and the last batch has as many samples as heads."""
     config = make_config(activations={"slices": 2})
-    with Run(Base(ByHeads), config, device="cpu") as run:
+    with Run(Base(ScalesHeads), config, device="cpu") as run:
         scale = torch.tensor([[1.0], [2.0]])
         run.engine(torch.randn(ROWS, LENGTH, WIDTH), scale=scale)
         with pytest.raises(TrainingError, match="other results in a larger batch"):
@@ -496,7 +501,7 @@ def test_changed_slicing_is_probed_again() -> None:
 
 
 def test_probe_treats_infinite_values_as_equal() -> None:
-    with Run(Base(Infinite), make_config(activations={"slices": 3}), device="cpu") as run:
+    with Run(Base(ReturnsInfinite), make_config(activations={"slices": 3}), device="cpu") as run:
         assert run.engine(torch.randn(ROWS, LENGTH, WIDTH)).isfinite()
 
 
@@ -504,7 +509,7 @@ def test_probe_is_invisible_to_hooks_and_inputs() -> None:
     seen: list[Tensor] = []
     model = Base(lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Tanh()))
     for block in model.blocks:
-        block[0].register_forward_hook(lambda *told: seen.append(told[2]))
+        block[0].register_forward_hook(lambda *args: seen.append(args[2]))
     x = torch.randn(ROWS, LENGTH, WIDTH)
     with Run(model, make_config(activations={"slices": 3}), device="cpu") as run:
         losses = []
@@ -546,8 +551,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         shares = self.gate(x).softmax(-1)
-        parts = [shares[..., i : i + 1] * e(x) for i, e in enumerate(self.experts)]
-        return x + torch.stack(parts).sum(0)
+        outputs = [shares[..., i : i + 1] * e(x) for i, e in enumerate(self.experts)]
+        return x + torch.stack(outputs).sum(0)
 
 
 def test_experts_in_sliced_block_match_torch() -> None:

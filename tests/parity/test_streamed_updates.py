@@ -49,10 +49,10 @@ def with_kernels(seed: int = 0) -> FakeAccelerator:
     return FakeAccelerator(seed, max_delay_s=0.0005, kernels=True)
 
 
-def num_passages(plan: Plan) -> int:
+def num_chunk_batches(plan: Plan) -> int:
     """Return the number of chunk batches of all streamed units."""
-    own = [(unit, plan.placements[unit.index]) for unit in plan.units]
-    return sum(streamed for pair in own for _, streamed in plan.chunk_batches(*pair))
+    placed_units = [(unit, plan.placements[unit.index]) for unit in plan.units]
+    return sum(streamed for pair in placed_units for _, streamed in plan.chunk_batches(*pair))
 
 
 @pytest.mark.parametrize(
@@ -73,13 +73,15 @@ def test_streamed_update_bits_and_forecast_by_placement(
     expected = run("cpu", ("device",) * 3, **changes)
     fake = with_kernels()
     with cpu_beside(share), at_once(2):
-        got = run(fake, placement, **STREAMED, **changes)
-    assert got.differences(expected) == []
-    assert got.plan is not None
-    assert got.report is not None
-    assert got.plan.chunks_per_batch(got.plan.placements[0]) == (1 if "disk" in placement else 2)
-    assert fake.num_updates == STEPS * num_passages(got.plan) > 0
-    assert got.report.moved == got.forecast
+        result = run(fake, placement, **STREAMED, **changes)
+    assert result.differences(expected) == []
+    assert result.plan is not None
+    assert result.report is not None
+    assert result.plan.chunks_per_batch(result.plan.placements[0]) == (
+        1 if "disk" in placement else 2
+    )
+    assert fake.num_updates == STEPS * num_chunk_batches(result.plan) > 0
+    assert result.report.moved == result.forecast
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -93,12 +95,12 @@ def test_streamed_bytes_match_manual_count(micro_batches: int) -> None:
     assert by_cpu.report is not None
     elements = sum(unit.numel for unit in streamed.plan.units)
     gradient = 2 if micro_batches == 1 else 4
-    more = {
+    extra = {
         direction: streamed.report.moved[direction] - by_cpu.report.moved[direction]
         for direction in ("to_device", "from_device")
     }
     # The CPU's new weights, 2 bytes, are copied to slots; streamed ones are updated there.
-    assert more == {"to_device": (12 + gradient - 2) * elements, "from_device": 12 * elements}
+    assert extra == {"to_device": (12 + gradient - 2) * elements, "from_device": 12 * elements}
     assert streamed.plan.memory["device"]["streaming"] == 3 * 2048 * (12 + gradient)
 
 
@@ -107,27 +109,27 @@ def test_streamed_updates_of_units_overlap(
     placement: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If a slot is free; else the links would be idle between units."""
-    away: set[int] = set()  # units whose update was submitted and has not finished
-    most = 0
+    in_flight: set[int] = set()  # units whose update was submitted and has not finished
+    max_in_flight = 0
     update, updated = Transfers.update, UpdateHandover.updated
 
-    def ask(self: Transfers, pieces: Any, after: Any, unit: int) -> Any:
-        nonlocal most
-        away.add(unit)
-        most = max(most, len(away))
+    def record_submit(self: Transfers, pieces: Any, after: Any, unit: int) -> Any:
+        nonlocal max_in_flight
+        in_flight.add(unit)
+        max_in_flight = max(max_in_flight, len(in_flight))
         return update(self, pieces, after, unit)
 
-    def back(self: UpdateHandover, unit: int, ready: Any) -> None:
-        away.discard(unit)
+    def record_finish(self: UpdateHandover, unit: int, ready: Any) -> None:
+        in_flight.discard(unit)
         updated(self, unit, ready)
 
-    monkeypatch.setattr(Transfers, "update", ask)
-    monkeypatch.setattr(UpdateHandover, "updated", back)
+    monkeypatch.setattr(Transfers, "update", record_submit)
+    monkeypatch.setattr(UpdateHandover, "updated", record_finish)
     with ordered_device(seed=1, kernels=True) as device, at_once(2):
-        got = run(device, placement, **STREAMED)
+        result = run(device, placement, **STREAMED)
     assert device.violations == []
-    assert got.differences(run("cpu")) == []
-    assert most > 1
+    assert result.differences(run("cpu")) == []
+    assert max_in_flight > 1
 
 
 def test_cpu_updates_overlap_streamed_chunks(
@@ -138,39 +140,39 @@ def test_cpu_updates_overlap_streamed_chunks(
     New weights are copied to slots on the stream that brings the state of streamed chunks: a GPU's
     copy engine may serve one stream for as long as it finds work there.
     """
-    expected, under_way, threads = run("cpu"), list[int](), set[str]()
-    elsewhere: list[Any] = []
+    expected, in_flight_counts, threads = run("cpu"), list[int](), set[str]()
+    pass_thread_copies: list[Any] = []
     begin, update = UnitUpdater._submit_cpu_update, UnitUpdater._update_on_cpu
     copy_h2d = Transfers.copy_h2d
 
-    def spy(self: Transfers, *arguments: Any) -> Any:
+    def record_copy(self: Transfers, *arguments: Any) -> Any:
         if threading.current_thread().name == "infinity-optimizer-pass":
-            elsewhere.append(arguments[-1])
+            pass_thread_copies.append(arguments[-1])
         return copy_h2d(self, *arguments)
 
-    def count(self: UnitUpdater, job: Any, work: Any) -> None:
-        under_way.append(sum(one.streamed for one in self._in_flight))
+    def record_in_flight(self: UnitUpdater, job: Any, work: Any) -> None:
+        in_flight_counts.append(sum(one.streamed for one in self._in_flight))
         begin(self, job, work)
 
-    def look(self: UnitUpdater, job: Any, work: Any) -> None:
+    def slow_update(self: UnitUpdater, job: Any, work: Any) -> None:
         threads.add(threading.current_thread().name)
         time.sleep(0.02)  # exposes a missing wait
         update(self, job, work)
 
-    monkeypatch.setattr(UnitUpdater, "_submit_cpu_update", count)
-    monkeypatch.setattr(UnitUpdater, "_update_on_cpu", look)
-    monkeypatch.setattr(Transfers, "copy_h2d", spy)
+    monkeypatch.setattr(UnitUpdater, "_submit_cpu_update", record_in_flight)
+    monkeypatch.setattr(UnitUpdater, "_update_on_cpu", slow_update)
+    monkeypatch.setattr(Transfers, "copy_h2d", record_copy)
     with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
-        got = run(device, **STREAMED)
+        result = run(device, **STREAMED)
     assert device.violations == []
-    assert got.differences(expected) == []
-    assert got.plan is not None
-    streamed = num_passages(got.plan)
-    own = [(unit, got.plan.placements[unit.index]) for unit in got.plan.units]
-    by_cpu = sum(1 for pair in own for _ in got.plan.chunk_batches(*pair)) - streamed
-    assert len(under_way) == STEPS * by_cpu > 0
-    assert sum(map(bool, under_way)) > len(under_way) / 2
-    assert elsewhere == []
+    assert result.differences(expected) == []
+    assert result.plan is not None
+    streamed = num_chunk_batches(result.plan)
+    placed_units = [(unit, result.plan.placements[unit.index]) for unit in result.plan.units]
+    by_cpu = sum(1 for pair in placed_units for _ in result.plan.chunk_batches(*pair)) - streamed
+    assert len(in_flight_counts) == STEPS * by_cpu > 0
+    assert sum(map(bool, in_flight_counts)) > len(in_flight_counts) / 2
+    assert pass_thread_copies == []
     assert {name.rpartition("_")[0] for name in threads} == {"infinity-cpu-update"}
 
 
@@ -179,7 +181,7 @@ def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     done: dict[int, list[range]] = {}
     handed_back, finish, updated = [], UnitUpdater._finish, UpdateHandover.updated
 
-    def note(self: UnitUpdater, work: Any) -> None:
+    def record_chunk(self: UnitUpdater, work: Any) -> None:
         done.setdefault(work.unit, []).append(work.chunks)
         finish(self, work)
 
@@ -187,7 +189,7 @@ def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> No
         handed_back.append(done.pop(unit))
         updated(self, unit, ready)
 
-    monkeypatch.setattr(UnitUpdater, "_finish", note)
+    monkeypatch.setattr(UnitUpdater, "_finish", record_chunk)
     monkeypatch.setattr(UpdateHandover, "updated", hand_back)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128, bias=False) for _ in range(2)))
@@ -201,7 +203,9 @@ def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> No
         for _ in range(2):
             engine.backward(engine(torch.ones(1, 128)).square().mean())
             engine.step()
-    assert {chunk for found in handed_back for some in found for chunk in some} == set(range(8))
+    assert {
+        chunk for found in handed_back for chunk_range in found for chunk in chunk_range
+    } == set(range(8))
     assert all(sum(map(len, found)) == 8 for found in handed_back), handed_back
     assert any(found[-1].stop < 8 for found in handed_back), handed_back
 
@@ -224,18 +228,18 @@ def test_streaming_uses_few_copies_per_batch() -> None:
         calls = device.num_copies - before[0]
         nbytes = sum(engine.counters().values()) - before[1]
         assert nbytes == 26 * sum(unit.numel for unit in engine.plan.units)
-        passages = num_passages(engine.plan)
-        assert passages <= 2 * len(engine.plan.units)  # of 7 chunks each
-        assert calls <= 10 * passages  # four kinds in and out, a gradient in, a kernel
+        chunk_batches = num_chunk_batches(engine.plan)
+        assert chunk_batches <= 2 * len(engine.plan.units)  # of 7 chunks each
+        assert calls <= 10 * chunk_batches  # four kinds in and out, a gradient in, a kernel
 
 
 def test_reserved_device_memory_matches_plan() -> None:
     fake = with_kernels()
     before = fake.memory_bytes()
-    got = run(fake, ("disk", "host", "disk"), precision="bf16", update="device")
+    result = run(fake, ("disk", "host", "disk"), precision="bf16", update="device")
     assert before is not None
-    assert got.plan is not None
-    assert before - (fake.memory_bytes() or 0) == got.plan.tier_bytes["device"]
+    assert result.plan is not None
+    assert before - (fake.memory_bytes() or 0) == result.plan.tier_bytes["device"]
 
 
 def test_update_auto_streams_if_links_beat_cpu() -> None:
@@ -254,7 +258,7 @@ def test_update_auto_streams_if_links_beat_cpu() -> None:
             plan = engine.plan
         streams = "updates               streamed through the device" in plan.describe()
         assert streams == (update == "auto")
-        assert fake.num_updates == STEPS * num_passages(plan)
+        assert fake.num_updates == STEPS * num_chunk_batches(plan)
         assert bool(fake.num_updates) == streams
     assert torch.equal(weights["auto"], weights["cpu"])
 
@@ -263,7 +267,7 @@ def test_unstreamable_update_falls_back_to_cpu_with_note() -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(40, 40) for _ in range(3)))
     config = make_config(IN_RAM, update="device")
-    without = run(FakeAccelerator(max_delay_s=0.0005), update="device")
+    no_kernels = run(FakeAccelerator(max_delay_s=0.0005), update="device")
     del config["optimizer"]
     fake = with_kernels()
     engine, *_ = infinity.initialize(
@@ -277,6 +281,6 @@ def test_unstreamable_update_falls_back_to_cpu_with_note() -> None:
         text = engine.plan.describe()
     assert "by the CPU: torch.optim.RMSprop is not one of our kernels" in text
     assert "note: update: device is not used" in text
-    assert without.plan is not None
-    assert "by the CPU: the device has no kernels" in without.plan.describe()
-    assert without.differences(run("cpu")) == []
+    assert no_kernels.plan is not None
+    assert "by the CPU: the device has no kernels" in no_kernels.plan.describe()
+    assert no_kernels.differences(run("cpu")) == []

@@ -51,22 +51,22 @@ def test_fp32_training_close_to_torch(name: str, micro_batches: int, kind: str) 
         optimizer={"eps": EPS, "type": kind},
     )
     batches = case.batches(STEPS * micro_batches)
-    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
-    theirs = train_torch(case.build(), batches, config, groups=case.groups)
-    assert ours.losses[0] == theirs.losses[0]
-    assert max(theirs.norms) > 0.5  # clipping takes effect
-    assert ours.norms == pytest.approx(theirs.norms, rel=1e-4)
-    assert ours.losses == pytest.approx(theirs.losses, rel=FP32_LOSS)
-    assert_close(ours.masters, theirs.masters, FP32_WEIGHT)
+    result = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    reference = train_torch(case.build(), batches, config, groups=case.groups)
+    assert result.losses[0] == reference.losses[0]
+    assert max(reference.norms) > 0.5  # clipping takes effect
+    assert result.norms == pytest.approx(reference.norms, rel=1e-4)
+    assert result.losses == pytest.approx(reference.losses, rel=FP32_LOSS)
+    assert_close(result.masters, reference.masters, FP32_WEIGHT)
 
 
-def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
         if value.is_floating_point():
-            torch.testing.assert_close(ours[name], value, rtol=0, atol=tolerance, msg=name)
+            torch.testing.assert_close(actual[name], value, rtol=0, atol=tolerance, msg=name)
         else:
-            assert same_bits(ours[name], value), name
+            assert same_bits(actual[name], value), name
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -75,13 +75,13 @@ def test_bf16_training_close_to_torch(name: str) -> None:
     case = CASES[name]
     config = make_config(DISK, precision="bf16", optimizer={"eps": EPS})
     batches = case.batches(STEPS)
-    ours = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
+    result = train(case.build(), batches, config, device=make_device("fake"), groups=case.groups)
     losses, masters = _bf16_emulation(case.build(), batches, config, case.groups)
-    assert ours.losses[0] == losses[0]
+    assert result.losses[0] == losses[0]
     # A rounding may route a token to another expert.
-    assert ours.losses == pytest.approx(losses, rel=BF16_LOSS * (1 + (name == "stacked")))
+    assert result.losses == pytest.approx(losses, rel=BF16_LOSS * (1 + (name == "stacked")))
     for key, value in masters.items():
-        torch.testing.assert_close(ours.masters[key], value, rtol=0, atol=BF16_WEIGHT, msg=key)
+        torch.testing.assert_close(result.masters[key], value, rtol=0, atol=BF16_WEIGHT, msg=key)
 
 
 def _bf16_emulation(
@@ -92,17 +92,17 @@ def _bf16_emulation(
 ) -> tuple[list[float], dict[str, Tensor]]:
     cast_frozen(model, torch.bfloat16)
     masters: dict[int, nn.Parameter] = {}
-    mastered: list[dict[str, Any]] = []
+    master_groups: list[dict[str, Any]] = []
     for group in torch_groups(model, groups):
-        mine = []
+        group_masters = []
         for parameter in group["params"]:
             master = nn.Parameter(parameter.detach().clone())
             masters[id(parameter)] = master
-            mine.append(master)
-        mastered.append({**group, "params": mine})
+            group_masters.append(master)
+        master_groups.append({**group, "params": group_masters})
     settings = config["optimizer"]
     optimizer = torch.optim.AdamW(
-        mastered,
+        master_groups,
         lr=settings["lr"],
         eps=settings["eps"],
         weight_decay=settings["weight_decay"],
@@ -151,27 +151,32 @@ def test_schedulers_match_torch(name: str, by_engine: bool) -> None:
     case, make = CASES["gpt"], SCHEDULERS[name]
     config = make_config(DISK, optimizer={"eps": EPS})
     batches = case.batches(STEPS)
-    theirs_lr: list[list[float]] = []
+    reference_lr: list[list[float]] = []
 
-    def note(index: int, model: nn.Module) -> None:
-        theirs_lr.append([g["lr"] for g in noted[0].param_groups])
+    def record_lr(index: int, model: nn.Module) -> None:
+        reference_lr.append([g["lr"] for g in optimizers[0].param_groups])
 
-    noted: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
-    def making(optimizer: torch.optim.Optimizer) -> Any:
-        noted.append(optimizer)
+    def make_recorded(optimizer: torch.optim.Optimizer) -> Any:
+        optimizers.append(optimizer)
         return make(optimizer)
 
-    theirs = train_torch(
-        case.build(), batches, config, groups=case.groups, make_scheduler=making, before_batch=note
+    reference = train_torch(
+        case.build(),
+        batches,
+        config,
+        groups=case.groups,
+        make_scheduler=make_recorded,
+        before_batch=record_lr,
     )
     options = {"lr_scheduler": make} if by_engine else {}
-    ours_lr, losses = [], []
+    engine_lr, losses = [], []
     with Run(case.build(), config, device="cpu", groups=case.groups, **options) as run:
         engine = run.engine
         scheduler = None if by_engine else make(engine.optimizer)
         for batch in batches:
-            ours_lr.append([g["lr"] for g in engine.optimizer.param_groups])
+            engine_lr.append([g["lr"] for g in engine.optimizer.param_groups])
             loss = batch.call(engine)
             engine.backward(loss)
             engine.step()
@@ -179,10 +184,10 @@ def test_schedulers_match_torch(name: str, by_engine: bool) -> None:
             if scheduler is not None:
                 scheduler.step()
         masters = run.masters()
-    assert ours_lr == theirs_lr
-    assert len({tuple(rates) for rates in ours_lr}) > STEPS // 2
-    assert losses == pytest.approx(theirs.losses, rel=FP32_LOSS)
-    assert_close(masters, theirs.masters, FP32_WEIGHT)
+    assert engine_lr == reference_lr
+    assert len({tuple(rates) for rates in engine_lr}) > STEPS // 2
+    assert losses == pytest.approx(reference.losses, rel=FP32_LOSS)
+    assert_close(masters, reference.masters, FP32_WEIGHT)
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,7 @@ from torch.nn.utils import parametrizations
 
 from infinity.errors import InfinityWarning, TrainingError
 
-OWN = Checkpointing("non_reentrant", "block")
+MODEL_CHECKPOINTS = Checkpointing("non_reentrant", "block")
 UNITS: dict[str, Any] = {"checkpoint": "units"}
 BOUNDARY = 2 * LENGTH * WIDTH * 4  # bytes of a block's input
 TO_HOST = {**UNITS, "offload": "host", "tokens": 2 * LENGTH, "min_bytes": 1}
@@ -74,7 +74,10 @@ def test_unit_checkpoints_match_torch_checkpoint_bitwise(
         "gradient_accumulation_steps": micro_batches,
     }
     expected = train_exactly(
-        case.build(OWN), case.batches(4), make_config(**computation), groups=case.groups
+        case.build(MODEL_CHECKPOINTS),
+        case.batches(4),
+        make_config(**computation),
+        groups=case.groups,
     )
     found = run(case, device, OFFLOADS[offload], **computation)
     assert found.differences(expected) == []
@@ -94,7 +97,7 @@ def test_plan_predicts_activation_bytes(device: str) -> None:
         assert found.report is not None
         assert found.report.moved == found.plan.predicted_bytes == found.forecast
         before = plain.plan.predicted_bytes
-        more = {
+        extra = {
             direction: n - before[direction]
             for direction, n in found.forecast.items()
             if n != before[direction]
@@ -104,7 +107,7 @@ def test_plan_predicts_activation_bytes(device: str) -> None:
             moved = {"to_device": blocks * BOUNDARY, "from_device": blocks * BOUNDARY}
         if offload == "disk":
             moved |= {"disk_read": blocks * 4096, "disk_write": blocks * 4096}
-        assert more == moved
+        assert extra == moved
         reserved = found.plan.memory
         if moved:
             assert reserved["host"]["activations"] >= 4096
@@ -113,12 +116,14 @@ def test_plan_predicts_activation_bytes(device: str) -> None:
             assert any("moves nothing" in note for note in found.plan.notes)
 
 
-def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tuple[Any, ...]:
+def measure(
+    case: Case, checkpointing: Checkpointing, activations: dict[str, Any]
+) -> tuple[Any, ...]:
     """Run a steady step; return block calls, live bytes, their peak and recomputed units.
 
     Calls are those in forward and in backward; live bytes are those between the two.
     """
-    model = case.build(own)
+    model = case.build(checkpointing)
     config = make_config(ON_DISK, activations=activations, prefetch_units=1)
     with Run(model, config, device="cpu", groups=case.groups) as run:
         engine = run.engine
@@ -129,49 +134,53 @@ def measure(case: Case, own: Checkpointing, activations: dict[str, Any]) -> tupl
         start, recomputed = block_calls(model), components(engine).forwards.recomputed
         with LiveBytes() as live:
             loss = case.batch(0).call(engine)
-            kept, middle = live.now(), block_calls(model)
+            live_bytes, middle = live.now(), block_calls(model)
             engine.backward(loss)
         end, recomputed = block_calls(model), components(engine).forwards.recomputed - recomputed
-    return (middle[0] - start[0], end[0] - middle[0]), kept, live.peak, recomputed
+    return (middle[0] - start[0], end[0] - middle[0]), live_bytes, live.peak, recomputed
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_unit_checkpoints_recompute_like_model_checkpoints(name: str) -> None:
     case = CASES[name]
-    calls, kept, peak, _ = measure(case, OWN, {})
-    found, ours_kept, ours_peak, recomputed = measure(case, CHECKPOINTINGS[0], UNITS)
+    calls, live_bytes, peak, _ = measure(case, MODEL_CHECKPOINTS, {})
+    found, engine_live, engine_peak, recomputed = measure(case, CHECKPOINTINGS[0], UNITS)
     assert found == calls
     assert calls[1] == recomputed > 0
-    assert ours_kept <= kept
-    assert ours_peak <= peak
+    assert engine_live <= live_bytes
+    assert engine_peak <= peak
 
 
 def test_checkpoint_count_recomputes_first_blocks() -> None:
     """Each further block is computed once more, and saves less."""
-    case, kept, peaks = CASES["gpt"], [], []
+    case, live_bytes, peaks = CASES["gpt"], [], []
     for count in range(5):
         calls, now, peak, recomputed = measure(case, CHECKPOINTINGS[0], {"checkpoint": count})
         assert (calls, recomputed) == ((4, count), count)
-        kept.append(now)
+        live_bytes.append(now)
         peaks.append(peak)
-    assert kept == sorted(set(kept), reverse=True)
+    assert live_bytes == sorted(set(live_bytes), reverse=True)
     assert peaks == sorted(peaks, reverse=True)
 
 
-@pytest.mark.parametrize("own", [c for c in CHECKPOINTINGS if c.mode != "none"], ids=str)
-def test_model_with_own_checkpoints_is_not_wrapped_twice(own: Checkpointing) -> None:
+@pytest.mark.parametrize("checkpointing", [c for c in CHECKPOINTINGS if c.mode != "none"], ids=str)
+def test_model_with_own_checkpoints_is_not_wrapped_twice(checkpointing: Checkpointing) -> None:
     case = CASES["gpt"]
-    calls, _, _, recomputed = measure(case, own, UNITS)
-    if own.place == "block":
+    calls, _, _, recomputed = measure(case, checkpointing, UNITS)
+    if checkpointing.place == "block":
         assert (calls, recomputed) == ((4, 4), 0)
     else:
         assert (calls, recomputed) == ((4, 4), 4)
     batches = case.batches(4)
-    expected = train_exactly(case.build(own), batches, make_config(), groups=case.groups)
+    expected = train_exactly(case.build(checkpointing), batches, make_config(), groups=case.groups)
     for device in ("cpu", "fake"):
         config = make_config(ON_DISK, activations=TO_DISK)
         found = train(
-            case.build(own), batches, config, device=make_device(device), groups=case.groups
+            case.build(checkpointing),
+            batches,
+            config,
+            device=make_device(device),
+            groups=case.groups,
         )
         assert found.differences(expected) == []
         assert found.report is not None
@@ -194,7 +203,7 @@ class Deep(nn.Module):
 
 
 ROWS = 1024
-WIDE = ROWS * 64 * 4
+INPUT_BYTES = ROWS * 64 * 4
 
 
 def deep_case() -> Case:
@@ -208,7 +217,7 @@ def deep_case() -> Case:
 @pytest.mark.parametrize("device", ["cpu", "fake"])
 def test_offloaded_inputs_leave_device_memory(device: str) -> None:
     case = deep_case()
-    kept, peaks = {}, {}
+    live_inputs, peaks = {}, {}
     for name, activations in {
         "plain": {},
         "units": UNITS,
@@ -228,36 +237,36 @@ def test_offloaded_inputs_leave_device_memory(device: str) -> None:
                     store._allocate(0)  # let all outgoing copies finish
                     while store._outgoing:
                         store.poll()
-                kept[name] = live.now() / WIDE
+                live_inputs[name] = live.now() / INPUT_BYTES
                 engine.backward(loss)
-            peaks[name] = live.peak / WIDE
-    assert kept["plain"] > 16
-    assert 15 < kept["units"] < 18, "the input of every block"
-    assert kept["disk"] < 1.5
+            peaks[name] = live.peak / INPUT_BYTES
+    assert live_inputs["plain"] > 16
+    assert 15 < live_inputs["units"] < 18, "the input of every block"
+    assert live_inputs["disk"] < 1.5
     assert peaks["units"] > 17
     assert peaks["disk"] < 8, "the block that computes, and those on their way"
 
 
-class Noisy(Gpt):
+class WithDropout(Gpt):
     """Dropout in every block: recomputation must draw the same numbers."""
 
-    def __init__(self, own: Checkpointing) -> None:
-        super().__init__(own)
+    def __init__(self, checkpointing: Checkpointing) -> None:
+        super().__init__(checkpointing)
         for block in self.blocks:
             block.down = nn.Sequential(block.down, nn.Dropout(0.3))
 
 
 def test_recomputation_replays_random_numbers() -> None:
-    case = Case("noisy", Noisy, CASES["gpt"].batch)
+    case = Case("noisy", WithDropout, CASES["gpt"].batch)
     torch.manual_seed(5)
-    expected = train_exactly(case.build(OWN), case.batches(4), make_config())
+    expected = train_exactly(case.build(MODEL_CHECKPOINTS), case.batches(4), make_config())
     for device, activations in (("cpu", UNITS), ("fake", TO_DISK)):
         torch.manual_seed(5)
         found = run(case, device, activations)
         assert found.differences(expected) == []
 
 
-class Counting(nn.Module):
+class BufferBlock(nn.Module):
     """Block that changes buffers in place, replaces and shares them, and reads some."""
 
     def __init__(self) -> None:
@@ -280,12 +289,12 @@ class Counting(nn.Module):
         return x + (y if before is None else y - 0.1 * before)
 
 
-class Counts(nn.Module):
+class BufferModel(nn.Module):
     """Model that calls its second block twice."""
 
-    def __init__(self, own: Checkpointing) -> None:
+    def __init__(self, checkpointing: Checkpointing) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Counting() for _ in range(3))
+        self.blocks = nn.ModuleList(BufferBlock() for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
         for block in (*self.blocks, self.blocks[1]):
@@ -306,7 +315,7 @@ def test_module_added_after_init_updates_buffers_once(tmp_path: Path) -> None:
 def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
     """Buffers and gradients equal those of plain torch without recomputation, bit for bit."""
     rows = [torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(5)]
-    case = Case("counts", Counts, lambda index: Batch((rows[index],)))
+    case = Case("counts", BufferModel, lambda index: Batch((rows[index],)))
     computation = {"gradient_accumulation_steps": micro_batches}
     plain = case.build()
     expected = train_exactly(plain, case.batches(4), make_config(**computation))
@@ -315,29 +324,31 @@ def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
         config = make_config(ON_DISK, activations=OFFLOADS[offload], **computation)
         found = train(model, case.batches(4), config, device=make_device(device))
         assert found.differences(expected) == []
-        for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-            assert same_bits(mine.cpu(), theirs), name
+        for (name, buffer), expected_buffer in zip(
+            model.named_buffers(), plain.buffers(), strict=True
+        ):
+            assert same_bits(buffer.cpu(), expected_buffer), name
         assert model.blocks[0].inner.shared is model.blocks[0].calls
         model = case.build()
         with Run(model, config, device=make_device(device)) as run:
-            again, before = case.batch(4).call(run.engine), dict(model.named_buffers())
-            run.engine.backward(again)
+            loss, before = case.batch(4).call(run.engine), dict(model.named_buffers())
+            run.engine.backward(loss)
             assert all(value is before[name] for name, value in model.named_buffers())
 
 
-class Squashed(nn.Linear):
+class TanhLinear(nn.Linear):
     """Block whose weight is computed by its pre-hook, which changes buffers."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).tanh()
 
 
-class Adversary(nn.Module):
+class TwoForwards(nn.Module):
     """Model that runs two forwards of each block before the backward."""
 
     def __init__(self, norm: Callable[..., Any]) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(norm(Squashed(WIDTH, WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(norm(TanhLinear(WIDTH, WIDTH)) for _ in range(3))
         self.head = norm(nn.LSTM(WIDTH, 4, batch_first=True), "weight_hh_l0")
 
     def forward(self, real: Tensor) -> Tensor:
@@ -353,7 +364,7 @@ class Adversary(nn.Module):
 @pytest.mark.parametrize("activations", [{}, UNITS, TO_DISK], ids=["plain", "units", "disk"])
 def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[str, Any]) -> None:
     rows = [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
-    case = Case("adversary", lambda _: Adversary(norm), lambda index: Batch((rows[index],)))
+    case = Case("adversary", lambda _: TwoForwards(norm), lambda index: Batch((rows[index],)))
     plain = case.build()
     expected = train_exactly(plain, case.batches(3), make_config())
     for device in ("cpu", "fake"):
@@ -363,8 +374,10 @@ def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[
                 assert model.blocks[0].weight.isnan().all()
             assert train_on(run.engine, case.batches(3)).differences(expected) == []
             run.engine.close(restore=True)
-        for (name, mine), theirs in zip(model.named_buffers(), plain.buffers(), strict=True):
-            assert same_bits(mine.cpu(), theirs), name
+        for (name, buffer), expected_buffer in zip(
+            model.named_buffers(), plain.buffers(), strict=True
+        ):
+            assert same_bits(buffer.cpu(), expected_buffer), name
         model.eval()
         assert same_bits(model(rows[0]).detach(), plain.eval()(rows[0]).detach())
 
@@ -372,9 +385,9 @@ def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[
 def test_recomputation_restores_autocast() -> None:
     case = CASES["gpt"]
     results = []
-    for own, activations in ((OWN, {}), (CHECKPOINTINGS[0], TO_DISK)):
+    for checkpointing, activations in ((MODEL_CHECKPOINTS, {}), (CHECKPOINTINGS[0], TO_DISK)):
         config = make_config(ON_DISK, activations=activations)
-        with Run(case.build(own), config, device="cpu", groups=case.groups) as run:
+        with Run(case.build(checkpointing), config, device="cpu", groups=case.groups) as run:
             losses = []
             for index in range(3):
                 with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -444,7 +457,7 @@ def test_no_grad_forward_saves_and_recomputes_nothing() -> None:
         assert components(run.engine).activations.num_saved == 0
 
 
-class Keyed(nn.Module):
+class NestedInputs(nn.Module):
     """Block that takes tensors in nested arguments, and writes to a cache as in transformers."""
 
     def __init__(self) -> None:
@@ -482,20 +495,20 @@ class Caching(nn.Module):
         super().__init__()
         self.use_cache = use_cache
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.blocks = nn.ModuleList(Keyed() for _ in range(3))
+        self.blocks = nn.ModuleList(NestedInputs() for _ in range(3))
 
     def forward(self, x: Tensor, cache: Cache | None = None) -> Tensor:
         x, total = self.first(x), torch.zeros(())
         shared = x.cos()
         for block in self.blocks:
-            x, more = block(
+            x, extra = block(
                 hidden=x,
                 pair=(shared, [shared]),
                 options={"scale": x.sigmoid(), "name": "block"},
                 past_key_values=cache,
                 use_cache=self.use_cache,
             )
-            total = total + more["x"].square().mean()
+            total = total + extra["x"].square().mean()
         return total + x.square().mean()
 
 

@@ -25,29 +25,29 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 FAMILY = FAMILIES["llama"]
 
 
-def adapted(model: Any, copied: list[str]) -> Any:
+def add_lora(model: Any, modules_to_save: list[str]) -> Any:
     torch.manual_seed(11)
-    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
-                             modules_to_save=copied, task_type="CAUSAL_LM")  # fmt: skip
-    return peft.get_peft_model(model, wanted)
+    lora_config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
+                             modules_to_save=modules_to_save, task_type="CAUSAL_LM")  # fmt: skip
+    return peft.get_peft_model(model, lora_config)
 
 
-def on_experts(model: Any) -> Any:
+def add_expert_lora(model: Any) -> Any:
     torch.manual_seed(11)
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    wanted = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks)
-    return peft.get_peft_model(model, wanted)
+    lora_config = peft.LoraConfig(r=2, target_modules=["q_proj"], target_parameters=stacks)
+    return peft.get_peft_model(model, lora_config)
 
 
-def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
+def save_adapters(count: int, folder: Path, kind: str) -> dict[str, bytes]:
     """Return the saved files after a step of two batches."""
     nvme = folder / "nvme"
     nvme.mkdir(parents=True)
     config = make_config(("disk", "host", "disk"), gradient_accumulation_steps=2 // count)
     if kind == "llama":
-        models = [adapted(FAMILY.build(), ["lm_head"]) for _ in range(count)]
+        models = [add_lora(FAMILY.build(), ["lm_head"]) for _ in range(count)]
     else:
-        models = [on_experts(FAMILIES[kind].build()) for _ in range(count)]
+        models = [add_expert_lora(FAMILIES[kind].build()) for _ in range(count)]
         config = {**config, "frozen": {"format": "nf4"}}
 
     def work(ranks: DistContext) -> list[Path]:
@@ -56,12 +56,12 @@ def saved(count: int, folder: Path, kind: str) -> dict[str, bytes]:
                 engine.backward(engine(**batch).loss)
                 engine.step()
             files = save_pretrained(engine, folder / "saved")
-            in_the_way = folder / "a file"
-            in_the_way.touch()
+            existing_file = folder / "a file"
+            existing_file.touch()
             with pytest.raises((InfinityError, OSError)):
-                save_pretrained(engine, in_the_way)
-            again = save_pretrained(engine, folder / "again")
-            assert [path.name for path in again] == [path.name for path in files]
+                save_pretrained(engine, existing_file)
+            second_save = save_pretrained(engine, folder / "again")
+            assert [path.name for path in second_save] == [path.name for path in files]
             return files
 
     for files in on_ranks(count, work):
@@ -84,7 +84,7 @@ def test_transformers_files_are_read_once_across_ranks(
     plain.save_pretrained(source)
     models = [load_model(source) for _ in range(2)]
     if kind == "llama with adapters":
-        models = [adapted(model, []) for model in models]
+        models = [add_lora(model, []) for model in models]
     config = make_config(("host", "host", "host"))
     nvme = tmp_path / "nvme"
     nvme.mkdir()
@@ -107,5 +107,5 @@ def test_transformers_files_are_read_once_across_ranks(
 @pytest.mark.parametrize("kind", ["llama", "gpt_oss"])
 def test_adapter_files_match_single_rank(kind: str, tmp_path: Path) -> None:
     """Also of expert stacks in 4 bits, of which each rank stores a shard."""
-    alone, together = saved(1, tmp_path / "1", kind), saved(2, tmp_path / "2", kind)
-    assert together == alone
+    of_one, of_two = save_adapters(1, tmp_path / "1", kind), save_adapters(2, tmp_path / "2", kind)
+    assert of_two == of_one

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from parity.test_axes import AXES, GROUPS, MANY, check, pairwise, possible
+from parity.test_axes import AXES, GROUPS, RANK_COUNTS, check, pairwise, possible
 
 
-@pytest.mark.parametrize("ranks", MANY)
+@pytest.mark.parametrize("ranks", RANK_COUNTS)
 def test_pairwise_rows_cover_all_axis_pairs(ranks: int) -> None:
     rows = pairwise(ranks=ranks)
     assert all(possible(row) and row["ranks"] == ranks for row in rows)
@@ -25,7 +25,7 @@ def test_pairwise_rows_cover_all_axis_pairs(ranks: int) -> None:
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("group", range(GROUPS))
-@pytest.mark.parametrize("ranks", MANY)
+@pytest.mark.parametrize("ranks", RANK_COUNTS)
 def test_axis_pairs_match_plain_torch(ranks: int, group: int) -> None:
     rows = pairwise(ranks=ranks)[group::GROUPS]
     problems = {str(row): found for i, row in enumerate(rows) if (found := check(row, i))}

@@ -31,10 +31,10 @@ WIDTH, DEPTH = 64, 6
 class Chain(nn.Module):
     """Model of consecutive blocks; with `more` each has a parameter that nothing uses."""
 
-    def __init__(self, *, more: bool = False) -> None:
+    def __init__(self, *, with_unused: bool = False) -> None:
         super().__init__()
         self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
-        for block in self.blocks if more else ():
+        for block in self.blocks if with_unused else ():
             block.never = nn.Parameter(torch.zeros(3))
         generator = torch.Generator().manual_seed(0)  # torch's own is shared by threads
         for parameter in self.parameters():
@@ -46,7 +46,7 @@ class Chain(nn.Module):
         return x.square().mean()
 
 
-def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[Any]:
+def log_of_last_micro_batch(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[Any]:
     """Return the log of the last micro-batch, with ("computes", n) where the n-th block computes.
 
     This micro-batch is the second of its step: no update is in flight, which would publish units at
@@ -55,13 +55,13 @@ def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[An
     assert isinstance(ranks, ThreadRanks)
     model = Chain()
 
-    def computes(number: int, output: Tensor) -> None:
+    def log_compute(number: int, output: Tensor) -> None:
         ranks.log.append(("computes", number))
         if output.requires_grad:
             output.register_hook(lambda _: ranks.log.append(("computes", number)))
 
     for number, block in enumerate(model.blocks):
-        block.register_forward_hook(lambda _, __, output, n=number: computes(n, output))
+        block.register_forward_hook(lambda _, __, output, n=number: log_compute(n, output))
     config = {**config, "gradient_accumulation_steps": 2}
     with make_engine(ranks, model, config, folder) as engine:
         for micro_batch in range(4):
@@ -72,52 +72,56 @@ def trained(ranks: DistContext, folder: Path, config: dict[str, Any]) -> list[An
         return list(ranks.log)
 
 
-def between(log: list[Any], kind: str) -> list[list[Any]]:
+def logged_during(log: list[Any], kind: str) -> list[list[Any]]:
     """Return, for each operation of a kind, what was logged while it was in flight."""
     found = []
-    for at, (what, number) in enumerate(log):
+    for position, (what, number) in enumerate(log):
         if what == kind:
-            found.append(log[at + 1 : log.index(("over", number))])
+            found.append(log[position + 1 : log.index(("over", number))])
     return found
 
 
 def test_all_gather_overlaps_compute(tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), prefetch_units=1)
-    for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
-        gathers = between(log, "all_gather")
+    for log in on_ranks(2, partial(log_of_last_micro_batch, folder=tmp_path, config=config)):
+        gathers = logged_during(log, "all_gather")
         # All blocks but the three in slots: for the forward, and, except the first, for backward.
         assert len(gathers) == 2 * (DEPTH - 3) - 1
-        meetings = [[doing for what, doing in during if what == "meets"] for during in gathers]
-        assert all(meetings), "none is waited for where it starts"
+        barriers = [[doing for what, doing in during if what == "meets"] for during in gathers]
+        assert all(barriers), "none is waited for where it starts"
         assert all(any(what == "computes" for what, _ in during) for during in gathers)
 
 
 @pytest.mark.parametrize("slices", [1, 2])
 def test_gradient_exchange_overlaps_compute(slices: int, tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), activations={"slices": slices})
-    for log in on_ranks(2, partial(trained, folder=tmp_path, config=config)):
-        exchanges = between(log, "all_to_all")
+    for log in on_ranks(2, partial(log_of_last_micro_batch, folder=tmp_path, config=config)):
+        exchanges = logged_during(log, "all_to_all")
         assert len(exchanges) == DEPTH
-        beside = [any(what == "computes" for what, _ in during) for during in exchanges]
-        assert sum(beside) == DEPTH - 2, "all but the last two, which the backward's end waits for"
-        under_way = [sum(what == "all_to_all" for what, _ in during) for during in exchanges]
-        assert max(under_way) <= 2 - slices, "two at a time, or one: there are so many buffers"
+        overlapped = [any(what == "computes" for what, _ in during) for during in exchanges]
+        assert sum(overlapped) == DEPTH - 2, (
+            "all but the last two, which the backward's end waits for"
+        )
+        concurrent = [sum(what == "all_to_all" for what, _ in during) for during in exchanges]
+        assert max(concurrent) <= 2 - slices, "two at a time, or one: there are so many buffers"
 
 
 def test_one_synchronization_per_unit_use(tmp_path: Path) -> None:
-    for log in on_ranks(2, partial(trained, folder=tmp_path, config=make_config())):
-        met = Counter(str(doing).split()[0] for what, doing in log if what == "meets")
-        assert met["uses"] == 2 * DEPTH - 2, "the last is used once for both, the first not again"
-        assert met["ends"] <= 4
+    for log in on_ranks(2, partial(log_of_last_micro_batch, folder=tmp_path, config=make_config())):
+        barriers = Counter(str(doing).split()[0] for what, doing in log if what == "meets")
+        assert barriers["uses"] == 2 * DEPTH - 2, (
+            "the last is used once for both, the first not again"
+        )
+        assert barriers["ends"] <= 4
 
 
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("unsharded", [False, True])
 @pytest.mark.parametrize("tier", ["host", "disk", "device"])
 def test_unsharded_weights_are_gathered_once_per_step(
-    whole: bool, tier: str, tmp_path: Path
+    unsharded: bool, tier: str, tmp_path: Path
 ) -> None:
     config = make_config((tier, "host", "host"), gradient_accumulation_steps=2, prefetch_units=1)
-    config["placement"]["reshard_after_forward"] = not whole
+    config["placement"]["reshard_after_forward"] = not unsharded
     batches = GPT.batches(12)
     expected = train_exactly(
         GPT.build(), batches, {**config, "gradient_accumulation_steps": 4}, groups=GPT.groups
@@ -129,13 +133,13 @@ def test_unsharded_weights_are_gathered_once_per_step(
     assert found.plan is not None
     assert found.report is not None
     assert found.report.moved == found.forecast
-    assert found.plan.zero_stage == 3 - whole
+    assert found.plan.zero_stage == 3 - unsharded
     shards = sum(unit.shard_bytes for unit in found.plan.local_units)
     blocks = 8 * max(
         map(sum, zip(*(u.num_reported_squares for u in found.plan.units), strict=True))
     )
     gathers = (found.report.moved["all_gather"] - blocks) / shards
-    assert (gathers == 1) if whole else (gathers > 1)
+    assert (gathers == 1) if unsharded else (gathers > 1)
 
 
 def test_unit_evicted_on_one_rank_is_gathered_on_all(tmp_path: Path) -> None:
@@ -144,19 +148,19 @@ def test_unit_evicted_on_one_rank_is_gathered_on_all(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> tuple[int, bool]:
         with make_engine(ranks, Chain(), make_config(), tmp_path) as engine, torch.no_grad():
-            first, prefetcher, lacking = engine(x), components(engine).prefetcher, 0
+            first, prefetcher, num_evicted = engine(x), components(engine).prefetcher, 0
             for slot in prefetcher.ledger.slots if ranks.rank else ():
                 assert slot.slot_class is not None
                 if slot.owner in prefetcher._slots.evictable(slot.slot_class):
                     with prefetcher.ledger.changed:
                         prefetcher._slots.try_evict(slot.owner)
                     slot.memory.fill_(255)
-                    lacking += 1
-            return lacking, torch.equal(engine(x), first)
+                    num_evicted += 1
+            return num_evicted, torch.equal(engine(x), first)
 
-    (none, same), (some, there) = on_ranks(2, work)
-    assert (none, same, there) == (0, True, True)
-    assert some > 1
+    (none_evicted, equal), (num_evicted, equal_after_eviction) = on_ranks(2, work)
+    assert (none_evicted, equal, equal_after_eviction) == (0, True, True)
+    assert num_evicted > 1
 
 
 def test_frozen_weights_are_gathered_once(tmp_path: Path) -> None:
@@ -183,8 +187,8 @@ def planned(device: int | None, unsharded: bool | None = None, **placement: str)
         replace(lay_out(i, f"unit {i}", facts, FP32, ranks=4), index=i) for i in range(10)
     )
     reshards = None if unsharded is None else not unsharded
-    wishes = {"reshard_after_forward": reshards, **placement}
-    config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": wishes})
+    placement_config = {"reshard_after_forward": reshards, **placement}
+    config = load_config({"precision": "fp32", "prefetch_units": 1, "placement": placement_config})
     return make_plan(units, config, Limits(device, None, None), unified=False)
 
 
@@ -193,18 +197,18 @@ def test_plan_keeps_fitting_units_unsharded() -> None:
     unlimited, unit = planned(None, **host), 1 << 20
     assert unlimited.zero_stage == 2
     assert "gathered once after each update" in unlimited.describe()
-    moving = planned(None, unsharded=False, **host)
-    assert moving.zero_stage == 3
-    (slots,) = moving.slot_classes
+    sharded = planned(None, unsharded=False, **host)
+    assert sharded.zero_stage == 3
+    (slots,) = sharded.slot_classes
     assert (slots.slot_bytes, slots.count) == (unit, 3)
-    exchange = moving.memory[next(iter(moving.memory))]["exchange"]
-    room = exchange + 8 * unit  # for 8 units, out of a share of the device
-    some = planned(int(room / 0.7) + 1024, **host)
-    assert some.unsharded == frozenset(range(5))
-    assert sorted(c.count for c in some.slot_classes) == [3, 5]
-    assert some.zero_stage == 3
-    assert "weights of 5 units stay whole" in some.describe()
-    assert some.predicted_bytes["all_gather"] < moving.predicted_bytes["all_gather"]
+    exchange = sharded.memory[next(iter(sharded.memory))]["exchange"]
+    needed = exchange + 8 * unit  # for 8 units, out of a share of the device
+    limited = planned(int(needed / 0.7) + 1024, **host)
+    assert limited.unsharded == frozenset(range(5))
+    assert sorted(c.count for c in limited.slot_classes) == [3, 5]
+    assert limited.zero_stage == 3
+    assert "weights of 5 units stay whole" in limited.describe()
+    assert limited.predicted_bytes["all_gather"] < sharded.predicted_bytes["all_gather"]
 
 
 # --- errors during a gather ----------------------------------------------------------------------
@@ -224,9 +228,9 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
         model = Chain()
         with make_engine(ranks, model, config, tmp_path) as engine:
 
-            def bad(*_: Any) -> None:
-                under_way = [e.gathering for e in components(engine).prefetcher.ledger.entries]
-                assert any(under_way), "a gather goes on"
+            def raise_error(*_: Any) -> None:
+                in_flight = [e.gathering for e in components(engine).prefetcher.ledger.entries]
+                assert any(in_flight), "a gather goes on"
                 raise BadError("no more")
 
             engine.backward(engine(torch.ones(2, WIDTH)))
@@ -235,9 +239,9 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
             if ranks.rank == 1 and how == "raises":
                 block = model.blocks[2]
                 if when == "forward":
-                    block.register_forward_hook(bad)
+                    block.register_forward_hook(raise_error)
                 else:
-                    block.register_full_backward_hook(bad)
+                    block.register_full_backward_hook(raise_error)
             loss = engine(torch.ones(2, WIDTH))
             if ranks.rank == 1 and how == "leaves":
                 return
@@ -257,19 +261,19 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
 @pytest.mark.parametrize("at_the_end", [False, True])
 def test_accumulation_error_is_reported_to_all_ranks(at_the_end: bool, tmp_path: Path) -> None:
     def work(ranks: DistContext) -> None:
-        model = Chain(more=at_the_end)  # then no unit ever completes
+        model = Chain(with_unused=at_the_end)  # then no unit ever completes
         with make_engine(ranks, model, make_config(), tmp_path) as engine:
             exchange = components(engine).gradients.exchange
             assert exchange is not None
-            keep, calls = exchange._accumulate, []
+            accumulate, calls = exchange._accumulate, []
 
-            def broken(*args: Any, **options: Any) -> Any:
+            def fail_on_third_call(*args: Any, **options: Any) -> Any:
                 calls.append(args)
                 if ranks.rank == 1 and len(calls) == 3:
                     raise BadError("the drive is full")
-                return keep(*args, **options)
+                return accumulate(*args, **options)
 
-            exchange._accumulate = broken
+            exchange._accumulate = fail_on_third_call
             for _ in range(2):
                 engine.backward(engine(torch.ones(2, WIDTH)))
                 engine.step()
@@ -297,18 +301,18 @@ def test_abandoned_forward_leaves_state_unchanged(tmp_path: Path) -> None:
                 if number == 1:  # all ranks abandon it: what is in flight is dropped
                     components(engine).optimizer_pass.finish()
                     with pytest.raises(BadError):
-                        give_up(engine, batch, model)
+                        abandon_forward(engine, batch, model)
                     assert not any(e.gathering for e in entries)
                 engine.backward(batch.call(engine))
                 engine.step()
             return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
 
-    def give_up(engine: Any, batch: Any, model: nn.Module) -> None:
-        def bad(*_: Any) -> None:
+    def abandon_forward(engine: Any, batch: Any, model: nn.Module) -> None:
+        def raise_error(*_: Any) -> None:
             assert any(e.gathering for e in components(engine).prefetcher.ledger.entries)
             raise BadError("not this one")
 
-        handle = model.blocks[0].register_forward_hook(bad)
+        handle = model.blocks[0].register_forward_hook(raise_error)
         try:
             batch.call(engine)
         finally:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from ranks.test_processes import found_by, pytestmark  # noqa: F401
+from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
 from support import deepspeed_rank
 from support.models import CASES
 from support.ranks import make_engine, on_ranks
@@ -29,7 +29,7 @@ BATCH = 8  # samples of an update; a micro-batch has 2
 STEPS = 2
 
 
-def configuration(stage: int, folder: Path, **more: Any) -> dict[str, Any]:
+def make_deepspeed_config(stage: int, folder: Path, **overrides: Any) -> dict[str, Any]:
     zero: dict[str, Any] = {"stage": stage}
     if stage > 1:
         zero["offload_optimizer"] = {"device": "cpu"}
@@ -43,7 +43,7 @@ def configuration(stage: int, folder: Path, **more: Any) -> dict[str, Any]:
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01}},
         "gradient_clipping": 0.5,
         "infinity": {"chunk_size": 2048, "cpu": {"num_threads": 1}},
-        **more,
+        **overrides,
     }
 
 
@@ -64,8 +64,8 @@ def train(ranks: DistContext, models: Any, config: dict[str, Any]) -> dict[str, 
             engine.step()
             losses.append(loss.item())
         assert engine.global_samples == STEPS * BATCH
-        every = ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
-        found = {"losses": every, "norm": engine.get_global_grad_norm()}
+        all_losses = ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
+        found = {"losses": all_losses, "norm": engine.get_global_grad_norm()}
         return found | {f"master {n}": v for n, v in masters_of(engine).items()}
 
 
@@ -81,7 +81,7 @@ def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
     ("stage", "offload"), [(0, False), (1, False), (2, True), (2, False), (3, True), (3, False)]
 )
 def test_zero_stages_match_single_rank_bitwise(stage: int, offload: bool, tmp_path: Path) -> None:
-    config = configuration(stage, tmp_path)
+    config = make_deepspeed_config(stage, tmp_path)
     if not offload:
         config["zero_optimization"] = {"stage": stage}
     runs = []
@@ -99,8 +99,8 @@ def test_no_sync_extends_accumulation_window(tmp_path: Path) -> None:
     expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
 
     def work(ranks: DistContext) -> list[float | None]:
-        norms, own = [], {"groups": GPT.groups, "engine_class": DeepSpeedEngine}
-        with make_engine(ranks, models[ranks.rank], config, tmp_path, **own) as engine:
+        norms, options = [], {"groups": GPT.groups, "engine_class": DeepSpeedEngine}
+        with make_engine(ranks, models[ranks.rank], config, tmp_path, **options) as engine:
             assert isinstance(engine, DeepSpeedEngine)
             for number, batch in enumerate(batches[ranks.rank :: 2], 1):
                 last = number % 3 == 0
@@ -119,19 +119,19 @@ def test_no_sync_extends_accumulation_window(tmp_path: Path) -> None:
 
 
 def test_batch_sizes_count_all_ranks(tmp_path: Path) -> None:
-    config = configuration(1, tmp_path)
-    words = r"train_batch_size 8 is not .* 2 x gradient_accumulation_steps 1 .* x 3 processes"
+    config = make_deepspeed_config(1, tmp_path)
+    message = r"train_batch_size 8 is not .* 2 x gradient_accumulation_steps 1 .* x 3 processes"
     models = [GPT.build() for _ in range(3)]
 
     def refused(ranks: DistContext) -> None:
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             infinity.initialize(model=models[ranks.rank], config=config, ranks=ranks)
 
     on_ranks(3, refused)
 
     def changed(ranks: DistContext) -> None:
-        more = configuration(1, tmp_path, train_batch_size=12)
-        engine, *_ = infinity.initialize(model=models[ranks.rank], config=more, ranks=ranks)
+        new_config = make_deepspeed_config(1, tmp_path, train_batch_size=12)
+        engine, *_ = infinity.initialize(model=models[ranks.rank], config=new_config, ranks=ranks)
         assert isinstance(engine, infinity.DeepSpeedEngine)
         with engine:
             engine.set_train_batch_size(24)
@@ -144,19 +144,21 @@ def test_batch_sizes_count_all_ranks(tmp_path: Path) -> None:
 
 def test_deepspeed_script_on_ranks_matches_single_rank(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
-    (file := tmp_path / "ds.json").write_text(json.dumps(configuration(3, nvme)))
+    (file := tmp_path / "ds.json").write_text(json.dumps(make_deepspeed_config(3, nvme)))
     job = {"config": str(file), "samples": 24}
-    (alone,) = found_by(1, tmp_path / "alone", deepspeed_rank.main, **job)
-    found = found_by(2, tmp_path / "two", deepspeed_rank.main, **job)
+    (single,) = run_ranks(1, tmp_path / "alone", deepspeed_rank.main, **job)
+    found = run_ranks(2, tmp_path / "two", deepspeed_rank.main, **job)
     in_turn = list(itertools.chain(*zip(*(one["losses"] for one in found), strict=True)))
-    assert in_turn == alone["losses"]
+    assert in_turn == single["losses"]
     for one in found:
-        assert same(one["masters"], alone["masters"])
+        assert same(one["masters"], single["masters"])
         assert one["sizes"] == (BATCH, 2, 2)
         assert one["samples"] == 24
-        assert one["mean"] == pytest.approx(alone["mean"], rel=1e-12)
-    ours, theirs = (torch.load(tmp_path / n / "out" / "model.bin") for n in ("two", "alone"))
-    assert same(ours, theirs)
+        assert one["mean"] == pytest.approx(single["mean"], rel=1e-12)
+    ranked_model, single_model = (
+        torch.load(tmp_path / n / "out" / "model.bin") for n in ("two", "alone")
+    )
+    assert same(ranked_model, single_model)
     assert list(nvme.iterdir()) == []
 
 
@@ -166,13 +168,13 @@ def test_gathered_parameters_broadcast_and_async_save_replaces_tag(
     models = [GPT.build() for _ in range(2)]
 
     def work(ranks: DistContext) -> Any:
-        model, told = models[ranks.rank], make_config(("host", "host", "host"))
-        with make_engine(ranks, model, told, tmp_path, engine_class=DeepSpeedEngine) as engine:
-            given = list(engine.module.parameters())
-            with deepspeed.zero.GatheredParameters(given, modifier_rank=1), torch.no_grad():
-                for parameter in given if ranks.rank == 1 else ():
+        model, config = models[ranks.rank], make_config(("host", "host", "host"))
+        with make_engine(ranks, model, config, tmp_path, engine_class=DeepSpeedEngine) as engine:
+            parameters = list(engine.module.parameters())
+            with deepspeed.zero.GatheredParameters(parameters, modifier_rank=1), torch.no_grad():
+                for parameter in parameters if ranks.rank == 1 else ():
                     parameter.fill_(0.25)
-            same = {n: bool((v == 0.25).all()) for n, v in engine.state_dict().items()}
+            is_filled = {n: bool((v == 0.25).all()) for n, v in engine.state_dict().items()}
             for wait in (True, False):
                 batch = GPT.batches(2)[ranks.rank]
                 engine.backward(batch.call(engine))
@@ -181,7 +183,7 @@ def test_gathered_parameters_broadcast_and_async_save_replaces_tag(
             engine.backward(GPT.batches(2)[ranks.rank].call(engine))
             engine.step()
             engine.finish_saving()
-            return same
+            return is_filled
 
     for found in on_ranks(2, work):
         assert all(found.values()), found

@@ -39,7 +39,7 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
 }
 COUNTS = (2, 3, 4)
 # Whether weights stay unsharded, steps between commits, and the placement.
-TURNS = list(itertools.product((False, True), (1, 2), PLACEMENTS))
+VARIANTS = list(itertools.product((False, True), (1, 2), PLACEMENTS))
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +65,13 @@ def test_ranks_killed_in_commit_phases_resume(
         (0, "committed", 3),
         (1, "after committed", 1),
     ]
-    here = tmp_path / "here"
-    begins = journey(here, 2, ON_DISK | {"reshard_after_forward": True}, 1, deaths)
-    assert (here / "done").read_text() == expected(2)
+    folder = tmp_path / "here"
+    start_steps = journey(folder, 2, ON_DISK | {"reshard_after_forward": True}, 1, deaths)
+    assert (folder / "done").read_text() == expected(2)
     # The step at each start that a rank reaches: 0 without a commit; after three updates; after 4.
-    assert begins == [0, 0, 3, 4]
+    assert start_steps == [0, 0, 3, 4]
     for rank in range(2):  # the same run directory at every start
-        left = list((here / "nvme" / f"rank-{rank}").glob("infinity-run-*"))
+        left = list((folder / "nvme" / f"rank-{rank}").glob("infinity-run-*"))
         assert len(left) == 1
 
 
@@ -94,9 +94,9 @@ def test_launcher_restarts_killed_ranks(
     launcher.join(HANG_S)
     assert launcher.exitcode == 0, log.read_text()
     assert {(tmp_path / f"done-{rank}").read_text() for rank in range(2)} == {expected(2)}
-    begins = [{int((tmp_path / f"from-{n}-{r}").read_text()) for r in range(2)}
+    start_steps = [{int((tmp_path / f"from-{n}-{r}").read_text()) for r in range(2)}
               for n in range(len(steps))]  # fmt: skip
-    assert begins == [{step} for step in steps]
+    assert start_steps == [{step} for step in steps]
 
 
 # Every rank of every count at each point. The other settings rotate: each of their values occurs
@@ -112,8 +112,11 @@ KILLED = [
 @pytest.mark.big
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(
-    ("point", "count", "rank", "whole", "every", "name"),
-    [(*killed, *turn) for killed, turn in zip(KILLED, itertools.cycle(TURNS), strict=False)],
+    ("point", "count", "rank", "unsharded", "commit_every", "name"),
+    [
+        (*killed, *variant)
+        for killed, variant in zip(KILLED, itertools.cycle(VARIANTS), strict=False)
+    ],
 )
 def test_ranks_killed_at_every_commit_point_resume(
     tmp_path: Path,
@@ -121,8 +124,8 @@ def test_ranks_killed_at_every_commit_point_resume(
     point: str,
     count: int,
     rank: int,
-    whole: bool,
-    every: int,
+    unsharded: bool,
+    commit_every: int,
     name: str,
 ) -> None:
     """The first process is killed; the second resumes and is killed as well."""
@@ -130,7 +133,13 @@ def test_ranks_killed_at_every_commit_point_resume(
     deaths: list[Death | int | None] = [(rank, point, nth), (rank, "prepared", 1)]
     if "repaired" in point:
         deaths.insert(0, (rank, "prepared", 2))
-    journey(tmp_path, count, PLACEMENTS[name] | {"reshard_after_forward": not whole}, every, deaths)
+    journey(
+        tmp_path,
+        count,
+        PLACEMENTS[name] | {"reshard_after_forward": not unsharded},
+        commit_every,
+        deaths,
+    )
     assert (tmp_path / "done").read_text() == expected(count)
 
 
@@ -140,15 +149,20 @@ def test_ranks_killed_at_every_commit_point_resume(
 def test_ranks_killed_at_random_lines_resume(
     tmp_path: Path, expected: Callable[[int], str], count: int
 ) -> None:
-    draw = random.Random(count)
-    for whole, every, name in TURNS:
-        lines = [draw.randrange(5_000, 80_000) for _ in range(4)]
-        here, placement = (
-            tmp_path / f"{whole}-{every}-{name}",
-            PLACEMENTS[name] | {"reshard_after_forward": not whole},
+    rng = random.Random(count)
+    for unsharded, commit_every, name in VARIANTS:
+        lines = [rng.randrange(5_000, 80_000) for _ in range(4)]
+        folder, placement = (
+            tmp_path / f"{unsharded}-{commit_every}-{name}",
+            PLACEMENTS[name] | {"reshard_after_forward": not unsharded},
         )
-        journey(here, count, placement, every, [*lines])
-        assert (here / "done").read_text() == expected(count), (whole, every, name, lines)
+        journey(folder, count, placement, commit_every, [*lines])
+        assert (folder / "done").read_text() == expected(count), (
+            unsharded,
+            commit_every,
+            name,
+            lines,
+        )
 
 
 # --- what a start finds --------------------------------------------------------------------------
@@ -163,28 +177,28 @@ def train_durably(
     load: Path | None = None,
     optimizer: Maker | None = None,
     before_step: Callable[[Engine], None] = lambda _: None,
-    together: int = 2,
-    **more: Any,
+    batches_per_step: int = 2,
+    **overrides: Any,
 ) -> dict[str, Tensor]:
     """Train ranks in threads, from where they resume, up to a step; return the masters.
 
     A step has `together` micro-batches over all ranks.
     """
     config = make_config(("disk", "host", "disk"), precision="bf16", seed=5)
-    config |= {"durable": True, "commit_every": 1} | more
-    config["gradient_accumulation_steps"] = max(1, together // count)
+    config |= {"durable": True, "commit_every": 1} | overrides
+    config["gradient_accumulation_steps"] = max(1, batches_per_step // count)
     if optimizer is not None:
         config.pop("optimizer")
-    own = {} if optimizer is None else {"optimizer": optimizer}
+    options = {} if optimizer is None else {"optimizer": optimizer}
     models = [CASE.build() for _ in range(count)]
-    batches = CASE.batches(steps * together)
+    batches = CASE.batches(steps * batches_per_step)
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models[ranks.rank]
-        with make_engine(ranks, model, config, folder, groups=CASE.groups, **own) as engine:
+        with make_engine(ranks, model, config, folder, groups=CASE.groups, **options) as engine:
             if load is not None:
                 engine.load_checkpoint(load)
-            for batch in batches[engine.global_steps * together :][ranks.rank :: count]:
+            for batch in batches[engine.global_steps * batches_per_step :][ranks.rank :: count]:
                 engine.backward(batch.call(engine))
                 before_step(engine)
                 engine.step()
@@ -193,10 +207,10 @@ def train_durably(
     return on_ranks(count, work)[0]
 
 
-train_six = partial(train_durably, together=6)  # divisible among one, two or three ranks
+train_six = partial(train_durably, batches_per_step=6)  # divisible among one, two or three ranks
 
 
-def parts_of(folder: Path, rank: int) -> list[Path]:
+def run_dirs(folder: Path, rank: int) -> list[Path]:
     return list((folder / f"rank-{rank}").glob("infinity-run-*"))
 
 
@@ -206,7 +220,7 @@ def test_last_commit_loads_on_other_rank_count(tmp_path: Path) -> None:
         folder.mkdir()
     expected = train_six(1, third, 6)
     train_six(3, first, 2)
-    (own,) = parts_of(first, 0)
+    (run_dir,) = run_dirs(first, 0)
     with pytest.raises(
         ConfigError, match="it is of 3 ranks, this run has 2: start that number"
     ) as caught:
@@ -214,16 +228,16 @@ def test_last_commit_loads_on_other_rank_count(tmp_path: Path) -> None:
     assert "engine.load_checkpoint of that directory" in str(caught.value)
     with pytest.raises(ConfigError, match="it is of 3 ranks, this run has 1"):
         train_six(1, first, 4, resume="auto")
-    train_six(2, second, 4, load=own)
-    (other,) = parts_of(second, 1)
-    (there,) = third.glob("infinity-run-*")
-    with DurableReader(other) as two, DurableReader(there) as one:
+    train_six(2, second, 4, load=run_dir)
+    (other_dir,) = run_dirs(second, 1)
+    (single_dir,) = third.glob("infinity-run-*")
+    with DurableReader(other_dir) as two, DurableReader(single_dir) as one:
         assert two.streams == one.streams
         assert list(two.verify()) == []
         assert {path.parent.name for path in two.directories} == {"rank-0", "rank-1"}
     code, out, _ = run("verify", second)
     assert code == 0
-    assert f"{parts_of(second, 0)[0]}: sound" in out
+    assert f"{run_dirs(second, 0)[0]}: sound" in out
     found = train_six(2, second, 6, resume="auto")
     assert found.keys() == expected.keys()
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
@@ -233,32 +247,32 @@ def test_commit_waits_until_all_ranks_prepared(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the next pass would overwrite the only complete step of a rank killed before that."""
-    prepare, commit, meet = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.synchronize
+    prepare, commit, synchronize = CommitFiles.prepare, CommitFiles.commit, ThreadRanks.synchronize
     arrived: dict[str, threading.Event] = defaultdict(threading.Event)  # reached by rank 0, by step
     prepared = set()
 
     def rank_of(files: CommitFiles) -> str:
         return files._directory.parent.name
 
-    def prepares(files: CommitFiles, record: CommitRecord) -> None:
+    def wait_and_prepare(files: CommitFiles, record: CommitRecord) -> None:
         if rank_of(files) == "rank-1":
             assert arrived[f"commits update {record.step}"].wait(HANG_S)
         prepare(files, record)
         prepared.add((rank_of(files), record.step))
 
-    def commits(files: CommitFiles, record: CommitRecord) -> None:
+    def check_and_commit(files: CommitFiles, record: CommitRecord) -> None:
         arrived[f"commits update {record.step}"].set()
         assert {(f"rank-{rank}", record.step) for rank in range(2)} <= prepared
         commit(files, record)
 
-    def meets(ranks: ThreadRanks, doing: str, *notes: int, **error: Any) -> Any:
+    def record_synchronize(ranks: ThreadRanks, doing: str, *notes: int, **error: Any) -> Any:
         if ranks.rank == 0:
             arrived[doing].set()
-        return meet(ranks, doing, *notes, **error)
+        return synchronize(ranks, doing, *notes, **error)
 
-    monkeypatch.setattr(CommitFiles, "prepare", prepares)
-    monkeypatch.setattr(CommitFiles, "commit", commits)
-    monkeypatch.setattr(ThreadRanks, "synchronize", meets)
+    monkeypatch.setattr(CommitFiles, "prepare", wait_and_prepare)
+    monkeypatch.setattr(CommitFiles, "commit", check_and_commit)
+    monkeypatch.setattr(ThreadRanks, "synchronize", record_synchronize)
     train_durably(2, tmp_path, 2)
     assert ("rank-1", 2) in prepared
 
@@ -274,32 +288,32 @@ def test_torch_optimizer_state_is_committed(tmp_path: Path, name: str) -> None:
     for count in (1, 2):
         train_six(count, folders[count], 1, optimizer=optimizer)
         train_six(count, folders[count], 2, optimizer=optimizer, resume="auto")
-    (own,) = parts_of(folders[2], 0)
+    (run_dir,) = run_dirs(folders[2], 0)
     for values in (
         train_six(1, folders[1], 3, optimizer=optimizer, resume="auto"),
-        train_six(3, folders[3], 3, load=own, optimizer=optimizer),
+        train_six(3, folders[3], 3, load=run_dir, optimizer=optimizer),
     ):
         assert [n for n, v in values.items() if not torch.equal(v, expected[n])] == []
 
 
 def test_rank_with_missing_shards_is_named(tmp_path: Path) -> None:
     train_durably(2, tmp_path, 2)
-    (own,) = parts_of(tmp_path, 1)
-    own.rename(tmp_path / "away")
-    words = r"cannot be resumed: rank 1 found no directory of it below .* that fits"
-    for resume in ("auto", str(parts_of(tmp_path, 0)[0])):
-        with pytest.raises(ConfigError, match=words):
+    (run_dir,) = run_dirs(tmp_path, 1)
+    run_dir.rename(tmp_path / "away")
+    message = r"cannot be resumed: rank 1 found no directory of it below .* that fits"
+    for resume in ("auto", str(run_dirs(tmp_path, 0)[0])):
+        with pytest.raises(ConfigError, match=message):
             train_durably(2, tmp_path, 2, resume=resume)
     with pytest.raises(CheckpointError, match="the directories of rank 1 are missing"):
-        DurableReader(parts_of(tmp_path, 0)[0])
-    (tmp_path / "away").rename(own)
+        DurableReader(run_dirs(tmp_path, 0)[0])
+    (tmp_path / "away").rename(run_dir)
     with pytest.raises(ConfigError, match="it is of 2 ranks, this run has 4"):
         train_durably(4, tmp_path, 2, resume="auto")
     train_durably(2, tmp_path, 2)  # a second run next to it
     with pytest.raises(ConfigError, match="2 durable runs fit the model"):
         train_durably(2, tmp_path, 3, resume="auto")
-    expected = train_durably(2, tmp_path, 3, resume=str(own))
-    found = train_durably(2, tmp_path, 3, resume=str(own))
+    expected = train_durably(2, tmp_path, 3, resume=str(run_dir))
+    found = train_durably(2, tmp_path, 3, resume=str(run_dir))
     assert [n for n, value in found.items() if not torch.equal(value, expected[n])] == []
 
 
@@ -326,26 +340,26 @@ def test_swapped_rank_shards_are_rejected_by_name(tmp_path: Path) -> None:
 
 
 def test_leftovers_of_dead_ranks_are_removed(tmp_path: Path) -> None:
-    left = [tmp_path, *(tmp_path / f"rank-{rank}" for rank in range(4))]
+    leftovers = [tmp_path, *(tmp_path / f"rank-{rank}" for rank in range(4))]
     dead = []
-    for path in left:
+    for path in leftovers:
         path.mkdir(exist_ok=True)
         scratch = Scratch.create(path)
         scratch._lock.close()  # as when a process is killed
         dead.append(scratch.directory)
     train_durably(2, tmp_path, 1)
     assert [path for path in dead if path.exists()] == []
-    assert all(parts_of(tmp_path, rank) for rank in range(2))
+    assert all(run_dirs(tmp_path, rank) for rank in range(2))
 
 
 def test_ranks_without_common_commit_are_rejected(tmp_path: Path) -> None:
     """The files of one rank are set back, as if restored from a copy of its drive."""
     train_durably(2, tmp_path, 2)
-    (own,) = parts_of(tmp_path, 1)
-    shutil.copytree(own, tmp_path / "copy")
+    (run_dir,) = run_dirs(tmp_path, 1)
+    shutil.copytree(run_dir, tmp_path / "copy")
     train_durably(2, tmp_path, 5, resume="auto")
     for name in COMMIT_NAMES:
-        shutil.copy(tmp_path / "copy" / name, own / name)
+        shutil.copy(tmp_path / "copy" / name, run_dir / name)
     with pytest.raises(
         CheckpointError, match=r"no commit in common: rank 0 has 5 .* rank 1 has 2 "
     ):
@@ -362,8 +376,8 @@ def test_directory_of_other_rank_is_rejected(tmp_path: Path, how: str) -> None:
         (tmp_path / "away").rename(first)
     else:
         shutil.copytree(first, second)
-    given = parts_of(tmp_path, 0)[0]
-    for resume in ("auto", str(given)):
+    run_dir = run_dirs(tmp_path, 0)[0]
+    for resume in ("auto", str(run_dir)):
         with pytest.raises(ConfigError, match="holds the shards of rank 0, not of rank 1"):
             train_durably(2, tmp_path, 3, resume=resume)
 
@@ -378,24 +392,24 @@ def test_ranks_of_different_histories_are_rejected(tmp_path: Path) -> None:
         train_durably(2, folder, 4, resume="auto")
     shutil.rmtree(one / "rank-1")
     shutil.copytree(other / "rank-1", one / "rank-1")
-    words = r"no commit in common: rank 0 has 4 \(update 4, start "
-    with pytest.raises(CheckpointError, match=words):
+    message = r"no commit in common: rank 0 has 4 \(update 4, start "
+    with pytest.raises(CheckpointError, match=message):
         train_durably(2, one, 5, resume="auto")
-    with pytest.raises(CheckpointError, match=words):
-        DurableReader(parts_of(one, 0)[0])
+    with pytest.raises(CheckpointError, match=message):
+        DurableReader(run_dirs(one, 0)[0])
 
 
 def test_ranks_ending_at_different_steps_resume_at_common_step(tmp_path: Path) -> None:
     """One fails in a step after the barrier: when it closes, it prepares the step before."""
-    (whole := tmp_path / "whole").mkdir()
-    expected = train_durably(2, whole, 4)
+    (sound := tmp_path / "whole").mkdir()
+    expected = train_durably(2, sound, 4)
 
-    def lose(*_: Any) -> None:
+    def raise_lost(*_: Any) -> None:
         raise TransferError("a gradient was lost", path="/", offset=0, length=1, errno=5)
 
     def fail_on_one(engine: Engine) -> None:
         if engine.ranks.rank == 1 and engine.global_steps == 3:
-            engine._step_runner._make_job = lose  # type: ignore[method-assign]
+            engine._step_runner._make_job = raise_lost  # type: ignore[method-assign]
 
     with pytest.raises(InfinityError, match="a gradient was lost"):
         train_durably(2, tmp_path, 4, commit_every=2, before_step=fail_on_one)

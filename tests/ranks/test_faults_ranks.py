@@ -25,7 +25,7 @@ from infinity.training.load_weights import load_weights
 COUNT = 3
 
 
-def run(folder: Path, patience_s: float | None) -> list[Any]:
+def start_ranks(folder: Path, patience_s: float | None) -> list[Any]:
     return [
         forked.start(train_until_one_hangs, str(folder), rank, COUNT, patience_s)
         for rank in range(COUNT)
@@ -34,27 +34,27 @@ def run(folder: Path, patience_s: float | None) -> list[Any]:
 
 def test_hanging_rank_ends_others_within_timeout(tmp_path: Path) -> None:
     (tmp_path / "nvme").mkdir()
-    children = run(tmp_path, 30.0)
+    children = start_ranks(tmp_path, 30.0)
     for rank in (0, 2):
         children[rank].join(HANG_S)
-        words = (tmp_path / f"log-{rank}").read_text()
-        assert children[rank].exitcode == 1, words
-        assert f"rank {rank} of {COUNT} lost the others, rank 1 first: " in words
-        assert "hangs, or cannot be reached" in words
-        assert "init_process_group(timeout=...)" in words
+        log = (tmp_path / f"log-{rank}").read_text()
+        assert children[rank].exitcode == 1, log
+        assert f"rank {rank} of {COUNT} lost the others, rank 1 first: " in log
+        assert "hangs, or cannot be reached" in log
+        assert "init_process_group(timeout=...)" in log
     assert (tmp_path / "hangs").exists()
     assert children[1].is_alive()
     children[1].kill()  # as torchrun does
     children[1].join()
     assert [path.name for path in (tmp_path / "nvme").iterdir()] == ["rank-1"]
-    again = run(tmp_path, None)  # removes what the killed rank left
+    again = start_ranks(tmp_path, None)  # removes what the killed rank left
     for child in again:
         child.join(HANG_S)
     assert [child.exitcode for child in again] == [0] * COUNT
     assert list((tmp_path / "nvme").iterdir()) == []
 
 
-def small(folder: Path) -> dict[str, Any]:
+def small_config(folder: Path) -> dict[str, Any]:
     config = settings(folder, PLACEMENTS["all on disk"])
     del config["nvme_path"]
     return config
@@ -66,25 +66,25 @@ def test_failed_rank_raises_in_every_later_call(tmp_path: Path) -> None:
     lost = TransferError("the drive is gone", path="/", offset=0, length=1, errno=errno.EIO)
 
     def work(ranks: DistContext) -> list[str]:
-        said = []
-        with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
+        messages = []
+        with make_engine(ranks, models[ranks.rank], small_config(tmp_path), tmp_path) as engine:
             for number in range(4):
                 if number == 1 and ranks.rank == 1:
                     components(engine).failure.fail(lost)
                 try:
                     engine.backward(engine(batch(number)))
                     engine.step()
-                    said.append("")
+                    messages.append("")
                 except InfinityError as error:
-                    said.append(str(error))
-        return said
+                    messages.append(str(error))
+        return messages
 
     found = on_ranks(2, work)
-    for said, who in zip(found, ("rank 1 failed (", "an earlier failure left"), strict=True):
-        assert said[0] == ""
-        for words in said[1:]:
-            assert who in words
-            assert "the drive is gone" in words
+    for messages, prefix in zip(found, ("rank 1 failed (", "an earlier failure left"), strict=True):
+        assert messages[0] == ""
+        for message in messages[1:]:
+            assert prefix in message
+            assert "the drive is gone" in message
 
 
 def test_weights_unreadable_on_one_rank_are_not_loaded(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_weights_unreadable_on_one_rank_are_not_loaded(tmp_path: Path) -> None:
     weights = tmp_path / "weights"
 
     def work(ranks: DistContext) -> str:
-        with make_engine(ranks, models[ranks.rank], small(tmp_path), tmp_path) as engine:
+        with make_engine(ranks, models[ranks.rank], small_config(tmp_path), tmp_path) as engine:
             engine.save_weights(weights)
             with pytest.raises(InfinityError) as caught:
                 load_weights(engine, tmp_path / "nowhere" if ranks.rank else weights)
@@ -109,7 +109,7 @@ def test_weights_unreadable_on_one_rank_are_not_loaded(tmp_path: Path) -> None:
 
 
 def train(folder: Path, ranks: DistContext, model: Any, steps: int) -> dict[str, torch.Tensor]:
-    config = small(folder) | {"durable": True, "resume": "auto"}
+    config = small_config(folder) | {"durable": True, "resume": "auto"}
     with make_engine(ranks, model, config, folder) as engine:
         while engine.global_steps < steps:
             engine.backward(engine(batch(engine.global_steps * ranks.count + ranks.rank)))
@@ -127,22 +127,26 @@ def test_full_drive_of_one_rank_keeps_committed_state(
     for folder in (sound, broken):
         folder.mkdir()
     expected = on_ranks(2, lambda ranks: train(sound, ranks, models[ranks.rank], 5))[0]
-    sync, write, left = Disk.sync, SmallFile.write, {"state": 4, "record": 7, "second record": 6}
+    sync, write, remaining = (
+        Disk.sync,
+        SmallFile.write,
+        {"state": 4, "record": 7, "second record": 6},
+    )
 
-    def full(path: Path, what: str) -> None:
+    def fail_when_full(path: Path, what: str) -> None:
         if "rank-1" in str(path) and what in where:
-            left[where] -= 1
-            if left[where] == 0:
+            remaining[where] -= 1
+            if remaining[where] == 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     def sync_or_fail(disk: Disk) -> None:
-        full(disk.paths[0], "state")
+        fail_when_full(disk.paths[0], "state")
         sync(disk)
 
     def write_or_fail(file: SmallFile, offset: int, data: bytes) -> None:
         if file.path.name.startswith("commit-"):
             with file._translating_errors("written"):
-                full(file.path, "record")
+                fail_when_full(file.path, "record")
         write(file, offset, data)
 
     monkeypatch.setattr(Disk, "sync", sync_or_fail)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks.test_processes import HANG_S, TESTS, Processes, reaches_itself
+from ranks.test_processes import HANG_S, TESTS, Processes, has_loopback
 from support.models import CASES
 from support.trainer import make_config, train_exactly
 
@@ -25,23 +25,23 @@ from infinity.storage.device import CpuDevice
 
 pytestmark = [
     pytest.mark.timeout(2 * HANG_S),
-    pytest.mark.skipif(not reaches_itself(), reason="127.0.0.1 cannot be reached from itself"),
+    pytest.mark.skipif(not has_loopback(), reason="127.0.0.1 cannot be reached from itself"),
 ]
 EXAMPLE = TESTS.parent / "examples" / "two_gpus.py"
 
 
-def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},)) -> list[str]:
+def run_commands(*commands: list[str], environments: Sequence[dict[str, str]] = ({},)) -> list[str]:
     """Run the commands concurrently; return the stdout of each, which must succeed."""
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    base_environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(
             [sys.executable, *command],
-            env=given | own,
+            env=base_environment | extra,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for command, own in zip(commands, itertools.cycle(environments), strict=False)
+        for command, extra in zip(commands, itertools.cycle(environments), strict=False)
     ]
     try:
         found = [process.communicate(timeout=HANG_S) for process in running]
@@ -54,7 +54,7 @@ def together(*commands: list[str], environments: Sequence[dict[str, str]] = ({},
     return [out for out, _ in found]
 
 
-def agent(*script: str, ranks: int = 1) -> list[str]:
+def agent_command(*script: str, ranks: int = 1) -> list[str]:
     """Return the command of one of two agents, each of which is a node."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -69,14 +69,14 @@ def agent(*script: str, ranks: int = 1) -> list[str]:
 @pytest.mark.big
 def test_two_agents_match_single_process() -> None:
     """A node's budget is divided among its ranks only: here it has one."""
-    alone = together([str(EXAMPLE)])[0]
-    printed = together(*[agent(str(EXAMPLE))] * 2)
+    single = run_commands([str(EXAMPLE)])[0]
+    printed = run_commands(*[agent_command(str(EXAMPLE))] * 2)
     nodes = "".join(printed)
-    steps = [re.findall(r"^step .*$", text, re.MULTILINE) for text in (alone, nodes)]
+    steps = [re.findall(r"^step .*$", text, re.MULTILINE) for text in (single, nodes)]
     assert len(steps[0]) == 10
     assert steps[0] == steps[1]
     assert "rank 0 of 2" in nodes
-    budgets = [float(re.findall(r"RAM +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (alone, nodes)]
+    budgets = [float(re.findall(r"RAM +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (single, nodes)]
     assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
 
 
@@ -93,12 +93,14 @@ def test_each_node_stores_state_on_local_drive(tmp_path: Path) -> None:
     for node in nodes:
         node.mkdir()
     environments = [{"JOB": json.dumps(job), "NVME": str(node)} for node in nodes]
-    together(*[agent(str(TESTS / "support" / "node_alone.py"))] * 2, environments=environments)
+    run_commands(
+        *[agent_command(str(TESTS / "support" / "node_alone.py"))] * 2, environments=environments
+    )
     ranks = sorted(path.name for node in nodes for path in node.iterdir())
     assert ranks == ["rank-0", "rank-1"]  # one on each node
     assert all(len(list(node.glob("rank-*/infinity-run-*"))) == 1 for node in nodes)
-    alone = config | {"gradient_accumulation_steps": 2}
-    expected = train_exactly(case.build(), case.batches(6), alone, groups=case.groups)
+    single_config = config | {"gradient_accumulation_steps": 2}
+    expected = train_exactly(case.build(), case.batches(6), single_config, groups=case.groups)
     for rank in range(2):
         masters = torch.load(tmp_path / f"out-{rank}")["masters"]
         assert all(torch.equal(masters[n], value) for n, value in expected.masters.items())
@@ -111,16 +113,16 @@ def test_doctor_measures_links_between_ranks(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     arguments = ["doctor", "--json", "--machine-file", str(file)]
     with Processes(2, tmp_path, main, arguments) as processes:
-        processes.end_well()
-    said = [re.findall(r"^{.*$", log.read_text(), re.MULTILINE) for log in processes.logs]
-    assert list(map(len, said)) == [1, 0]
-    facts = json.loads(said[0][0])
+        processes.assert_success()
+    outputs = [re.findall(r"^{.*$", log.read_text(), re.MULTILINE) for log in processes.logs]
+    assert list(map(len, outputs)) == [1, 0]
+    facts = json.loads(outputs[0][0])
     links = facts["links"]
     assert (links["gpus"], links["nodes"]) == (2, 1)
     assert set(links["rates"]) == set(LINKS)
-    kept = kept_links(CpuDevice(), 2, 1)
+    cached = kept_links(CpuDevice(), 2, 1)
     if not facts["torch"]["accelerators"]:
-        assert kept == (links["rates"], links["measured"])
+        assert cached == (links["rates"], links["measured"])
     machine = json.loads(file.read_text())
     assert machine["gpus"] == 2
     assert machine["rates"]["all_gather"] == pytest.approx(links["rates"]["all_gather"], rel=1e-3)
@@ -131,14 +133,16 @@ def test_doctor_measures_links_within_and_between_nodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    command = agent(str(Path(sys.executable).with_name("infinity")), "doctor", "--json", ranks=2)
-    said = "".join(together(command, command))
-    links = json.loads(re.findall(r"^{.*$", said, re.MULTILINE)[0])["links"]
+    command = agent_command(
+        str(Path(sys.executable).with_name("infinity")), "doctor", "--json", ranks=2
+    )
+    outputs = "".join(run_commands(command, command))
+    links = json.loads(re.findall(r"^{.*$", outputs, re.MULTILINE)[0])["links"]
     assert (links["gpus"], links["nodes"]) == (2, 2)
     assert set(links["rates"]) == {*LINKS, "between_nodes", "between_hosts"}
-    elsewhere, _ = kept_links(CpuDevice(), 2, 5) or ({}, "")
-    assert set(elsewhere) == set(links["rates"])
-    assert elsewhere["between_nodes"] == links["rates"]["between_nodes"]
+    cached, _ = kept_links(CpuDevice(), 2, 5) or ({}, "")
+    assert set(cached) == set(links["rates"])
+    assert cached["between_nodes"] == links["rates"]["between_nodes"]
 
 
 @pytest.mark.big
@@ -148,17 +152,17 @@ def test_bench_ranks_contenders_compute_equal_losses(tmp_path: Path) -> None:
     command += ["--rounds", "1", "--warmup", "1", "--tokens", "128", "--path", str(tmp_path)]
     names = ["infinity_ram", "ddp", "deepspeed_2", "deepspeed_3"]
     command += ["--only", ",".join(names), "--json"]
-    report = json.loads(together(command)[0])
+    report = json.loads(run_commands(command)[0])
     found = report["contenders"]
     assert {"infinity_ram", "ddp"} <= set(found)
     assert found.keys() | report["skipped"].keys() == set(names)
-    ours, ddp = found["infinity_ram"], found["ddp"]
+    infinity_result, ddp = found["infinity_ram"], found["ddp"]
     for name, other in found.items():
-        assert other["loss"] == pytest.approx(ours["loss"], rel=1e-6), name
+        assert other["loss"] == pytest.approx(infinity_result["loss"], rel=1e-6), name
     for link in LINKS:
-        assert ours["moved_bytes"][link] == ours["predicted_bytes"][link] > 0
-    sent = 2 * sum(ours["moved_bytes"][link] for link in LINKS)
-    assert 0.9 * sent < ours["loopback_bytes"], "what is counted crosses the interface"
+        assert infinity_result["moved_bytes"][link] == infinity_result["predicted_bytes"][link] > 0
+    sent = 2 * sum(infinity_result["moved_bytes"][link] for link in LINKS)
+    assert 0.9 * sent < infinity_result["loopback_bytes"], "what is counted crosses the interface"
     assert ddp["loopback_bytes"] > 1.5 * 4 * report["num_parameters"]
     assert report["bound"]["infinity_ram"] > 0
     assert {"ddp/infinity_ram", "infinity_ram/schedule"} <= set(report["ratio"])

@@ -39,16 +39,16 @@ def test_links_are_measured_jointly_and_cached_per_rank_count(
         first = cached_links(ranks, device, seconds=0.01)
         sent = dict(ranks.sent)
         assert sent["all_to_all"] % (3 << 20) == 0
-        again = cached_links(ranks, device)
+        cached = cached_links(ranks, device)
         assert ranks.sent["all_to_all"] == sent["all_to_all"], "kept: nothing is measured"
         cached_links(ranks, device, refresh=True, seconds=0.01)
         assert ranks.sent["all_to_all"] > sent["all_to_all"]
-        return first, again
+        return first, cached
 
     found = on_ranks(3, work)
     assert all(one == found[0] for one in found), "ranks have one answer"
-    (first, _), (again, _) = found[0]
-    assert first == again
+    (first, _), (cached, _) = found[0]
+    assert first == cached
     assert set(first) == NAMES
     assert all(rate > 0 for rate in first.values())
     known = kept_rates((), device, gpus=3)
@@ -119,11 +119,11 @@ def test_link_rate_counts_received_bytes(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_rank_plans_with_its_share_of_the_lowest_rates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, _ = with_links(nominal(unified=True), 2, unified=True)
+    base_rates, _ = with_links(nominal(unified=True), 2, unified=True)
 
     def known(config: Config, device: CpuDevice, ranks: DistContext) -> KnownRates:
         slower = {"disk_read": 1e9} if ranks.rank else {"all_gather": 7e6}
-        nodes = Rates.of(base.numbers() | slower)
+        nodes = Rates.of(base_rates.numbers() | slower)
         return KnownRates(nodes, f"2026-01-0{ranks.rank + 1}", ("disk_write",) * ranks.rank)
 
     monkeypatch.setattr(run_plan, "rates_here", known)
@@ -131,19 +131,19 @@ def test_rank_plans_with_its_share_of_the_lowest_rates(
     assert found[0] == found[1], "else their plans could differ"
     rates = found[0].rates
     assert rates.disk_read == 1e9 / 2
-    assert rates.update["fp32"] == base.update["fp32"] / 2
-    assert rates.compute["fp32"] == base.compute["fp32"] / 2, "on the same cores"
-    assert base.logits is not None
-    assert rates.logits == base.logits / 2
-    assert (rates.all_gather, rates.all_to_all) == (7e6, base.all_to_all)
+    assert rates.update["fp32"] == base_rates.update["fp32"] / 2
+    assert rates.compute["fp32"] == base_rates.compute["fp32"] / 2, "on the same cores"
+    assert base_rates.logits is not None
+    assert rates.logits == base_rates.logits / 2
+    assert (rates.all_gather, rates.all_to_all) == (7e6, base_rates.all_to_all)
     assert (found[0].measured, found[0].nominal) == ("2026-01-01", ("disk_write",))
     models = [small_model() for _ in range(2)]
 
     def origin(ranks: DistContext) -> str:
-        given = settings(
+        config = settings(
             tmp_path, {"weights": "auto", "optimizer_state": "auto", "gradients": "auto"}
         )
-        with infinity.initialize(models[ranks.rank], given, ranks=ranks)[0] as engine:
+        with infinity.initialize(models[ranks.rank], config, ranks=ranks)[0] as engine:
             return engine.plan.rates_origin
 
     assert on_ranks(2, origin) == ["measured 2026-01-01; nominal, not measured: disk_write"] * 2
@@ -152,9 +152,9 @@ def test_rank_plans_with_its_share_of_the_lowest_rates(
 def test_gpu_rank_has_full_device_rates_and_shared_host_rates() -> None:
     rates, guessed = with_links(nominal(unified=False), 4, nodes=2, unified=False)
     assert set(guessed) == NAMES | {"between_nodes", "between_hosts"}
-    own = rates.of_rank(4, 2, unified=False)
-    assert own.disk_mixed == rates.disk_mixed / 4
-    assert (own.compute, own.to_device, own.device_update) == (
+    rank_rates = rates.of_rank(4, 2, unified=False)
+    assert rank_rates.disk_mixed == rates.disk_mixed / 4
+    assert (rank_rates.compute, rank_rates.to_device, rank_rates.device_update) == (
         rates.compute, rates.to_device, rates.device_update,
     )  # fmt: skip
     assert rates.between_nodes is not None

@@ -15,12 +15,12 @@ from support.trainer import make_config, train_on
 from infinity.distributed.context import DistContext
 
 COUNTS = (1, 2, 3, 4)
-TOGETHER = 12  # micro-batches of a step, over all ranks
+MICRO_BATCHES = 12  # micro-batches of a step, over all ranks
 CASE = CASES["frozen"]
 
 
 def train(
-    count: int, folder: Path, steps: int, *, load: Path | None = None, **more: object
+    count: int, folder: Path, steps: int, *, load: Path | None = None, **overrides: object
 ) -> tuple[list[float], str]:
     """Train `steps` steps; return losses in the order of batches, and a digest of all state.
 
@@ -29,7 +29,7 @@ def train(
     (nvme := folder / "nvme").mkdir(parents=True)
     config = make_config(
         ("disk", "disk", "disk"), precision="bf16", seed=5 if load is None else 99,
-        gradient_accumulation_steps=TOGETHER // count, **more,
+        gradient_accumulation_steps=MICRO_BATCHES // count, **overrides,
     )  # fmt: skip
     models = [CASE.build(seed=int(load is not None)) for _ in range(count)]
     save = None if config.get("durable") or load is not None else folder / "saved"
@@ -39,10 +39,10 @@ def train(
             if load is not None:
                 engine.load_checkpoint(load)
             first = engine.global_steps
-            batches = CASE.batches((first + steps) * TOGETHER)[first * TOGETHER :]
+            batches = CASE.batches((first + steps) * MICRO_BATCHES)[first * MICRO_BATCHES :]
             losses = train_on(engine, batches[ranks.rank :: count], save=save).losses
-            of_all = ranks.gather(torch.tensor(losses, dtype=torch.float64))
-            return of_all.T.flatten().tolist(), digest(engine)
+            all_losses = ranks.gather(torch.tensor(losses, dtype=torch.float64))
+            return all_losses.T.flatten().tolist(), digest(engine)
 
     found = on_ranks(count, work)
     assert found.count(found[0]) == count
@@ -52,14 +52,14 @@ def train(
 @pytest.mark.big
 @pytest.mark.parametrize(("durable", "moments"), [(False, "8bit"), (True, "bf16_stochastic")])
 def test_resume_between_all_rank_counts(durable: bool, moments: str, tmp_path: Path) -> None:
-    more = {"durable": durable, "optimizer": {"moments": moments}}
-    losses, end = train(1, tmp_path / "unresumed", 3, **more)
-    left = {}
+    overrides = {"durable": durable, "optimizer": {"moments": moments}}
+    losses, end = train(1, tmp_path / "unresumed", 3, **overrides)
+    saved = {}
     for count in COUNTS:
         folder = tmp_path / f"of-{count}"
-        train(count, folder, 2, **more)
-        own = folder / "nvme" / ("rank-0" if count > 1 else "")
-        left[count] = next(own.glob("infinity-run-*")) if durable else folder / "saved"
+        train(count, folder, 2, **overrides)
+        run_root = folder / "nvme" / ("rank-0" if count > 1 else "")
+        saved[count] = next(run_root.glob("infinity-run-*")) if durable else folder / "saved"
     for one, other in itertools.permutations(COUNTS, 2):
-        found = train(other, tmp_path / f"{one}-{other}", 1, load=left[one], **more)
-        assert found == (losses[-TOGETHER:], end), f"saved on {one}, resumed on {other}"
+        found = train(other, tmp_path / f"{one}-{other}", 1, load=saved[one], **overrides)
+        assert found == (losses[-MICRO_BATCHES:], end), f"saved on {one}, resumed on {other}"

@@ -31,7 +31,7 @@ from infinity.errors import ConfigError
 TESTS = Path(forked.TESTS)
 
 
-def reaches_itself() -> bool:
+def has_loopback() -> bool:
     """Return True if there is a loopback interface, which gloo needs between processes."""
     with socket.socket() as server, socket.socket() as client:
         try:
@@ -45,7 +45,7 @@ def reaches_itself() -> bool:
 
 pytestmark = [
     pytest.mark.timeout(2 * HANG_S),
-    pytest.mark.skipif(not reaches_itself(), reason="127.0.0.1 cannot be reached from itself"),
+    pytest.mark.skipif(not has_loopback(), reason="127.0.0.1 cannot be reached from itself"),
 ]
 
 
@@ -75,10 +75,12 @@ class Processes:
             environment["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         for rank, log in enumerate(self.logs):
             local = count // nodes
-            own = {"RANK": rank, "LOCAL_RANK": rank % local}
-            own |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local}
-            told = environment | {name: str(value) for name, value in own.items() if count > 1}
-            self._running.append(forked.start(target, *args, environment=told, out=log))
+            rank_values = {"RANK": rank, "LOCAL_RANK": rank % local}
+            rank_values |= {"WORLD_SIZE": count, "LOCAL_WORLD_SIZE": local}
+            rank_environment = environment | {
+                name: str(value) for name, value in rank_values.items() if count > 1
+            }
+            self._running.append(forked.start(target, *args, environment=rank_environment, out=log))
 
     def __enter__(self) -> Processes:
         return self
@@ -89,27 +91,27 @@ class Processes:
             process.join()
         self._store = None
 
-    def codes(self) -> list[int | None]:
+    def exit_codes(self) -> list[int | None]:
         for process in self._running:
             process.join(HANG_S)
         return [process.exitcode for process in self._running]
 
-    def words(self) -> str:
+    def log_text(self) -> str:
         return "\n".join(f"{log.name}: {log.read_text()}" for log in self.logs)
 
-    def end_well(self) -> None:
-        codes = self.codes()
-        assert codes == [0] * len(codes), self.words()
+    def assert_success(self) -> None:
+        exit_codes = self.exit_codes()
+        assert exit_codes == [0] * len(exit_codes), self.log_text()
 
 
-def found_by(
+def run_ranks(
     count: int, folder: Path, main: Callable[..., Any], *, nodes: int = 1, **job: Any
 ) -> list[Any]:
     """Run the ranks of `main(job)`; return what each saves in `job["out"]`-RANK."""
     folder.mkdir(exist_ok=True)
     job["out"] = str(folder / "out")
     with Processes(count, folder, main, job, nodes=nodes) as processes:
-        processes.end_well()
+        processes.assert_success()
     return [torch.load(folder / f"out-{rank}") for rank in range(count)]
 
 
@@ -126,11 +128,11 @@ def test_launched_processes_match_single_process_bitwise(
         config["placement"]["reshard_after_forward"], config["prefetch_units"] = True, 0
     case, num_batches = CASES["gpt"], 6 * count
     batches = case.batches(num_batches)
-    together = {**config, "gradient_accumulation_steps": 2 * count}
-    expected = train_exactly(case.build(), batches, together, groups=case.groups)
+    combined = {**config, "gradient_accumulation_steps": 2 * count}
+    expected = train_exactly(case.build(), batches, combined, groups=case.groups)
     (nvme := tmp_path / "nvme").mkdir()
     job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": num_batches}
-    found = found_by(count, tmp_path, rank_alone.main, nodes=nodes, **job)
+    found = run_ranks(count, tmp_path, rank_alone.main, nodes=nodes, **job)
     losses = [loss for each in zip(*(r["losses"] for r in found), strict=True) for loss in each]
     assert losses == expected.losses
     for rank in found:
@@ -142,7 +144,7 @@ def test_launched_processes_match_single_process_bitwise(
 
 
 def test_ranks_detect_shared_machine(tmp_path: Path) -> None:
-    found = found_by(3, tmp_path, rank_alone.machines)
+    found = run_ranks(3, tmp_path, rank_alone.machines)
     assert found == [(0, 2, 2, False, False), (1, 2, 2, False, False), (0, 1, 3, False, False)]
 
 
@@ -161,21 +163,21 @@ def test_non_contiguous_ranks_of_machine_are_rejected(
 def test_rank_peak_ram_is_its_planned_share(tmp_path: Path) -> None:
     """State is in RAM, sharded; the peak of a rank is what its plan reserves."""
     (nvme := tmp_path / "nvme").mkdir()
-    alone = found_by(1, tmp_path / "1", rank_alone.memory, nvme=str(nvme))[0]
-    ranks = found_by(2, tmp_path / "2", rank_alone.memory, nvme=str(nvme))
+    single = run_ranks(1, tmp_path / "1", rank_alone.memory, nvme=str(nvme))[0]
+    ranks = run_ranks(2, tmp_path / "2", rank_alone.memory, nvme=str(nvme))
     layer = rank_alone.WIDTH**2
     gradients = 2 * 2 * layer  # bf16: as autograd returns it, and a contiguous copy
     packed = 4 * layer  # a weight in fp32: as initialized, or as packed for a matmul
-    more = gradients + packed + SMALL_BYTES
-    for found in (alone, *ranks):
-        assert found["grown"] < found["planned"] + more
+    margin = gradients + packed + SMALL_BYTES
+    for found in (single, *ranks):
+        assert found["grown"] < found["planned"] + margin
     for found in ranks:
-        assert found["planned"] + more < 0.9 * alone["planned"], "or nothing is shown"
+        assert found["planned"] + margin < 0.9 * single["planned"], "or nothing is shown"
 
 
 def test_shared_ram_counts_once_per_rank(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
-    for found in found_by(2, tmp_path, rank_alone.shares_ram, nvme=str(nvme)):
+    for found in run_ranks(2, tmp_path, rank_alone.shares_ram, nvme=str(nvme)):
         assert found["others"] > 64 << 20
         assert found["less"] == pytest.approx(found["others"], rel=0.1)
 
@@ -185,7 +187,7 @@ def test_out_of_memory_on_one_rank_ends_others(when: str, tmp_path: Path) -> Non
     (nvme := tmp_path / "nvme").mkdir()
     job = {"nvme": str(nvme), "when": when}
     with Processes(2, tmp_path, rank_alone.out_of_memory, job) as processes:
-        assert processes.codes() == [1, 1], processes.words()
+        assert processes.exit_codes() == [1, 1], processes.log_text()
     first, second = (log.read_text() for log in processes.logs)
     if when == "start":
         assert "the system refused to reserve" in second
@@ -193,10 +195,10 @@ def test_out_of_memory_on_one_rank_ends_others(when: str, tmp_path: Path) -> Non
         assert "the system refused to reserve" in first
     else:  # an allocation by user code
         assert "can't allocate memory" in second
-        words = (
+        message = (
             "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended by RuntimeError: "
         )
-        assert words in first
+        assert message in first
         assert "can't allocate memory" in first
         assert "look whether rank 1 ended by an error" in first
     assert list(nvme.iterdir()) == []
@@ -215,7 +217,7 @@ def test_mismatched_world_size_is_reported(
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     job = {"nvme": str(tmp_path), "rank": rank}
     with Processes(2, tmp_path, rank_alone.counted_otherwise, job, agent=agent) as processes:
-        assert processes.codes() == [1, 1], processes.words()
+        assert processes.exit_codes() == [1, 1], processes.log_text()
     one, other = (3, 2) if rank == 0 else (2, 3)
     first, second = (log.read_text() for log in processes.logs)
     assert f"WORLD_SIZE is {one} on rank 0, {other} on rank 1" in first
@@ -228,36 +230,36 @@ def test_ranks_close_to_ddp(tmp_path: Path) -> None:
     # Biases of keys have gradients of 0 up to rounding; eps keeps Adam from scaling that noise.
     config = make_config(gradient_accumulation_steps=2, optimizer={"eps": 1e-4})
     job = {"case": "gpt", "config": config, "batches": 24}
-    ours, theirs = (
-        found_by(3, tmp_path / main.__name__, main, **job)
+    engine_ranks, ddp_ranks = (
+        run_ranks(3, tmp_path / main.__name__, main, **job)
         for main in (rank_alone.main, rank_alone.plain)
     )
-    for rank, other in zip(ours, theirs, strict=True):
+    for rank, other in zip(engine_ranks, ddp_ranks, strict=True):
         assert rank["losses"] == pytest.approx(other["losses"], rel=1e-5)
         for name, value in other["masters"].items():
             torch.testing.assert_close(rank["masters"][name], value, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize(("rank", "taken"), [(0, False), (1, False), (1, True)])
-def test_lone_rank_reports_wait_and_ends_on_sigint(rank: int, taken: bool) -> None:
+@pytest.mark.parametrize(("rank", "port_in_use"), [(0, False), (1, False), (1, True)])
+def test_lone_rank_reports_wait_and_ends_on_sigint(rank: int, port_in_use: bool) -> None:
     """Also if another program accepts connections at that address and does not answer."""
     with contextlib.ExitStack() as stack:
-        probe = socket.socket() if not taken else stack.enter_context(socket.socket())
+        probe = socket.socket() if not port_in_use else stack.enter_context(socket.socket())
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-        if taken:
+        if port_in_use:
             probe.listen()
         else:
             probe.close()
-        wait_alone(rank, port, "an answer from rank 0" if taken else f"rank {1 - rank}")
+        wait_alone(rank, port, "an answer from rank 0" if port_in_use else f"rank {1 - rank}")
 
 
-def wait_alone(rank: int, port: str, who: str) -> None:
+def wait_alone(rank: int, port: str, awaited: str) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
     environment |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
     with forked.Program(rank_alone.waits_for_others, **environment) as program:
-        said = f"rank {rank} of 2 waits for {who} at 127.0.0.1:{port}"
-        assert wait_until(lambda: said in program.err.read_text(), HANG_S)
+        expected_line = f"rank {rank} of 2 waits for {awaited} at 127.0.0.1:{port}"
+        assert wait_until(lambda: expected_line in program.err.read_text(), HANG_S)
         program.signal(signal.SIGINT)
         _, _, error = program.end()
     assert "KeyboardInterrupt" in error
@@ -268,12 +270,12 @@ def test_killed_rank_ends_others(tmp_path: Path) -> None:
     job = {"case": "gpt", "config": config, "batches": 30, "killed": [1, 2]}
     job["store"] = str(tmp_path / "store")
     with Processes(3, tmp_path, rank_alone.main, job, agent=False) as processes:
-        codes = processes.codes()
-    assert codes == [1, -signal.SIGKILL, 1], processes.words()
+        exit_codes = processes.exit_codes()
+    assert exit_codes == [1, -signal.SIGKILL, 1], processes.log_text()
     for rank in (0, 2):
-        words = processes.logs[rank].read_text()
-        assert f"rank {rank} of 3 lost the others, rank 1 first: " in words
-        assert "another rank has ended, was killed, hangs, or cannot be reached" in words
+        log = processes.logs[rank].read_text()
+        assert f"rank {rank} of 3 lost the others, rank 1 first: " in log
+        assert "another rank has ended, was killed, hangs, or cannot be reached" in log
 
 
 def test_two_gpus_example_matches_single_process(tmp_path: Path) -> None:
@@ -282,7 +284,7 @@ def test_two_gpus_example_matches_single_process(tmp_path: Path) -> None:
     for count in (1, 2):
         (folder := tmp_path / str(count)).mkdir()
         with Processes(count, folder, forked.run_script, script, ()) as processes:
-            processes.end_well()
+            processes.assert_success()
         lines = processes.logs[0].read_text().splitlines()
         printed.append([line for line in lines if line.startswith("step ")])
         assert all("step " not in log.read_text() for log in processes.logs[1:])
@@ -292,7 +294,7 @@ def test_two_gpus_example_matches_single_process(tmp_path: Path) -> None:
 
 def test_process_group_creator_can_close_first(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
-    first, second = found_by(2, tmp_path, rank_alone.two_engines, nvme=str(nvme))
+    first, second = run_ranks(2, tmp_path, rank_alone.two_engines, nvme=str(nvme))
     assert first["state"].keys() == second["state"].keys()
     assert all(torch.equal(value, second["state"][n]) for n, value in first["state"].items())
     for found in (first, second):
@@ -304,7 +306,7 @@ def test_call_on_one_rank_only_is_reported(
 ) -> None:
     job = {name: str(tmp_path / name) for name in ("nvme", "saves", "store")}
     (tmp_path / "nvme").mkdir()
-    (waits, lost), others = found_by(2, tmp_path, rank_alone.on_one_rank_only, **job)
+    (waits, lost), others = run_ranks(2, tmp_path, rank_alone.on_one_rank_only, **job)
     assert "for other ranks to come where it is (compares the checkpoint to save)" in waits
     assert "`if rank == 0:`" in waits
     assert "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended" in lost

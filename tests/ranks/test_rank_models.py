@@ -23,7 +23,7 @@ WIDTH = 16
 # --- generate() ----------------------------------------------------------------------------------
 
 
-def family(seed: int) -> tuple[nn.Module, dict[str, Any]]:
+def llama_with_prompt(seed: int) -> tuple[nn.Module, dict[str, Any]]:
     """Return a tiny Llama, and the prompt of a rank."""
     families = pytest.importorskip("support.families").FAMILIES
     prompt = families["llama"].batches(seed + 1)[seed]
@@ -32,14 +32,14 @@ def family(seed: int) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def generate(model: Any, prompt: dict[str, Any], tokens: int) -> Tensor:
-    given = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
-    found: Tensor = model.generate(**prompt, pad_token_id=0, **given)
+    options = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    found: Tensor = model.generate(**prompt, pad_token_id=0, **options)
     return found
 
 
 def test_generate_uses_prompt_of_each_rank(tmp_path: Path) -> None:
-    models = [family(rank) for rank in range(2)]
-    expected = [generate(*family(rank), tokens=5) for rank in range(2)]
+    models = [llama_with_prompt(rank) for rank in range(2)]
+    expected = [generate(*llama_with_prompt(rank), tokens=5) for rank in range(2)]
 
     def work(ranks: DistContext) -> list[Tensor]:
         model, prompt = models[ranks.rank]
@@ -54,7 +54,7 @@ def test_generate_uses_prompt_of_each_rank(tmp_path: Path) -> None:
 
 
 def test_generate_with_unequal_lengths_raises_on_all_ranks(tmp_path: Path) -> None:
-    models = [family(rank) for rank in range(2)]
+    models = [llama_with_prompt(rank) for rank in range(2)]
 
     def work(ranks: DistContext) -> None:
         model, prompt = models[ranks.rank]
@@ -94,7 +94,7 @@ class Stack(nn.Module):
         return x.square().mean()
 
 
-def stack() -> nn.Module:
+def build_stack() -> nn.Module:
     torch.manual_seed(0)
     return Stack()
 
@@ -105,8 +105,8 @@ def test_compiled_blocks_match_single_rank_bitwise(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [Batch((torch.randn(4, WIDTH, generator=generator),)) for _ in range(6)]
     config = make_config(ON_DISK)
-    expected = train_exactly(stack(), batches, {**config, "gradient_accumulation_steps": 2})
-    models = [stack() for _ in range(2)]
+    expected = train_exactly(build_stack(), batches, {**config, "gradient_accumulation_steps": 2})
+    models = [build_stack() for _ in range(2)]
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
@@ -131,8 +131,8 @@ def test_compiled_blocks_match_single_rank_bitwise(tmp_path: Path) -> None:
 def test_routed_experts_match_single_rank_bitwise() -> None:
     """Every batch routes some tokens to each expert; which ones may differ."""
     case, count, micro_batches = CASES["routed"], 2, 2
-    every = [b for b in case.batches(200) if len((b.args[0] % 4).unique()) == 4]
-    batches = every[: 3 * count * micro_batches]
+    usable = [b for b in case.batches(200) if len((b.args[0] % 4).unique()) == 4]
+    batches = usable[: 3 * count * micro_batches]
     assert len(batches) == 3 * count * micro_batches
     config = make_config(ON_DISK, precision="bf16", gradient_accumulation_steps=micro_batches)
     one = {**config, "gradient_accumulation_steps": count * micro_batches}
@@ -144,37 +144,37 @@ def test_routed_experts_match_single_rank_bitwise() -> None:
 # --- overflow on one rank ------------------------------------------------------------------------
 
 
-class Louder(nn.Module):
+class ScaledLoss(nn.Module):
     """Model whose loss is scaled by a factor of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = stack()
+        self.body = build_stack()
 
     def forward(self, x: Tensor, factor: float) -> Tensor:
         out: Tensor = self.body(x) * factor
         return out
 
 
-def louder() -> nn.Module:
+def build_scaled_loss() -> nn.Module:
     torch.manual_seed(0)
-    return Louder()
+    return ScaledLoss()
 
 
 def test_overflow_on_one_rank_is_skipped_by_all() -> None:
-    count, words = 3, ScaleWords(initial=2.0**8, window=2, hysteresis=1)
+    count, scale_settings = 3, ScaleWords(initial=2.0**8, window=2, hysteresis=1)
     config = make_config(ON_DISK, precision="fp16")
     config["loss_scale"] = {"initial_power": 8, "window": 2, "hysteresis": 1}
     generator = torch.Generator().manual_seed(0)
     batches = []
     for number in range(7 * count):
-        loud = number in (1 * count + 2, 2 * count, 5 * count + 1)  # each time on another rank
+        overflows = number in (1 * count + 2, 2 * count, 5 * count + 1)  # each time on another rank
         x = torch.randn(4, WIDTH, generator=generator).half()
-        batches.append(Batch((x, 1e4 if loud else 1.0)))
+        batches.append(Batch((x, 1e4 if overflows else 1.0)))
     one = {**config, "gradient_accumulation_steps": count}
-    expected = train_half(louder(), batches, one, words)
+    expected = train_half(build_scaled_loss(), batches, one, scale_settings)
     assert expected.overflows == [False, True, True, False, False, True, False]
-    found = train_ranks(count, louder, batches, config)
+    found = train_ranks(count, build_scaled_loss, batches, config)
     assert found.differences(expected) == []
     scales = {one.report and one.report.loss_scale for one in found.of_ranks}
     assert scales == {expected.scales[-1]}

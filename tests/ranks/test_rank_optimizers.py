@@ -40,7 +40,7 @@ MAKERS = ELEMENTWISE | WHOLE
 WIDTH = 100
 
 
-class CutBlock(nn.Module):
+class SplitBlock(nn.Module):
     """Block of matrices of 3 and 10 blocks of the norm's tree, which shards split, and vectors."""
 
     def __init__(self) -> None:
@@ -53,13 +53,13 @@ class CutBlock(nn.Module):
         return x + self.down(self.up(x).tanh()) * self.gate(x).sigmoid()
 
 
-class Cut(nn.Module):
+class SplitModel(nn.Module):
     """Model of such blocks, and of a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.first = nn.Embedding(60, WIDTH)
-        self.blocks = nn.ModuleList(CutBlock() for _ in range(2))
+        self.blocks = nn.ModuleList(SplitBlock() for _ in range(2))
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ class Cut(nn.Module):
 
 def build(seed: int = 0) -> nn.Module:
     torch.manual_seed(seed)
-    return Cut()
+    return SplitModel()
 
 
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
@@ -86,8 +86,8 @@ def batches_of(count: int) -> list[Batch]:
     return [Batch((torch.randint(60, (7,), generator=generator),)) for _ in range(count)]
 
 
-def config_of(placement: tuple[str, str, str], micro_batches: int = 1, **more: Any) -> Any:
-    config = make_config(placement, gradient_accumulation_steps=micro_batches, **more)
+def config_of(placement: tuple[str, str, str], micro_batches: int = 1, **overrides: Any) -> Any:
+    config = make_config(placement, gradient_accumulation_steps=micro_batches, **overrides)
     del config["optimizer"]
     return config
 
@@ -110,11 +110,11 @@ def test_torch_optimizers_match_plain_torch_bitwise(
     name: str, count: int, placement: tuple[str, str, str], precision: str, device: str
 ) -> None:
     half = precision == "fp16"
-    words = {"precision": precision} | ({"loss_scale": {"value": 1024.0}} if half else {})
+    settings = {"precision": precision} | ({"loss_scale": {"value": 1024.0}} if half else {})
     batches = batches_of(2 * 2 * count)
-    one = config_of(placement, 2 * count, **words)
+    one = config_of(placement, 2 * count, **settings)
     found = train_ranks(
-        count, build, batches, config_of(placement, 2, **words), groups=groups_of,
+        count, build, batches, config_of(placement, 2, **settings), groups=groups_of,
         device=partial(make_device, device), optimizer=MAKERS[name],
     )  # fmt: skip
     plain = partial(train_half, words=ScaleWords(static=1024.0)) if half else train_exactly
@@ -122,11 +122,11 @@ def test_torch_optimizers_match_plain_torch_bitwise(
     assert found.differences(expected) == []
     assert found.plan is not None
     assert found.misforecast() == []
-    cut = [s for unit in found.plan.units for s in unit.trained_segments if is_cut(unit, s)]
-    assert bool(cut) == (name in ELEMENTWISE), "what is cut, and what is not, tests nothing"
+    split = [s for unit in found.plan.units for s in unit.trained_segments if is_split(unit, s)]
+    assert bool(split) == (name in ELEMENTWISE), "what is cut, and what is not, tests nothing"
 
 
-def is_cut(unit: UnitLayout, segment: Any) -> bool:
+def is_split(unit: UnitLayout, segment: Any) -> bool:
     first, last = (n // unit.shard_numel for n in (segment.offset, end_of(segment) - 1))
     return first != last
 
@@ -193,10 +193,10 @@ def test_read_state_returns_full_state_on_every_rank(name: str, tmp_path: Path) 
 
     (expected,) = on_ranks(1, work)
     for found in on_ranks(3, work):
-        for mine, theirs in zip(found, expected, strict=True):
-            assert mine.keys() == theirs.keys()
-            for key, value in theirs.items():
-                assert same_bits(torch.as_tensor(mine[key]), torch.as_tensor(value)), key
+        for actual, reference in zip(found, expected, strict=True):
+            assert actual.keys() == reference.keys()
+            for key, value in reference.items():
+                assert same_bits(torch.as_tensor(actual[key]), torch.as_tensor(value)), key
 
 
 @pytest.mark.parametrize(
@@ -229,13 +229,13 @@ def facts_of(sizes: list[int]) -> list[ParameterFacts]:
 
 
 def test_full_parameters_are_distributed_evenly_and_not_split() -> None:
-    chance = random.Random(0)
+    rng = random.Random(0)
     for case in range(200):
-        ranks = chance.randint(2, 9)
-        sizes = [chance.choice([1, 77, 5000, 40_000, 100_000]) for _ in range(chance.randint(1, 9))]
+        ranks = rng.randint(2, 9)
+        sizes = [rng.choice([1, 77, 5000, 40_000, 100_000]) for _ in range(rng.randint(1, 9))]
         unit = lay_out(case, "unit", facts_of(sizes), BF16, ranks=ranks, needs_full=True)
         assert sorted(s.parameter for s in unit.segments) == list(range(len(sizes)))
-        assert not any(is_cut(unit, s) for s in unit.segments)
+        assert not any(is_split(unit, s) for s in unit.segments)
         ends = [0, *(end_of(s) for s in unit.segments)]
         assert all(s.offset >= end for s, end in zip(unit.segments, ends, strict=False))
         assert all(s.offset % SQUARE_BLOCK == 0 for s in unit.segments)
@@ -273,21 +273,21 @@ def test_plan_includes_padding_note(tmp_path: Path) -> None:
         with make_engine(ranks, model, config, tmp_path, **options) as engine:
             return engine.plan.describe()
 
-    for words in on_ranks(2, work):
-        assert "torch.optim.Adafactor needs whole parameters, which are dealt to 2 ranks" in words
+    for message in on_ranks(2, work):
+        assert "torch.optim.Adafactor needs whole parameters, which are dealt to 2 ranks" in message
 
 
 # --- differences and errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
         (optim.RAdam, "name is 'torch.optim.NAdam' on rank 0, 'torch.optim.RAdam' on rank 1"),
         (partial(optim.NAdam, lr=3.0), "group 0.lr is 0.002 on rank 0, 3.0 on rank 1"),
     ],
 )
-def test_differing_optimizers_are_rejected(other: Maker, words: str, tmp_path: Path) -> None:
+def test_differing_optimizers_are_rejected(other: Maker, message: str, tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
 
     def work(ranks: DistContext) -> None:
@@ -298,30 +298,30 @@ def test_differing_optimizers_are_rejected(other: Maker, words: str, tmp_path: P
     assert not results
     for error in errors.values():
         assert isinstance(error, ConfigError)
-        assert f"ranks 0 and 1 differ in the optimizer: {words}" in str(error)
+        assert f"ranks 0 and 1 differ in the optimizer: {message}" in str(error)
 
 
 def test_optimizer_error_on_one_rank_ends_step_on_all(tmp_path: Path) -> None:
     models = [build() for _ in range(2)]
-    bad = [False, False]
+    failing = [False, False]
 
-    class Breaks(SignedMomentum):
+    class RaisesOnOneRank(SignedMomentum):
         def step(self, closure: Any = None) -> None:
-            if bad[0] and self.param_groups[0]["params"][0].numel() == 4 * WIDTH:
+            if failing[0] and self.param_groups[0]["params"][0].numel() == 4 * WIDTH:
                 raise ValueError("a bad day")
             super().step()
 
     def work(ranks: DistContext) -> None:
         with make_engine(
-            ranks, models[ranks.rank], config_of(IN_RAM), tmp_path, optimizer=Breaks
+            ranks, models[ranks.rank], config_of(IN_RAM), tmp_path, optimizer=RaisesOnOneRank
         ) as engine:
             for batch in batches_of(3):
                 engine.backward(batch.call(engine))
                 engine.step()
-                bad[0] = True
+                failing[0] = True
 
     results, errors = together(2, work)
     assert not results
-    words = [str(error) for error in errors.values()]
-    assert any("a bad day" in each for each in words), words
-    assert all("a bad day" in each or "rank" in each for each in words), words
+    messages = [str(error) for error in errors.values()]
+    assert any("a bad day" in message for message in messages), messages
+    assert all("a bad day" in message or "rank" in message for message in messages), messages

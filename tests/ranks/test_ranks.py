@@ -90,8 +90,8 @@ def test_each_rank_stores_one_shard(tmp_path: Path) -> None:
 
     found = on_ranks(count, work)
     assert len(set(found)) == 1
-    *kept, elements = found[0]
-    assert kept == [nbytes * elements // count for nbytes in (10, 2, 4)]
+    *stored, elements = found[0]
+    assert stored == [nbytes * elements // count for nbytes in (10, 2, 4)]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -130,13 +130,13 @@ def test_counters_match_sent_bytes(tmp_path: Path) -> None:
                 before, sent = engine.counters(), dict(ranks.sent)
                 engine.backward(batch.call(engine))
                 engine.step()
-                given = {name: n - sent.get(name, 0) for name, n in ranks.sent.items()}
+                sent_bytes = {name: n - sent.get(name, 0) for name, n in ranks.sent.items()}
                 moved = {name: n - before[name] for name, n in engine.counters().items()}
-                assert moved["all_to_all"] == given["all_to_all"] * 2 // 3
-                squares = moved["all_gather"] - 2 * given["all_gather"]
-                told = (unit.num_reported_squares for unit in engine.plan.units)
-                assert squares == 8 * 2 * max(map(sum, zip(*told, strict=True)))
-                assert squares < 2 * given["gather"], "meetings go the same way, uncounted"
+                assert moved["all_to_all"] == sent_bytes["all_to_all"] * 2 // 3
+                squares = moved["all_gather"] - 2 * sent_bytes["all_gather"]
+                squares_per_unit = (unit.num_reported_squares for unit in engine.plan.units)
+                assert squares == 8 * 2 * max(map(sum, zip(*squares_per_unit, strict=True)))
+                assert squares < 2 * sent_bytes["gather"], "meetings go the same way, uncounted"
 
     on_ranks(3, work)
 
@@ -155,8 +155,8 @@ def test_each_rank_has_separate_directories_on_every_drive(tmp_path: Path) -> No
             for batch in batches[ranks.rank :: 3]:
                 engine.backward(batch.call(engine))
                 engine.step()
-            own = [drive / f"rank-{ranks.rank}" for drive in drives]
-            assert all(len(list(path.iterdir())) == 1 for path in own)
+            rank_dirs = [drive / f"rank-{ranks.rank}" for drive in drives]
+            assert all(len(list(path.iterdir())) == 1 for path in rank_dirs)
             two, one = (drive["nbytes"] for drive in engine.drives().values())
             assert 1.5 < two / one < 2.5
             return {n: v.clone() for n, v in engine.state_dict(master=True).items()}
@@ -170,9 +170,9 @@ def test_budgets_are_divided_among_local_ranks() -> None:
     model, device = GPT.build(), CpuDevice()
     config = load_config({"budget": {"host": "2GiB", "disk": "8GiB"}})
     ranks: Any = SimpleNamespace(local_count=4)
-    alone, shared = limits_for(config, device, model), limits_for(config, device, model, ranks)
-    assert alone.host is not None
-    assert (shared.host, shared.disk) == (alone.host // 4, 2 << 30)
+    single, shared = limits_for(config, device, model), limits_for(config, device, model, ranks)
+    assert single.host is not None
+    assert (shared.host, shared.disk) == (single.host // 4, 2 << 30)
     default = [limits_for(Config(), device, model, one).host for one in (SINGLE_PROCESS, ranks)]
     assert default[0] is not None
     assert default[1] == pytest.approx(default[0] / 4, rel=0.05)  # free RAM varies
@@ -191,11 +191,11 @@ def test_rank_uses_gpu_visible_through_launcher(monkeypatch: pytest.MonkeyPatch)
 def test_threads_follow_processor_affinity(
     masks: list[set[int]], sharing: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    own: dict[int, set[int]] = {}
-    monkeypatch.setattr(os, "sched_getaffinity", lambda _: own.get(threading.get_ident(), {0}))
+    affinity: dict[int, set[int]] = {}
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: affinity.get(threading.get_ident(), {0}))
 
     def work(ranks: DistContext) -> int:
-        own[threading.get_ident()] = masks[ranks.rank]
+        affinity[threading.get_ident()] = masks[ranks.rank]
         return ranks.num_sharing_processors()
 
     assert on_ranks(3, work) == sharing
@@ -232,13 +232,13 @@ def test_grad_norm_is_independent_of_sharding() -> None:
 
     def work(ranks: DistContext) -> dict[int, float]:
         layout = lay_out(0, "all", facts, FP32, ranks=ranks.count)
-        own = layout.of_shard(ranks.rank)
+        shard = layout.of_shard(ranks.rank)
         with CpuKernels(1) as kernels:
             blocks = {}
-            for segment in own.segments:
-                first, end = (n - segment.offset for n in segment.within(0, own.numel))
-                part = values[segment.parameter][first:end]
-                blocks[segment.parameter] = kernels.square_blocks(part)
+            for segment in shard.segments:
+                first, end = (n - segment.offset for n in segment.within(0, shard.numel))
+                shard_values = values[segment.parameter][first:end]
+                blocks[segment.parameter] = kernels.square_blocks(shard_values)
             plan: Any = SimpleNamespace(units=(layout,))
             return NormTree(plan, ranks, kernels, lambda *_: None).fold(
                 blocks, range(len(sizes)), {}
@@ -306,7 +306,7 @@ def test_gradient_missing_on_some_ranks_matches_single_rank() -> None:
 # --- divergence between ranks is reported on every rank ------------------------------------------
 
 
-def words_of(count: int, work: Callable[[DistContext], Any]) -> dict[int, str]:
+def messages_of(count: int, work: Callable[[DistContext], Any]) -> dict[int, str]:
     """Run `work` on all ranks, each of which must raise; return the messages."""
     results, errors = together(count, work)
     assert not results, results
@@ -347,8 +347,8 @@ def test_different_unit_order_is_reported(tmp_path: Path) -> None:
             engine(torch.ones(2, 64), (0, 1, 2))
             engine(torch.ones(2, 64), (0, 2, 1) if ranks.rank == 1 else (0, 1, 2))
 
-    for words in words_of(3, work).values():
-        assert "uses unit 'blocks.1' on ranks 0, 2; uses unit 'blocks.2' on rank 1" in words
+    for message in messages_of(3, work).values():
+        assert "uses unit 'blocks.1' on ranks 0, 2; uses unit 'blocks.2' on rank 1" in message
 
 
 @pytest.mark.parametrize("where", ["forward", "loss", "backward", "plain", "batch", "scheduler"])
@@ -358,34 +358,34 @@ def test_error_on_one_rank_is_reported_on_all(where: str, tmp_path: Path) -> Non
     class BadError(Exception):
         pass
 
-    def bad(*args: Any) -> Any:
+    def raise_error(*args: Any) -> Any:
         raise BadError("the data are bad")
 
     def work(ranks: DistContext) -> None:
         model, is_bad = models[ranks.rank], ranks.rank == 1
-        options = {"lr_scheduler": lambda optimizer: SimpleNamespace(step=bad)}
+        options = {"lr_scheduler": lambda optimizer: SimpleNamespace(step=raise_error)}
         more = options if is_bad and where == "scheduler" else {}
         with make_engine(ranks, model, make_config(), tmp_path, **more) as engine:
             if is_bad and where == "forward":
-                model.blocks[1].register_forward_pre_hook(bad)
+                model.blocks[1].register_forward_pre_hook(raise_error)
             if is_bad and where == "loss":
-                model.register_forward_hook(bad)
+                model.register_forward_hook(raise_error)
             if is_bad and where == "plain":  # at the end of a `loss.backward()`
-                components(engine).gradients._windows.save = bad
+                components(engine).gradients._windows.save = raise_error
             for _ in range(2):
                 if where == "batch":
-                    engine.train_batch(map(bad if is_bad else one_batch, range(9)))
+                    engine.train_batch(map(raise_error if is_bad else one_batch, range(9)))
                 loss = engine(torch.ones(2, 64), (0, 1, 2))
                 if is_bad and where == "backward":
-                    loss.register_hook(bad)
+                    loss.register_hook(raise_error)
                 (loss if where == "plain" else engine).backward(*() if where == "plain" else [loss])
                 engine.step()
 
     results, errors = together(3, work)
     assert not results
     assert isinstance(errors[1], BadError)
-    told = r"rank 1 failed \(a (forward|backward|batch|step)\): BadError: the data are bad"
-    assert all(re.search(told, str(errors[rank])) for rank in (0, 2)), errors
+    pattern = r"rank 1 failed \(a (forward|backward|batch|step)\): BadError: the data are bad"
+    assert all(re.search(pattern, str(errors[rank])) for rank in (0, 2)), errors
 
 
 @pytest.mark.parametrize("where", ["forward", "finish", "settle"])
@@ -428,16 +428,19 @@ def test_recovered_rank_error_leaves_state_unchanged(where: str, tmp_path: Path)
         assert all(map(torch.equal, masters, expected))
 
 
-def of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
+def set_lr_of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
     """Return a function that sets a learning rate; tensors print four digits of it."""
     return lambda engine: engine.optimizer.param_groups[0].update(lr=value * (1 + rank * 1e-6))
 
 
 @pytest.mark.parametrize(
-    ("differ", "words"),
+    ("differ", "expected_text"),
     [
-        (partial(of_rank, 1e-3), "(ends a step): values of the optimizer's groups"),
-        (partial(of_rank, torch.tensor(1e-3)), "(ends a step): values of the optimizer's groups"),
+        (partial(set_lr_of_rank, 1e-3), "(ends a step): values of the optimizer's groups"),
+        (
+            partial(set_lr_of_rank, torch.tensor(1e-3)),
+            "(ends a step): values of the optimizer's groups",
+        ),
         (
             lambda rank: lambda engine: setattr(engine, "gradient_clipping", 0.5 + rank),
             "(ends a step): gradient_clipping",
@@ -450,7 +453,7 @@ def of_rank(value: Any, rank: int) -> Callable[[Engine], None]:
     ids=["rate", "rate as a tensor", "clipping", "window"],
 )
 def test_settings_changed_on_one_rank_are_reported_on_all(
-    differ: Callable[[int], Callable[[Engine], None]], words: str, tmp_path: Path
+    differ: Callable[[int], Callable[[Engine], None]], expected_text: str, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
 
@@ -462,49 +465,51 @@ def test_settings_changed_on_one_rank_are_reported_on_all(
                 engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
                 engine.step()
 
-    for told in words_of(2, work).values():
-        assert f"ranks 0 and 1 differ {words}" in told
+    for message in messages_of(2, work).values():
+        assert f"ranks 0 and 1 differ {expected_text}" in message
 
 
-def by_value(engine: Engine, value: float | None) -> None:
+def edit_in_place(engine: Engine, value: float | None) -> None:
     weight = engine.module.blocks[1].weight
     with engine.materialized(weight), torch.no_grad():
         if value is not None:
             weight.fill_(value)
 
 
-def by_state_dict(engine: Engine, value: float | None) -> None:
+def edit_by_state_dict(engine: Engine, value: float | None) -> None:
     state = {name: found.clone() for name, found in engine.state_dict(master=True).items()}
     if value is not None:
         state["blocks.1.weight"].fill_(value)
     engine.load_state_dict(state)
 
 
-def by_moment(engine: Engine, value: float | None) -> None:
+def edit_moment(engine: Engine, value: float | None) -> None:
     engine.set_optimizer_state(
         engine.module.blocks[1].weight, "exp_avg", torch.full((64, 64), value or 0.0)
     )
 
 
-def by_gradient(engine: Engine, value: float | None) -> None:
+def edit_gradient(engine: Engine, value: float | None) -> None:
     engine.backward(engine(torch.ones(2, 64), (0, 1, 2)))
     engine.set_gradient(engine.module.blocks[1].weight, torch.full((64, 64), value or 0.0))
     engine.step()
 
 
-def gathered(engine: Engine) -> Any:
+def gathered_parameters(engine: Engine) -> Any:
     return zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0)
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-@pytest.mark.parametrize("lend", [lambda engine: engine.materialized(engine.module), gathered])
+@pytest.mark.parametrize(
+    "edit_context", [lambda engine: engine.materialized(engine.module), gathered_parameters]
+)
 def test_error_in_edit_is_reported_and_writes_nothing(
-    lend: Callable[[Engine], Any], failing: int, tmp_path: Path
+    edit_context: Callable[[Engine], Any], failing: int, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
 
     def fill(engine: Engine, rank: int) -> None:
-        with lend(engine), torch.no_grad():
+        with edit_context(engine), torch.no_grad():
             for parameter in engine.module.parameters():
                 parameter.fill_(7.0)
             if rank == failing:
@@ -527,7 +532,7 @@ def test_error_in_edit_is_reported_and_writes_nothing(
     assert all(map(torch.equal, found[0][1], found[1][1]))
 
 
-@pytest.mark.parametrize("edit", [by_value, by_state_dict, by_moment, by_gradient])
+@pytest.mark.parametrize("edit", [edit_in_place, edit_by_state_dict, edit_moment, edit_gradient])
 @pytest.mark.parametrize("first", [2.0, None])
 def test_differing_edits_across_ranks_are_rejected(
     edit: Callable[[Engine, float | None], None], first: float | None, tmp_path: Path
@@ -551,9 +556,9 @@ def test_differing_edits_across_ranks_are_rejected(
 
     (before, found), (_, other) = on_ranks(2, work)
     assert torch.equal(found, other)
-    if edit in (by_value, by_state_dict):
+    if edit in (edit_in_place, edit_by_state_dict):
         assert torch.equal(found, torch.full((64, 64), 3.0))
-    elif edit is by_gradient:
+    elif edit is edit_gradient:
         assert not torch.equal(found, before)
 
 
@@ -581,13 +586,13 @@ def test_different_calls_on_ranks_are_reported(tmp_path: Path) -> None:
                 engine.save_weights(tmp_path / "weights")
             engine.backward(loss)
 
-    for words in words_of(2, work).values():
-        assert "reads weight of unit 'blocks.0' on rank 0" in words
-        assert "on rank 1" in words
+    for message in messages_of(2, work).values():
+        assert "reads weight of unit 'blocks.0' on rank 0" in message
+        assert "on rank 1" in message
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("changes", "expected_text"),
     [
         ({"gradient_clipping": 0.25}, "gradient_clipping is 0.5 on rank 0, 0.25 on rank 1"),
         ({"seed": 4}, "seed is None on rank 0, 4 on rank 1"),
@@ -595,7 +600,7 @@ def test_different_calls_on_ranks_are_reported(tmp_path: Path) -> None:
     ],
 )
 def test_differing_configurations_are_rejected(
-    changes: dict[str, Any], words: str, tmp_path: Path
+    changes: dict[str, Any], expected_text: str, tmp_path: Path
 ) -> None:
     models = same_models(Ordered, 2)
 
@@ -603,8 +608,8 @@ def test_differing_configurations_are_rejected(
         config = make_config() | (changes if ranks.rank == 1 else {})
         make_engine(ranks, models[ranks.rank], config, tmp_path)
 
-    for told in words_of(2, work).values():
-        assert f"ranks 0 and 1 differ in the configuration: {words}" in told
+    for message in messages_of(2, work).values():
+        assert f"ranks 0 and 1 differ in the configuration: {expected_text}" in message
 
 
 def test_differing_versions_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -616,9 +621,9 @@ def test_differing_versions_are_rejected(tmp_path: Path, monkeypatch: pytest.Mon
         of_thread[threading.get_ident()] = f"0.{ranks.rank}"
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
 
-    for told in words_of(2, work).values():
-        words = "differ in the configuration: infinity is '0.0' on rank 0, '0.1' on rank 1"
-        assert f"ranks 0 and 1 {words}" in told
+    for message in messages_of(2, work).values():
+        expected_text = "differ in the configuration: infinity is '0.0' on rank 0, '0.1' on rank 1"
+        assert f"ranks 0 and 1 {expected_text}" in message
 
 
 def reseeded() -> nn.Module:
@@ -632,7 +637,7 @@ def frozen_in_part() -> nn.Module:
     return model
 
 
-def of_rows(middle: float) -> nn.Module:
+def with_table(middle: float) -> nn.Module:
     model = Ordered()
     model.table = nn.Parameter(torch.zeros(100, 64))
     with torch.no_grad():
@@ -641,7 +646,7 @@ def of_rows(middle: float) -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("kind", "other", "words"),
+    ("kind", "other", "expected_text"),
     [
         (Ordered, reseeded, "values of blocks.0.weight is"),
         (
@@ -649,11 +654,14 @@ def of_rows(middle: float) -> nn.Module:
             "blocks.1.weight is '(64, 64), float32, trained in group 0' on rank 0",
         ),
         (Ordered, lambda: nn.ModuleList([Ordered()]), "units is ['blocks.0'"),
-        (partial(of_rows, 0.0), partial(of_rows, 1.0), "values of table is"),
+        (partial(with_table, 0.0), partial(with_table, 1.0), "values of table is"),
     ],
 )  # fmt: skip
 def test_differing_models_are_rejected(
-    kind: Callable[[], nn.Module], other: Callable[[], nn.Module], words: str, tmp_path: Path
+    kind: Callable[[], nn.Module],
+    other: Callable[[], nn.Module],
+    expected_text: str,
+    tmp_path: Path,
 ) -> None:
     models = same_models(kind, 2)
     torch.manual_seed(0)
@@ -662,9 +670,9 @@ def test_differing_models_are_rejected(
     def work(ranks: DistContext) -> None:
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
 
-    for told in words_of(3, work).values():
-        assert "ranks 0 and 2 differ in the model: " in told
-        assert words in told
+    for message in messages_of(3, work).values():
+        assert "ranks 0 and 2 differ in the model: " in message
+        assert expected_text in message
 
 
 def test_differing_weight_files_are_rejected(tmp_path: Path) -> None:
@@ -681,45 +689,47 @@ def test_differing_weight_files_are_rejected(tmp_path: Path) -> None:
         infinity.load_weights(model, tmp_path / f"{ranks.rank}.safetensors")
         make_engine(ranks, model, make_config(), tmp_path)
 
-    for told in words_of(2, work).values():
-        assert f"ranks 0 and 1 differ in the model: first values of {last} is" in told
+    for message in messages_of(2, work).values():
+        assert f"ranks 0 and 1 differ in the model: first values of {last} is" in message
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("changes", "expected_text"),
     [
         ({"batch_size": 2}, "the configuration: samples of a micro-batch is 1 on rank 0, 2"),
         ({"samples": 12}, "training_data: number of samples is 8 on rank 0, 12 on rank 1"),
     ],
 )
 def test_differing_batch_or_dataset_size_is_rejected(
-    given: dict[str, int], words: str, tmp_path: Path
+    changes: dict[str, int], expected_text: str, tmp_path: Path
 ) -> None:
     """Each rank takes every N-th batch of its batch size, from its dataset."""
     models = same_models(Ordered, 2)
 
     def work(ranks: DistContext) -> None:
-        told = {"batch_size": 1, "samples": 8} | (given if ranks.rank else {})
-        data = TensorDataset(torch.zeros(told["samples"], 64))
-        more = {"training_data": data, "batch_size": told["batch_size"]}
+        values = {"batch_size": 1, "samples": 8} | (changes if ranks.rank else {})
+        data = TensorDataset(torch.zeros(values["samples"], 64))
+        more = {"training_data": data, "batch_size": values["batch_size"]}
         make_engine(ranks, models[ranks.rank], make_config(), tmp_path, **more)
 
-    for told in words_of(2, work).values():
-        assert f"ranks 0 and 1 differ in {words}" in told
+    for message in messages_of(2, work).values():
+        assert f"ranks 0 and 1 differ in {expected_text}" in message
 
 
 def test_differing_plans_are_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All inputs are equal; the plans differ as if the machines did."""
-    models, plan_here = same_models(Ordered, 2), run_plan.make_plan
+    models, original_make_plan = same_models(Ordered, 2), run_plan.make_plan
 
     def make_plan(*args: Any, rank: int, **options: Any) -> Plan:
-        plan = plan_here(*args, rank=rank, **options)
+        plan = original_make_plan(*args, rank=rank, **options)
         return replace(plan, unsharded=frozenset()) if rank else plan
 
     monkeypatch.setattr(run_plan, "make_plan", make_plan)
     config = make_config() | {"placement": {"reshard_after_forward": False}}
-    for told in words_of(2, lambda r: make_engine(r, models[r.rank], config, tmp_path)).values():
-        assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in told
+    for message in messages_of(
+        2, lambda r: make_engine(r, models[r.rank], config, tmp_path)
+    ).values():
+        assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in message
 
 
 def test_initialize_error_on_one_rank_is_reported_on_all(tmp_path: Path) -> None:
@@ -743,7 +753,7 @@ def test_initialize_error_on_one_rank_is_reported_on_all(tmp_path: Path) -> None
 # --- values and other requests of an engine ------------------------------------------------------
 
 
-def tell_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Tensor]:
+def edit_and_read_all(engine: Engine, ranks: DistContext, weights: Path) -> dict[str, Tensor]:
     """Edit everything, and return all values before and after, by name."""
     found: dict[str, Tensor] = {}
     batches = GPT.batches(8)[ranks.rank :: ranks.count]
@@ -789,9 +799,9 @@ def test_values_are_unsharded_on_every_rank(
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
         model = models.pop()
-        own = with_micro_batches(config, 4 // ranks.count)
-        with make_engine(ranks, model, own, tmp_path, groups=GPT.groups) as engine:
-            return tell_all(engine, ranks, tmp_path.parent / f"weights-{ranks.count}")
+        rank_config = with_micro_batches(config, 4 // ranks.count)
+        with make_engine(ranks, model, rank_config, tmp_path, groups=GPT.groups) as engine:
+            return edit_and_read_all(engine, ranks, tmp_path.parent / f"weights-{ranks.count}")
 
     (expected,) = on_ranks(1, work)
     for found in on_ranks(2, work):
@@ -809,11 +819,11 @@ def test_user_backward_and_train_batch_match_single_rank(precision: str, tmp_pat
     config = make_config(ON_DISK, precision=precision)
 
     def work(ranks: DistContext, way: str) -> dict[str, Tensor]:
-        own = with_micro_batches(config, 6 // ranks.count)
-        mine = batches[ranks.rank :: ranks.count]
-        with make_engine(ranks, models.pop(), own, tmp_path, groups=GPT.groups) as engine:
-            for first in range(0, len(mine), len(mine) // 2):
-                part = mine[first : first + len(mine) // 2]
+        rank_config = with_micro_batches(config, 6 // ranks.count)
+        rank_batches = batches[ranks.rank :: ranks.count]
+        with make_engine(ranks, models.pop(), rank_config, tmp_path, groups=GPT.groups) as engine:
+            for first in range(0, len(rank_batches), len(rank_batches) // 2):
+                part = rank_batches[first : first + len(rank_batches) // 2]
                 if way == "train_batch":
                     engine.train_batch(iter([batch.args for batch in part]))
                 for batch in part if way != "train_batch" else ():
@@ -830,16 +840,16 @@ def test_user_backward_and_train_batch_match_single_rank(precision: str, tmp_pat
 
 def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(ON_DISK, precision="bf16", seed=3)
-    made: dict[int, set[int]] = {}
+    materialized: dict[int, set[int]] = {}
     lock, value, seed = threading.RLock(), InitialValues.value, torch.manual_seed
 
     def seeded(number: int) -> torch.Generator:
         with lock:  # not while values of another rank are drawn
             return seed(number)
 
-    def counted(self: InitialValues, tensor: Tensor) -> Tensor:
+    def record_value(self: InitialValues, tensor: Tensor) -> Tensor:
         with lock:  # torch's generator, which draws them, is shared by all threads
-            made.setdefault(threading.get_ident(), set()).add(id(tensor))
+            materialized.setdefault(threading.get_ident(), set()).add(id(tensor))
             return value(self, tensor)
 
     def build(*, deferred: bool) -> nn.Module:
@@ -847,16 +857,16 @@ def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPat
         with infinity.Init(threshold_bytes=1) if deferred else nullcontext():
             return Gpt()
 
-    monkeypatch.setattr(InitialValues, "value", counted)
+    monkeypatch.setattr(InitialValues, "value", record_value)
     monkeypatch.setattr(torch, "manual_seed", seeded)
     batches = GPT.batches(6)
     expected = train_exactly(build(deferred=False), batches, with_micro_batches(config, 2))
     found = train_ranks(2, partial(build, deferred=True), batches, config)
     assert found.differences(expected) == []
     num_parameters = len(list(build(deferred=True).parameters()))
-    assert len(made) == 2
+    assert len(materialized) == 2
     # Except a parameter in both shards, and the smallest matrix, which is compared.
-    assert all(len(tensors) <= 0.6 * num_parameters for tensors in made.values())
+    assert all(len(tensors) <= 0.6 * num_parameters for tensors in materialized.values())
 
 
 @pytest.mark.parametrize("frozen", [False, True])

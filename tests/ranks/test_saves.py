@@ -65,11 +65,11 @@ def test_warnings_are_issued_by_one_rank(tmp_path: Path) -> None:
             for _ in range(16):
                 engine.backward(batch.call(engine))
 
-    with pytest.warns(InfinityWarning) as said:
+    with pytest.warns(InfinityWarning) as caught:
         on_ranks(2, work)
-    words = [str(one.message) for one in said]
+    messages = [str(one.message) for one in caught]
     for found in ("nothing was loaded", "16 backwards, and no engine.step()"):
-        assert sum(found in text for text in words) == 1
+        assert sum(found in text for text in messages) == 1
 
 
 def step(engine: Engine, number: int) -> None:
@@ -78,21 +78,21 @@ def step(engine: Engine, number: int) -> None:
     engine.step()
 
 
-def at_the_end_of(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
+def before_second_rank_finishes(monkeypatch: pytest.MonkeyPatch, do: Callable[[], None]) -> None:
     """Call `do` before the second rank, which writes no headers, finishes its ranges of a save."""
     first, write_headers, finish = threading.local(), RangeWriter.write_headers, RangeWriter.finish
 
-    def writes_headers(ranges: RangeWriter) -> None:
+    def mark_first_rank(ranges: RangeWriter) -> None:
         first.rank = True  # of this thread
         write_headers(ranges)
 
-    def finishes(ranges: RangeWriter) -> None:
+    def call_and_finish(ranges: RangeWriter) -> None:
         if not hasattr(first, "rank"):
             do()
         finish(ranges)
 
-    monkeypatch.setattr(RangeWriter, "write_headers", writes_headers)
-    monkeypatch.setattr(RangeWriter, "finish", finishes)
+    monkeypatch.setattr(RangeWriter, "write_headers", mark_first_rank)
+    monkeypatch.setattr(RangeWriter, "finish", call_and_finish)
 
 
 def test_save_runs_in_background_of_training(
@@ -100,7 +100,7 @@ def test_save_runs_in_background_of_training(
 ) -> None:
     """While one rank is slow, steps continue; the checkpoint exists once all have written it."""
     may_end = threading.Event()
-    at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
+    before_second_rank_finishes(monkeypatch, lambda: assert_set(may_end))
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"
 
     def work(ranks: DistContext) -> list[bool]:
@@ -125,7 +125,7 @@ def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     saved.mkdir()
 
     def work(ranks: DistContext) -> list[str]:
-        said = []
+        messages = []
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
             for number in range(2):
                 step(engine, number)
@@ -140,13 +140,13 @@ def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
             for root in (str(ranks.rank), "damaged"):
                 with pytest.raises(InfinityError) as caught:
                     engine.load_checkpoint(saved / root)
-                said.append(str(caught.value))
+                messages.append(str(caught.value))
             with pytest.raises(InfinityError, match="holds half of it"):
                 step(engine, 2)
             engine.load_checkpoint(saved / "0")
             step(engine, 1)
             assert engine.global_steps == 2
-        return said
+        return messages
 
     for differ, damaged in on_ranks(2, work):
         assert "updates is 1 on rank 0, 2 on rank 1" in differ
@@ -159,8 +159,8 @@ def test_unsavable_state_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
 
     def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
-            own = SimpleNamespace(state_dict=lambda: {"of": object() if ranks.rank else 1})
-            engine.register_state("own", own)
+            state = SimpleNamespace(state_dict=lambda: {"of": object() if ranks.rank else 1})
+            engine.register_state("own", state)
             step(engine, 0)
             with pytest.raises(InfinityError) as caught:
                 engine.save_checkpoint(tmp_path / "saved", "one")
@@ -168,11 +168,11 @@ def test_unsavable_state_of_one_rank_is_reported_on_all(tmp_path: Path) -> None:
             assert engine.global_steps == 2
             return str(caught.value)
 
-    for words in on_ranks(2, work):
-        assert "registered.own.of is builtins.object, which a checkpoint cannot store" in words
+    for message in on_ranks(2, work):
+        assert "registered.own.of is builtins.object, which a checkpoint cannot store" in message
 
 
-class Counting(nn.Module):
+class RunningMean(nn.Module):
     """Model with a running mean, which is of one rank's data and affects later losses."""
 
     def __init__(self) -> None:
@@ -190,7 +190,7 @@ class Counting(nn.Module):
 def test_buffers_are_restored_per_rank(durable: bool, tmp_path: Path) -> None:
     def build() -> nn.Module:
         torch.manual_seed(0)
-        return Counting()
+        return RunningMean()
 
     models = [build() for _ in range(6)]
     config = make_config(("disk", "disk", "disk"))
@@ -205,26 +205,26 @@ def test_buffers_are_restored_per_rank(durable: bool, tmp_path: Path) -> None:
             losses.append(loss.item())
         return losses
 
-    def sound(ranks: DistContext) -> list[float]:
+    def uninterrupted(ranks: DistContext) -> list[float]:
         (folder := tmp_path / "sound").mkdir(exist_ok=True)
         with make_engine(ranks, models.pop(), config, folder) as engine:
             return train(engine, ranks, range(4))
 
-    def stopped(ranks: DistContext) -> list[float]:
-        own = config | ({"durable": True, "resume": "auto"} if durable else {})
+    def interrupted(ranks: DistContext) -> list[float]:
+        rank_config = config | ({"durable": True, "resume": "auto"} if durable else {})
         (folder := tmp_path / "stopped").mkdir(exist_ok=True)
-        with make_engine(ranks, models.pop(), own, folder) as engine:
+        with make_engine(ranks, models.pop(), rank_config, folder) as engine:
             losses = train(engine, ranks, range(2))
             if not durable:
                 engine.save_checkpoint(tmp_path / "saves")
-        with make_engine(ranks, models.pop(), own, folder) as engine:
+        with make_engine(ranks, models.pop(), rank_config, folder) as engine:
             if not durable:
                 engine.load_checkpoint(tmp_path / "saves")
             return losses + train(engine, ranks, range(2, 4))
 
-    expected = on_ranks(2, sound)
+    expected = on_ranks(2, uninterrupted)
     assert expected[0] != expected[1]
-    assert on_ranks(2, stopped) == expected
+    assert on_ranks(2, interrupted) == expected
 
 
 def test_differing_checkpoint_tags_are_rejected(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_differing_checkpoint_tags_are_rejected(tmp_path: Path) -> None:
             engine.save_checkpoint(tmp_path / "saves", "loss")
             return str(caught.value)
 
-    for told in on_ranks(2, work):
-        assert "differ in the checkpoint to save: tag is 'loss-0' on rank 0, 'loss-1'" in told
+    for message in on_ranks(2, work):
+        assert "differ in the checkpoint to save: tag is 'loss-0' on rank 0, 'loss-1'" in message
     assert [path.name for path in (tmp_path / "saves").iterdir() if path.is_dir()] == ["loss"]
 
 
@@ -269,19 +269,19 @@ def test_frozen_files_are_written_once(shared: bool, tmp_path: Path) -> None:
             return edited
 
     on_ranks(2, work)
-    places = [tmp_path / tag for tag in "abcd"]
-    a, b, c, d = (sorted(place.glob("frozen*")) for place in places)
+    directories = [tmp_path / tag for tag in "abcd"]
+    a, b, c, d = (sorted(place.glob("frozen*")) for place in directories)
     assert a
     for one, two, three, four in zip(a, b, c, d, strict=True):
         assert one.stat().st_ino == two.stat().st_ino == three.stat().st_ino
         assert four.stat().st_nlink == 1
     assert [one.read_bytes() for one in a] != [one.read_bytes() for one in d]
-    for place in places:
+    for place in directories:
         with CheckpointReader(tmp_path, place.name) as reader:
             assert list(reader.verify()) == []
 
 
-def assert_soon(event: threading.Event) -> None:
+def assert_set(event: threading.Event) -> None:
     assert event.wait(HANG_S)
 
 
@@ -290,7 +290,7 @@ def test_finish_saving_on_one_rank_only_is_reported(
 ) -> None:
     """Else that rank would assume a complete checkpoint while another still writes."""
     may_end = threading.Event()
-    at_the_end_of(monkeypatch, lambda: assert_soon(may_end))
+    before_second_rank_finishes(monkeypatch, lambda: assert_set(may_end))
     models = [GPT.build() for _ in range(2)]
 
     def work(ranks: DistContext) -> str:
@@ -302,8 +302,8 @@ def test_finish_saving_on_one_rank_only_is_reported(
             may_end.set()
             return str(caught.value)
 
-    for words in on_ranks(2, work):
-        assert "waits for a checkpoint on rank 0; looks after a checkpoint on rank 1" in words
+    for message in on_ranks(2, work):
+        assert "waits for a checkpoint on rank 0; looks after a checkpoint on rank 1" in message
 
 
 def test_full_drive_of_one_rank_fails_save_on_all(
@@ -311,15 +311,15 @@ def test_full_drive_of_one_rank_fails_save_on_all(
 ) -> None:
     """All ranks raise; no files are left, and training and later saves continue."""
     models, saved, pwrite = [GPT.build() for _ in range(2)], tmp_path / "saved", os.pwrite
-    full, fails = threading.local(), [True]
+    failing, fails = threading.local(), [True]
 
-    def refuses(file: int, data: bytes, offset: int) -> int:
-        if fails and hasattr(full, "here"):
+    def pwrite_or_fail(file: int, data: bytes, offset: int) -> int:
+        if fails and hasattr(failing, "here"):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return pwrite(file, data, offset)
 
-    at_the_end_of(monkeypatch, lambda: setattr(full, "here", True))
-    monkeypatch.setattr(os, "pwrite", refuses)
+    before_second_rank_finishes(monkeypatch, lambda: setattr(failing, "here", True))
+    monkeypatch.setattr(os, "pwrite", pwrite_or_fail)
 
     def work(ranks: DistContext) -> str:
         with make_engine(ranks, models[ranks.rank], make_config(), tmp_path) as engine:
@@ -337,5 +337,5 @@ def test_full_drive_of_one_rank_fails_save_on_all(
 
     found = on_ranks(2, work)
     assert "rank 1 failed (saves a checkpoint): DoesNotFitError" in found[0]
-    assert all("No space left" in words for words in found)
+    assert all("No space left" in message for message in found)
     assert (saved / "two" / "manifest.json").exists()

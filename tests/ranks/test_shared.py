@@ -34,7 +34,7 @@ FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
 
 
 @pytest.mark.parametrize(
-    ("name", "count", "nodes", "device", "placement", "whole"),
+    ("name", "count", "nodes", "device", "placement", "unsharded"),
     [("gpt", 2, 1, "fake", ("host", "host", "host"), False),
      ("frozen", 3, 1, "fake", ("host", "disk", "host"), True),
      ("gpt", 2, 1, "cpu", ("device", "host", "host"), False),
@@ -42,7 +42,7 @@ FACTS = [ParameterFacts("w", 0, (1 << 18,), "float32", 1 << 18, 4, True, 0)]
      ("gpt", 2, 2, "cpu", ("device", "host", "host"), True)],
 )  # fmt: skip
 def test_shared_weights_bits_and_bytes(
-    name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], whole: bool
+    name: str, count: int, nodes: int, device: str, placement: tuple[str, str, str], unsharded: bool
 ) -> None:
     """Only the norm's sums are gathered; a device copies the other ranks' shards of a unit as well.
 
@@ -50,7 +50,7 @@ def test_shared_weights_bits_and_bytes(
     """
     case = CASES[name]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
-    config["placement"] |= {"reshard_after_forward": not whole, "shared": True}
+    config["placement"] |= {"reshard_after_forward": not unsharded, "shared": True}
     batches = case.batches(6 * count)
     one = {**config, "gradient_accumulation_steps": 2 * count}
     expected = train_exactly(case.build(), batches, one, groups=case.groups)
@@ -156,10 +156,10 @@ def test_failed_broadcast_raises_in_is_here() -> None:
         assert weights._peers is not None
         weights._peers.all_gather = lambda *_, **__: Failed()  # type: ignore[method-assign]
         weights.bring(0)
-        with pytest.raises(MachineError) as told:
+        with pytest.raises(MachineError) as caught:
             weights.is_here(0)
         weights.close()
-        return str(told.value)
+        return str(caught.value)
 
     assert on_ranks(2, work, nodes=2) == ["lost", "lost"]
 
@@ -170,7 +170,7 @@ def test_device_copies_finish_before_norm_reduction(tmp_path: Path) -> None:
     config["placement"]["shared"] = True
     models = [FROZEN.build() for _ in range(2)]
 
-    class Open(CompletedWork):
+    class PendingCopies(CompletedWork):
         def __init__(self, log: list[tuple[str, str | int]]) -> None:
             self.log = log
 
@@ -181,7 +181,7 @@ def test_device_copies_finish_before_norm_reduction(tmp_path: Path) -> None:
         assert isinstance(ranks, ThreadRanks)
         with make_engine(ranks, models[ranks.rank], config, tmp_path) as engine:
             engine.backward(FROZEN.batches(2)[ranks.rank].call(engine))
-            components(engine).store._shared_copies = Open(ranks.log)
+            components(engine).store._shared_copies = PendingCopies(ranks.log)
             before = len(ranks.log)
             engine.step()
             return [what for what, _ in ranks.log[before:]]

@@ -31,39 +31,39 @@ LONG = {
 }
 
 
-def command(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
+def start_train(folder: Path, raw: dict[str, Any], *arguments: str) -> Program:
     """Start `infinity train` with these arguments in a separate process."""
     (path := folder / "train.json").write_text(json.dumps(raw))
     return Program(main, ["train", str(path), *arguments], PYTHONPATH=str(TESTS.parent))
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def single_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of an uninterrupted run on one rank."""
     folder = tmp_path_factory.mktemp("alone")
     train(settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **LONG))
     return folder
 
 
-def run_of(folder: Path, *, durable: bool = False) -> dict[str, Any]:
+def run_settings(folder: Path, *, durable: bool = False) -> dict[str, Any]:
     """Return the settings of the same run; if `durable`, it saves no checkpoints."""
-    own: dict[str, Any] = {}
+    changes: dict[str, Any] = {}
     if durable:
         (folder / "nvme").mkdir()
-        own = {"engine__nvme_path": str(folder / "nvme"), "engine__durable": True}
-        own |= {"engine__commit_every": 1, "training__checkpoint_every": 0}
-    return settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **(LONG | own))
+        changes = {"engine__nvme_path": str(folder / "nvme"), "engine__durable": True}
+        changes |= {"engine__commit_every": 1, "training__checkpoint_every": 0}
+    return settings(folder, **write_chat(folder, 200), **NO_DROPOUT, **(LONG | changes))
 
 
-def states_of(folder: Path) -> list[str]:
+def ranks_with_state(folder: Path) -> list[str]:
     """Return the ranks that have state of the run on disk."""
     (state,) = (folder / "nvme").iterdir()
     return sorted(str(path.parent.relative_to(state)) for path in state.glob("**/infinity-run-*"))
 
 
 def until_step(folder: Path, number: int) -> None:
-    told = folder / "run" / "metrics.jsonl"
-    wait_until(lambda: told.exists() and f'"step": {number}' in told.read_text(), HANG_S)
+    metrics = folder / "run" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and f'"step": {number}' in metrics.read_text(), HANG_S)
 
 
 def norms_of(folder: Path) -> list[tuple[float, float]]:
@@ -72,10 +72,10 @@ def norms_of(folder: Path) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("durable", [pytest.param(False, marks=pytest.mark.big), True])
 def test_run_of_two_ranks_resumed_on_one_matches_single_rank(
-    alone: Path, tmp_path: Path, durable: bool
+    single_run: Path, tmp_path: Path, durable: bool
 ) -> None:
-    raw = run_of(tmp_path, durable=durable)
-    with command(tmp_path, raw, "--gpus", "2") as program:
+    raw = run_settings(tmp_path, durable=durable)
+    with start_train(tmp_path, raw, "--gpus", "2") as program:
         until_step(tmp_path, 2)
         if durable:  # as a system's memory guard, which ends one process
             psutil.Process(program.process.pid).children()[-1].terminate()
@@ -87,58 +87,58 @@ def test_run_of_two_ranks_resumed_on_one_matches_single_rank(
     assert error.count("by SIGTERM to another rank") == durable
     assert error.count("stopped after step ") == 1
     assert "--gpus 2 --resume auto" in error
-    for text in ("windows of 64 to train on", "step  1/30  loss"):
-        assert error.count(text) == 1, error
+    for line in ("windows of 64 to train on", "step  1/30  loss"):
+        assert error.count(line) == 1, error
     assert error.count("checkpoint: ") == (not durable)
     assert "each of 2 ranks: " in out
     assert "a node      2 such ranks" in (tmp_path / "run" / "plan.txt").read_text()
     done = len(norms_of(tmp_path))
     assert 2 <= done < 30
     if durable:
-        assert states_of(tmp_path) == ["rank-0", "rank-1"]
+        assert ranks_with_state(tmp_path) == ["rank-0", "rank-1"]
     _, watcher = train(raw, "auto")
     assert watcher.done == done
     if durable:
-        assert states_of(tmp_path) == ["."]
+        assert ranks_with_state(tmp_path) == ["."]
         assert f"going on from the committed step {done}" in watcher.notes
-    assert losses_of(tmp_path) == losses_of(alone)
-    assert norms_of(tmp_path) == norms_of(alone)
+    assert losses_of(tmp_path) == losses_of(single_run)
+    assert norms_of(tmp_path) == norms_of(single_run)
 
 
 @pytest.mark.big
 @pytest.mark.parametrize("durable", [False, True])
-def test_run_of_one_rank_resumes_on_two(alone: Path, tmp_path: Path, durable: bool) -> None:
-    raw = run_of(tmp_path, durable=durable)
+def test_run_of_one_rank_resumes_on_two(single_run: Path, tmp_path: Path, durable: bool) -> None:
+    raw = run_settings(tmp_path, durable=durable)
     train(raw, stop_after=10)
     arguments = ("--gpus", "2", "--json", "--resume", "auto")
     if durable:  # a rank is killed, and the same number resumes
-        with command(tmp_path, raw, *arguments) as program:
+        with start_train(tmp_path, raw, *arguments) as program:
             until_step(tmp_path, 15)
             psutil.Process(program.process.pid).children()[-1].kill()
             code, _, error = program.end()
         assert code == MachineError.exit_code
         assert "was ended by SIGKILL" in error
-    with command(tmp_path, raw, *arguments) as program:
+    with start_train(tmp_path, raw, *arguments) as program:
         code, out, error = program.end()
     assert code == 0, error
     if durable:
-        assert states_of(tmp_path) == ["rank-0", "rank-1"]
+        assert ranks_with_state(tmp_path) == ["rank-0", "rank-1"]
         assert "going on from the committed step 1" in error
     result = json.loads(out)
     assert (result["steps"], result["tokens"]) == (30, 30 * 256)
-    assert losses_of(tmp_path) == losses_of(alone)
-    assert norms_of(tmp_path) == norms_of(alone)
+    assert losses_of(tmp_path) == losses_of(single_run)
+    assert norms_of(tmp_path) == norms_of(single_run)
     assert "going on from" in error
     for name in ("model", "best"):
-        ours, theirs = (folder / "run" / name for folder in (tmp_path, alone))
+        resumed_dir, single_dir = (folder / "run" / name for folder in (tmp_path, single_run))
         file = "model.safetensors"
-        assert (ours / file).read_bytes() == (theirs / file).read_bytes(), name
+        assert (resumed_dir / file).read_bytes() == (single_dir / file).read_bytes(), name
     assert result["best_step"] in (10, 20, 30)
 
 
 def test_configuration_error_is_printed_once(tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__gradient_accumulation_steps=3, training__seed="x")
-    with command(tmp_path, raw, "--gpus", "2") as program:
+    with start_train(tmp_path, raw, "--gpus", "2") as program:
         code, out, error = program.end()
     assert code == 2, error
     assert error.count("error: ") == error.count("training.seed") == 1
@@ -151,8 +151,8 @@ def test_differing_training_data_is_rejected(tmp_path: Path) -> None:
     configs = []
     for number in range(2):
         (folder := tmp_path / str(number)).mkdir()
-        given = write_chat(folder, 200 - number)
-        configs.append(load_run_config(settings(folder, **given, run_dir=str(tmp_path / "run"))))
+        data = write_chat(folder, 200 - number)
+        configs.append(load_run_config(settings(folder, **data, run_dir=str(tmp_path / "run"))))
 
     def prepare(ranks: DistContext) -> None:
         with Run(configs[ranks.rank], ranks=ranks) as run:
@@ -165,8 +165,8 @@ def test_differing_training_data_is_rejected(tmp_path: Path) -> None:
 def test_micro_batches_are_divided_among_ranks_or_rejected(tmp_path: Path) -> None:
     config = load_run_config(settings(tmp_path, engine__gradient_accumulation_steps=6))
     assert config.engine_for(16, 3).gradient_accumulation_steps == 2
-    words = r"a step of 6 micro-batches cannot be shared out to 4 ranks(.|\n)*_steps=8, those of"
-    with pytest.raises(ConfigError, match=words):
+    message = r"a step of 6 micro-batches cannot be shared out to 4 ranks(.|\n)*_steps=8, those of"
+    with pytest.raises(ConfigError, match=message):
         config.engine_for(16, 4)
     changes = {"engine__gradient_accumulation_steps": None, "training__tokens_per_step": 96}
     config = load_run_config(settings(tmp_path, **changes))

@@ -19,41 +19,41 @@ ARGUMENTS = {
 }
 
 
-def job(count: int, out: Path, **more: Any) -> dict[str, Any]:
+def job(count: int, out: Path, **extra: Any) -> dict[str, Any]:
     arguments = {**ARGUMENTS, "gradient_accumulation_steps": 4 // count}
     arguments["per_device_eval_batch_size"] = 4 // count  # Trainer counts their labels together
-    return {"out": str(out), "arguments": arguments, **more}
+    return {"out": str(out), "arguments": arguments, **extra}
 
 
-def assert_same(found: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+def assert_same(found: list[dict[str, Any]], single: dict[str, Any]) -> None:
     """Check that weights and norms are bitwise equal, and logs close: sums have another order."""
     for one in found:
         assert one["ranks"] == len(found)
-        for name, value in alone["masters"].items():
+        for name, value in single["masters"].items():
             assert torch.equal(one["masters"][name], value), name
-        torch.testing.assert_close(one["predicted"], alone["predicted"])
+        torch.testing.assert_close(one["predicted"], single["predicted"])
     logged, expected = (
         [entry for entry in one["history"] if "train_loss" not in entry]  # since the last resume
-        for one in (found[0], alone)
+        for one in (found[0], single)
     )
     assert [set(entry) for entry in logged] == [set(entry) for entry in expected]
-    for mine, theirs in zip(logged, expected, strict=True):
-        assert mine == pytest.approx(theirs, rel=1e-5)
-        assert mine.get("grad_norm") == theirs.get("grad_norm")
+    for actual, expected_entry in zip(logged, expected, strict=True):
+        assert actual == pytest.approx(expected_entry, rel=1e-5)
+        assert actual.get("grad_norm") == expected_entry.get("grad_norm")
 
 
 def test_trainer_on_two_ranks_matches_single_rank(tmp_path: Path) -> None:
-    alone, two, on = (tmp_path / name for name in ("alone", "two", "on"))
-    trainer_rank.main([job(1, alone)])
-    jobs = [job(2, two), job(2, on, resume=str(alone / "checkpoint-2"))]
+    single, two, resumed = (tmp_path / name for name in ("alone", "two", "on"))
+    trainer_rank.main([job(1, single)])
+    jobs = [job(2, two), job(2, resumed, resume=str(single / "checkpoint-2"))]
     with Processes(2, tmp_path, trainer_rank.main, jobs) as processes:
-        processes.end_well()
-    expected = torch.load(f"{alone}-0")
-    for out in (two, on):
+        processes.assert_success()
+    expected = torch.load(f"{single}-0")
+    for out in (two, resumed):
         assert_same([torch.load(f"{out}-{rank}") for rank in range(2)], expected)
     evaluated = [entry for entry in expected["history"] if "eval_hits" in entry]
     assert {entry["eval_samples"] for entry in evaluated} == {8.0}
-    files = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (alone, two)]
+    files = [sorted(str(path.relative_to(out)) for path in out.rglob("*")) for out in (single, two)]
     assert files[0] == files[1]
-    model = [(out / "model" / "model.safetensors").read_bytes() for out in (alone, two)]
+    model = [(out / "model" / "model.safetensors").read_bytes() for out in (single, two)]
     assert model[0] == model[1]

@@ -23,7 +23,7 @@ from infinity.training.resumable_loader import ResumableLoader
 GPT = CASES["gpt"]
 
 
-class One(SingleProcess):
+class FakeRank(SingleProcess):
     """One of several ranks, without communication."""
 
     def __init__(self, rank: int, count: int) -> None:
@@ -47,19 +47,21 @@ def numbers(count: int, stream: bool) -> Dataset[Any]:
     return Stream(count) if stream else TensorDataset(torch.arange(count))
 
 
-def told(batch: Any) -> list[int]:
+def values_of(batch: Any) -> list[int]:
     found: list[int] = (batch if isinstance(batch, Tensor) else batch[0]).tolist()
     return found
 
 
-def make(count: int, data: Dataset[Any], **options: Any) -> list[ResumableLoader]:
-    return [ResumableLoader(data, One(r, count), batch_size=2, **options) for r in range(count)]
+def make_loaders(count: int, data: Dataset[Any], **options: Any) -> list[ResumableLoader]:
+    return [
+        ResumableLoader(data, FakeRank(r, count), batch_size=2, **options) for r in range(count)
+    ]
 
 
-def rounds(loaders: list[ResumableLoader]) -> Iterator[list[int]]:
+def in_order(loaders: list[ResumableLoader]) -> Iterator[list[int]]:
     """Yield the batches in the order (micro-batch, rank)."""
     for together in zip(*loaders, strict=True):
-        yield from map(told, together)
+        yield from map(values_of, together)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -70,16 +72,17 @@ def test_batches_are_dealt_to_ranks_in_order(
     count: int, samples: int, drop_last: bool, stream: bool
 ) -> None:
     data = numbers(samples, stream)
-    whole = [
-        told(b) for b in ResumableLoader(data, SINGLE_PROCESS, batch_size=2, drop_last=drop_last)
+    all_batches = [
+        values_of(b)
+        for b in ResumableLoader(data, SINGLE_PROCESS, batch_size=2, drop_last=drop_last)
     ]
-    every = samples - samples % 2 if drop_last else samples
-    assert [number for found in whole for number in found] == list(range(every))
-    loaders = make(count, data, drop_last=drop_last)
-    expected = whole[: len(whole) // count * count]
+    num_samples = samples - samples % 2 if drop_last else samples
+    assert [number for found in all_batches for number in found] == list(range(num_samples))
+    loaders = make_loaders(count, data, drop_last=drop_last)
+    expected = all_batches[: len(all_batches) // count * count]
     for _ in range(2):  # passes
-        assert list(rounds(loaders)) == expected
-    assert [len(loader) for loader in loaders] == [len(whole) // count] * count
+        assert list(in_order(loaders)) == expected
+    assert [len(loader) for loader in loaders] == [len(all_batches) // count] * count
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -88,20 +91,20 @@ def test_data_position_resumes_on_other_rank_counts(stream: bool) -> None:
     seen: list[list[int]] = []
     state: dict[str, Any] | None = None
     for count in (2, 3, 1, 4):
-        loaders = make(count, data)
+        loaders = make_loaders(count, data)
         for loader in loaders if state is not None else ():
             assert state is not None
             loader.load_state_dict(state)
         iterators = [iter(loader) for loader in loaders]
-        seen += [told(next(iterator)) for iterator in iterators]
+        seen += [values_of(next(iterator)) for iterator in iterators]
         state = loaders[-1].state_dict()
     assert seen == [[2 * i, 2 * i + 1] for i in range(10)]
 
 
 def test_rank_without_batch_is_rejected() -> None:
-    words = r"makes 2 batches of 2 samples, for 3 ranks(.|\n)*fewer ranks"
-    with pytest.raises(ConfigError, match=words):
-        make(3, numbers(4, stream=False))
+    message = r"makes 2 batches of 2 samples, for 3 ranks(.|\n)*fewer ranks"
+    with pytest.raises(ConfigError, match=message):
+        make_loaders(3, numbers(4, stream=False))
 
 
 def test_training_and_resuming_on_ranks_match_single_rank(tmp_path: Path) -> None:
@@ -125,8 +128,10 @@ def test_training_and_resuming_on_ranks_match_single_rank(tmp_path: Path) -> Non
                 engine.step()
                 losses.append(loss.item())
             engine.save_checkpoint(tmp_path / "saves", wait=True)
-            every = ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
-            return every, masters_of(engine)
+            all_losses = (
+                ranks.gather(torch.tensor(losses, dtype=torch.float64)).T.flatten().tolist()
+            )
+            return all_losses, masters_of(engine)
 
     def run(count: int, load: bool) -> tuple[list[float], dict[str, Tensor]]:
         if not load:
@@ -137,7 +142,7 @@ def test_training_and_resuming_on_ranks_match_single_rank(tmp_path: Path) -> Non
     (tmp_path / "nvme").mkdir()
     expected = [run(1, False), run(1, True)]
     found = [run(2, False), run(3, True)]
-    for (losses, masters), (theirs, values) in zip(found, expected, strict=True):
-        assert losses == theirs
+    for (losses, masters), (expected_losses, values) in zip(found, expected, strict=True):
+        assert losses == expected_losses
         assert all(torch.equal(masters[name], values[name]) for name in values)
     assert found[0][0] != found[1][0]

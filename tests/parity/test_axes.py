@@ -213,10 +213,10 @@ def _plain(computation: tuple[Any, ...]) -> Result:
     model = case.build(checkpointing)
     if choice["frozen"] != "as_is":
         round_frozen(model, choice["frozen"], COMPUTE_DTYPES[choice["precision"]])
-    given = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
+    options = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
     if choice["precision"] == "fp16":
-        return train_half(model, batches, config, SCALE, **given)
-    return train_exactly(model, batches, config, **given)
+        return train_half(model, batches, config, SCALE, **options)
+    return train_exactly(model, batches, config, **options)
 
 
 def device_of(choice: OptimizerChoice, seed: int) -> Device | str:

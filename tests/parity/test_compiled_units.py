@@ -93,7 +93,9 @@ OFFLOAD = {"checkpoint": "units", "offload": "disk", "tokens": 4, "min_bytes": 1
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("activations", [{}, OFFLOAD, {"slices": 2}], ids=["plain", "ck", "cut"])
+@pytest.mark.parametrize(
+    "activations", [{}, OFFLOAD, {"slices": 2}], ids=["plain", "checkpoint", "sliced"]
+)
 def test_compiled_blocks_match_torch_with_one_graph(
     activations: dict[str, Any], backend: str
 ) -> None:
@@ -103,7 +105,7 @@ def test_compiled_blocks_match_torch_with_one_graph(
         (losses, masters), graphs = train_compiled(device, backend, activations, ON_DISK)
         assert losses == expected.losses
         assert all(torch.equal(masters[name], v) for name, v in expected.masters.items())
-        assert graphs == [1, 1, 1, 1], "of all blocks, all steps, and both devices"
+        assert graphs == [1, 1, 1, 1], "one graph for all blocks, steps and devices"
     assert not dynamo.utils.counters["graph_break"]
 
 
@@ -161,7 +163,9 @@ def test_uncompilable_block_error_names_block() -> None:
         components(run.engine).forwards.compile_units(backend="eager")
         with pytest.raises(TrainingError, match=r"'blocks.0' cannot be compiled"):
             run.engine(x)
-        assert torch.isfinite(run.model.blocks[0].up.weight).all(), "fetched on access again"
+        assert torch.isfinite(run.model.blocks[0].up.weight).all(), (
+            "fetched on access after the error"
+        )
     with Run(Stack(TwoExperts), make_config(ON_DISK), device="cpu") as run:
         with pytest.raises(ConfigError, match="no block that can be compiled"):
             components(run.engine).forwards.compile_units(backend="eager")

@@ -380,11 +380,11 @@ class NestedBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
-        self.own = nn.Linear(64, 64)
+        self.linear = nn.Linear(64, 64)
         self.experts = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
 
     def forward(self, x: Tensor, which: list[int]) -> Tensor:
-        x = self.own(x).tanh()
+        x = self.linear(x).tanh()
         self.num_calls += 1
         time.sleep(0.001 * (self.num_calls % 7))  # let the optimizer pass make progress
         for index in which:

@@ -184,7 +184,7 @@ def test_no_tensor_has_full_logits_size(name: str) -> None:
             assert output.logits.shape == (1, tokens, vocabulary)
             hidden = [weakref.ref(t.recipe.hidden) for t in [output.logits] if type(t) is Logits]
             del output
-            assert [ref() for ref in hidden] in ([], [None]), "the collector is not needed"
+            assert [ref() for ref in hidden] in ([], [None]), "freed without the garbage collector"
     assert largest["whole"].numel == tokens * vocabulary
     assert largest["sliced"].numel == vocabulary * facts.hidden_size  # the gradient of the head
 

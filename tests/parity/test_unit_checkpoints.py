@@ -186,7 +186,7 @@ def test_model_with_own_checkpoints_is_not_wrapped_twice(checkpointing: Checkpoi
         assert found.report is not None
         assert found.report.moved == found.forecast
         saved = found.forecast["disk_write"] - run(case, device, UNITS).forecast["disk_write"]
-        assert saved == 4 * 4096, "its own inputs wait on disk as well"
+        assert saved == 4 * 4096, "inputs of its own checkpoints are on disk too"
 
 
 class Deep(nn.Module):
@@ -244,7 +244,7 @@ def test_offloaded_inputs_leave_device_memory(device: str) -> None:
     assert 15 < live_inputs["units"] < 18, "the input of every block"
     assert live_inputs["disk"] < 1.5
     assert peaks["units"] > 17
-    assert peaks["disk"] < 8, "the block that computes, and those on their way"
+    assert peaks["disk"] < 8, "the computing block, and inputs in flight"
 
 
 class WithDropout(Gpt):

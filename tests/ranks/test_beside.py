@@ -88,7 +88,7 @@ def test_all_gather_overlaps_compute(tmp_path: Path) -> None:
         # All blocks but the three in slots: for the forward, and, except the first, for backward.
         assert len(gathers) == 2 * (DEPTH - 3) - 1
         barriers = [[doing for what, doing in during if what == "meets"] for during in gathers]
-        assert all(barriers), "none is waited for where it starts"
+        assert all(barriers), "no gather is waited for where it starts"
         assert all(any(what == "computes" for what, _ in during) for during in gathers)
 
 
@@ -100,17 +100,17 @@ def test_gradient_exchange_overlaps_compute(slices: int, tmp_path: Path) -> None
         assert len(exchanges) == DEPTH
         overlapped = [any(what == "computes" for what, _ in during) for during in exchanges]
         assert sum(overlapped) == DEPTH - 2, (
-            "all but the last two, which the backward's end waits for"
+            "all but the last two, for which the end of backward waits"
         )
         concurrent = [sum(what == "all_to_all" for what, _ in during) for during in exchanges]
-        assert max(concurrent) <= 2 - slices, "two at a time, or one: there are so many buffers"
+        assert max(concurrent) <= 2 - slices, "limited by the number of buffers to two, or one"
 
 
 def test_one_synchronization_per_unit_use(tmp_path: Path) -> None:
     for log in on_ranks(2, partial(log_of_last_micro_batch, folder=tmp_path, config=make_config())):
         barriers = Counter(str(doing).split()[0] for what, doing in log if what == "meets")
         assert barriers["uses"] == 2 * DEPTH - 2, (
-            "the last is used once for both, the first not again"
+            "one use of the last unit, no second use of the first"
         )
         assert barriers["ends"] <= 4
 
@@ -230,7 +230,7 @@ def test_rank_ending_during_gather_ends_all_ranks(how: str, when: str, tmp_path:
 
             def raise_error(*_: Any) -> None:
                 in_flight = [e.gathering for e in components(engine).prefetcher.ledger.entries]
-                assert any(in_flight), "a gather goes on"
+                assert any(in_flight), "a gather is in flight"
                 raise BadError("no more")
 
             engine.backward(engine(torch.ones(2, WIDTH)))

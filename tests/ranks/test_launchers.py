@@ -77,7 +77,7 @@ def test_two_agents_match_single_process() -> None:
     assert steps[0] == steps[1]
     assert "rank 0 of 2" in nodes
     budgets = [float(re.findall(r"RAM +\S+ \w+ of ([\d.]+) GiB", t)[0]) for t in (single, nodes)]
-    assert budgets[1] > 0.7 * budgets[0], "the machine's, less what others hold meanwhile"
+    assert budgets[1] > 0.7 * budgets[0], "the machine's RAM, less what other processes hold"
 
 
 @pytest.mark.big
@@ -162,7 +162,7 @@ def test_bench_ranks_contenders_compute_equal_losses(tmp_path: Path) -> None:
     for link in LINKS:
         assert infinity_result["moved_bytes"][link] == infinity_result["predicted_bytes"][link] > 0
     sent = 2 * sum(infinity_result["moved_bytes"][link] for link in LINKS)
-    assert 0.9 * sent < infinity_result["loopback_bytes"], "what is counted crosses the interface"
+    assert 0.9 * sent < infinity_result["loopback_bytes"], "counted bytes must cross the interface"
     assert ddp["loopback_bytes"] > 1.5 * 4 * report["num_parameters"]
     assert report["bound"]["infinity_ram"] > 0
     assert {"ddp/infinity_ram", "infinity_ram/schedule"} <= set(report["ratio"])

@@ -40,13 +40,13 @@ def test_links_are_measured_jointly_and_cached_per_rank_count(
         sent = dict(ranks.sent)
         assert sent["all_to_all"] % (3 << 20) == 0
         cached = cached_links(ranks, device)
-        assert ranks.sent["all_to_all"] == sent["all_to_all"], "kept: nothing is measured"
+        assert ranks.sent["all_to_all"] == sent["all_to_all"], "cached: nothing is measured"
         cached_links(ranks, device, refresh=True, seconds=0.01)
         assert ranks.sent["all_to_all"] > sent["all_to_all"]
         return first, cached
 
     found = on_ranks(3, work)
-    assert all(one == found[0] for one in found), "ranks have one answer"
+    assert all(one == found[0] for one in found), "ranks must agree"
     (first, _), (cached, _) = found[0]
     assert first == cached
     assert set(first) == NAMES
@@ -82,7 +82,9 @@ def test_links_within_and_between_nodes_are_cached(
 
     found = on_ranks(6, work)
     assert all(one == found[0] for one in found)
-    assert sorted(sizes) == [2] * 6 + [3] * 6 + [6] * 6, "nodes of 2, 3 of different nodes, all"
+    assert sorted(sizes) == [2] * 6 + [3] * 6 + [6] * 6, (
+        "ranks of a node, one rank of each node, all ranks"
+    )
     rates, day = found[0]
     mib = 2.0**20
     between = {"between_nodes": 4 * mib, "between_hosts": 2 * mib}
@@ -128,11 +130,11 @@ def test_rank_plans_with_its_share_of_the_lowest_rates(
 
     monkeypatch.setattr(run_plan, "rates_here", known)
     found = on_ranks(2, lambda ranks: rates_of_rank(Config(), CpuDevice(), ranks))
-    assert found[0] == found[1], "else their plans could differ"
+    assert found[0] == found[1], "differing rates could give differing plans"
     rates = found[0].rates
     assert rates.disk_read == 1e9 / 2
     assert rates.update["fp32"] == base_rates.update["fp32"] / 2
-    assert rates.compute["fp32"] == base_rates.compute["fp32"] / 2, "on the same cores"
+    assert rates.compute["fp32"] == base_rates.compute["fp32"] / 2, "ranks share the cores"
     assert base_rates.logits is not None
     assert rates.logits == base_rates.logits / 2
     assert (rates.all_gather, rates.all_to_all) == (7e6, base_rates.all_to_all)

@@ -172,7 +172,7 @@ def test_rank_peak_ram_is_its_planned_share(tmp_path: Path) -> None:
     for found in (single, *ranks):
         assert found["grown"] < found["planned"] + margin
     for found in ranks:
-        assert found["planned"] + margin < 0.9 * single["planned"], "or nothing is shown"
+        assert found["planned"] + margin < 0.9 * single["planned"], "the bound must be meaningful"
 
 
 def test_shared_ram_counts_once_per_rank(tmp_path: Path) -> None:

@@ -123,7 +123,7 @@ def test_torch_optimizers_match_plain_torch_bitwise(
     assert found.plan is not None
     assert found.misforecast() == []
     split = [s for unit in found.plan.units for s in unit.trained_segments if is_split(unit, s)]
-    assert bool(split) == (name in ELEMENTWISE), "what is cut, and what is not, tests nothing"
+    assert bool(split) == (name in ELEMENTWISE), "the model must (not) have split parameters"
 
 
 def is_split(unit: UnitLayout, segment: Any) -> bool:

@@ -117,7 +117,7 @@ def test_communicated_bytes_match_plan(
         * max(map(sum, zip(*(unit.num_reported_squares for unit in units), strict=True)))
     )
     fetches = (moved["all_gather"] - blocks) * count // (count - 1) / (2 * elements)
-    assert 1 <= fetches <= 2 * micro_batches, "of each unit: a forward and a backward may share one"
+    assert 1 <= fetches <= 2 * micro_batches, "per unit: a forward and a backward may share a fetch"
 
 
 def test_counters_match_sent_bytes(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_counters_match_sent_bytes(tmp_path: Path) -> None:
                 squares = moved["all_gather"] - 2 * sent_bytes["all_gather"]
                 squares_per_unit = (unit.num_reported_squares for unit in engine.plan.units)
                 assert squares == 8 * 2 * max(map(sum, zip(*squares_per_unit, strict=True)))
-                assert squares < 2 * sent_bytes["gather"], "meetings go the same way, uncounted"
+                assert squares < 2 * sent_bytes["gather"], "barriers use gather too, uncounted"
 
     on_ranks(3, work)
 

@@ -118,7 +118,7 @@ def test_edits_are_visible_to_all_ranks_and_memory_is_freed(nodes: int, tmp_path
     assert found[0][1]
     gc.collect()
     mapped = Path("/proc/self/maps").read_text()
-    assert "infinity-shared" not in mapped, "the last tensors are gone, and the memory with them"
+    assert "infinity-shared" not in mapped, "freed with the last tensors"
 
 
 def test_repeated_broadcast_waits_for_previous() -> None:

@@ -276,7 +276,7 @@ def of(verdict: KeyStatus) -> list[Key]:
 
 
 @each(of(KeyStatus.DONE))
-def test_a_key_that_is_done(key: Key) -> None:
+def test_key_done_sets_config_value(key: Key) -> None:
     value, expected, beside = DONE[key.name]
     found = translated({**beside, key.name: value})
     config = values(found.config)
@@ -294,7 +294,7 @@ def test_a_key_that_is_done(key: Key) -> None:
 
 
 @each(of(KeyStatus.ACCEPTED))
-def test_a_key_that_changes_nothing(key: Key) -> None:
+def test_key_accepted_changes_nothing(key: Key) -> None:
     kind = key.kind
     value = SAMPLES[kind] if isinstance(kind, str) else kind[-1]
     found = translated({key.name: value})
@@ -309,7 +309,7 @@ def test_a_key_that_changes_nothing(key: Key) -> None:
 
 
 @each(of(KeyStatus.REFUSED))
-def test_a_key_that_is_refused_where_it_is_on(key: Key) -> None:
+def test_key_refused_where_enabled(key: Key) -> None:
     on, off, *where = REFUSED[key.name]
     given: dict[str, Any] = where[0] if where else {}
     text = refusal({**given, key.name: on})
@@ -322,7 +322,7 @@ def test_a_key_that_is_refused_where_it_is_on(key: Key) -> None:
     assert values(found.config) == values(translated(given).config)
 
 
-def test_every_row_has_a_case_and_every_case_a_row() -> None:
+def test_key_table_matches_test_cases() -> None:
     assert DONE.keys() == {key.name for key in of(KeyStatus.DONE)}
     assert REFUSED.keys() == {key.name for key in of(KeyStatus.REFUSED)}
     assert len(KEYS) == len(TABLE), "a key stands in the table twice"
@@ -333,7 +333,7 @@ def test_every_row_has_a_case_and_every_case_a_row() -> None:
 
 
 @each(KEYS.values())
-def test_auto_and_null_are_not_values(key: Key) -> None:
+def test_key_auto_and_null_are_defaults(key: Key) -> None:
     null = translated({key.name: None}, lenient=True)
     assert row(null, key.name)["given"] is None
     if key.kind not in ("section", "anything"):
@@ -342,7 +342,7 @@ def test_auto_and_null_are_not_values(key: Key) -> None:
 
 
 @each(KEYS.values())
-def test_a_value_of_another_kind_is_refused(key: Key) -> None:
+def test_key_value_of_wrong_type_raises(key: Key) -> None:
     if key.kind == "anything":
         return
     wrong = 3 if key.kind in ("text", "names") else [[]]
@@ -352,7 +352,7 @@ def test_a_value_of_another_kind_is_refused(key: Key) -> None:
 # --- DeepSpeed's own schema ------------------------------------------------------------------
 
 
-def test_every_key_of_the_installed_deepspeed_is_in_the_table() -> None:
+def test_key_table_covers_installed_deepspeed_schema() -> None:
     """Where DeepSpeed can be imported: its pydantic sections, field by field."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     precision = pytest.importorskip("deepspeed.runtime.precision_config")
@@ -402,7 +402,7 @@ CHOICES = (None, 1, 2, 3, 4, 6, 8)
 
 
 @each(CHOICES)
-def test_batch_sizes_are_deepspeeds(total: int | None) -> None:
+def test_batch_sizes_match_documented_rules(total: int | None) -> None:
     for micro, steps in itertools.product(CHOICES, CHOICES):
         numbers = {
             "train_batch_size": total,
@@ -418,7 +418,7 @@ def test_batch_sizes_are_deepspeeds(total: int | None) -> None:
         assert got == expected[1:], numbers
 
 
-def test_batch_sizes_against_deepspeed_itself() -> None:
+def test_documented_batch_rules_match_installed_deepspeed() -> None:
     module = pytest.importorskip("deepspeed.runtime.config")
     for total, micro, steps in itertools.product(CHOICES, CHOICES, CHOICES):
         theirs = object.__new__(module.DeepSpeedConfig)
@@ -437,14 +437,14 @@ def test_batch_sizes_against_deepspeed_itself() -> None:
         assert found == deepspeeds_batches(total, micro, steps), (total, micro, steps)
 
 
-def test_wrong_batch_sizes_name_the_numbers() -> None:
+def test_batch_sizes_inconsistent_error_has_numbers() -> None:
     text = refusal({"train_batch_size": 10, "gradient_accumulation_steps": 4})
     assert "train_batch_size 10 is not train_micro_batch_size_per_gpu 2 (derived) x " in text
     assert "gradient_accumulation_steps 4 x 1 process" in text
     assert "must be given" in refusal({"train_batch_size": None})
 
 
-def test_batch_sizes_that_are_auto() -> None:
+def test_batch_sizes_auto_resolved_or_filled() -> None:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     found = translated(dict.fromkeys(names, "auto"))
     assert (found.batch_size, found.config.gradient_accumulation_steps) == (1, 1)
@@ -510,7 +510,7 @@ def rule(kind: str | None, **params: Any) -> dict[str, Any]:
         ({f"{ZERO}.stage3_max_live_parameters": 0}, {"hints.live_parameters": 0}),
     ]
 )
-def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_translation_sets_expected_values(more: dict[str, Any], expected: dict[str, Any]) -> None:
     config = values(translated(more).config)
     assert {name: config[name] for name in expected} == expected
 
@@ -572,13 +572,13 @@ def test_what_it_makes_of_ours(more: dict[str, Any], expected: dict[str, Any]) -
         ({"optimizer.type": 5}, "optimizer.type: should be"),
     ]
 )
-def test_a_mistake_is_told_and_nothing_else(more: dict[str, Any], words: str) -> None:
+def test_translation_error_reports_one_mistake(more: dict[str, Any], words: str) -> None:
     text = refusal(more)
     assert words in text
     assert text.startswith("1 mistake in the DeepSpeed configuration:")
 
 
-def test_the_loss_scale_of_a_run_that_has_none_or_one_that_stays() -> None:
+def test_loss_scale_options_disabled_dynamic_and_static() -> None:
     given = {"fp16.initial_scale_power": 5, "fp16.hysteresis": 4, "fp16.loss_scale": 0}
     off = translated(given)
     assert values(off.config) == values(translated().config)
@@ -590,7 +590,7 @@ def test_the_loss_scale_of_a_run_that_has_none_or_one_that_stays() -> None:
     assert row(static, "fp16.hysteresis")["note"] == "not used: the scale is constant, 64"
 
 
-def test_schedules_that_are_auto() -> None:
+def test_scheduler_auto_params_resolved_or_refused() -> None:
     auto = {f"scheduler.params.{name}": "auto" for name in ("warmup_min_lr", "warmup_max_lr")}
     more = {**scheduled("WarmupDecayLR", total_num_steps=10), **auto, f"{PARAMS}.lr": 3e-4}
     scheduler = translated(more).config.scheduler
@@ -606,7 +606,7 @@ def test_schedules_that_are_auto() -> None:
 
 
 @each([{}, {"ns_method": "gram"}, {"ns_method": "standard"}])
-def test_muon_says_that_its_newton_schulz_is_torchs(given: dict[str, str]) -> None:
+def test_muon_note_on_newton_schulz_of_torch(given: dict[str, str]) -> None:
     found = translated(rule("Muon", **given))
     says = "standard" not in given.values()
     assert ("as in torch.optim.Muon" in row(found, "optimizer.type")["note"]) is says
@@ -614,7 +614,7 @@ def test_muon_says_that_its_newton_schulz_is_torchs(given: dict[str, str]) -> No
         assert row(found, f"{PARAMS}.ns_method")["verdict"] == ("accepted" if says else "done")
 
 
-def test_muon_has_a_rate_for_each_of_its_two_rules() -> None:
+def test_muon_options_split_between_muon_and_adamw() -> None:
     """`lr`, `weight_decay` mean both there; `betas` and `eps` are AdamW's."""
     words = {"lr": 0.1, "muon_lr": 0.02, "weight_decay": 0.5, "betas": [0.8, 0.9], "momentum": 0.9}
     found = translated(rule("Muon", **words)).config.optimizer
@@ -623,7 +623,7 @@ def test_muon_has_a_rate_for_each_of_its_two_rules() -> None:
     assert told.items() <= found.parameters().items()
 
 
-def test_what_initialize_got_wins() -> None:
+def test_client_optimizer_and_scheduler_take_precedence() -> None:
     more = {"optimizer.type": "Lamb", f"{PARAMS}.lr": "auto", **scheduled("Nonesuch")}
     found = translated(more, client_optimizer=True, client_scheduler=True)
     assert not found.config.optimizer.model_fields_set
@@ -640,7 +640,7 @@ DEVICES = {None: "auto", "none": "device", "cpu": "host", "nvme": "disk"}
 
 
 @each(itertools.product([0, 1, 2, 3, True], DEVICES, DEVICES))
-def test_offload_is_placement_at_any_stage(
+def test_offload_devices_map_to_placement_at_any_stage(
     stage: int, weights: str | None, moments: str | None
 ) -> None:
     zero: dict[str, Any] = {"stage": stage}
@@ -663,7 +663,7 @@ def test_zero_optimization_true_is_stage_1() -> None:
     assert "stage 0" in row(translated({ZERO: False}), f"{ZERO}.stage")["note"]
 
 
-def test_paths() -> None:
+def test_nvme_paths_collected_or_unused() -> None:
     one, two = f"{ZERO}.offload_param", OFFLOAD
     both = {f"{one}.device": "nvme", f"{one}.nvme_path": "/a",
             f"{two}.device": "nvme", f"{two}.nvme_path": "/b"}  # fmt: skip
@@ -682,7 +682,7 @@ def test_paths() -> None:
 
 
 @each([name for name in OLD_NAMES if OLD_NAMES[name] in KEYS])
-def test_an_old_name_means_the_new_one(old: str) -> None:
+def test_deprecated_key_equals_current_key(old: str) -> None:
     key = KEYS[OLD_NAMES[old]]
     value = DONE[key.name][0] if key.name in DONE else SAMPLES[key.kind]
     found = translated({old: value})
@@ -696,14 +696,14 @@ def test_an_old_name_means_the_new_one(old: str) -> None:
     assert key.name in text
 
 
-def test_autocast_needs_fp32_and_bfloat16() -> None:
+def test_autocast_requires_fp32_and_bfloat16() -> None:
     on = {"torch_autocast.enabled": True}
     assert "keep one of them" in refusal({**on, "bf16.enabled": True})
     assert "needs loss scaling" in refusal({**on, "torch_autocast.dtype": "torch.float16"})
     assert not translated({"torch_autocast.dtype": "float16"}).config.autocast
 
 
-def test_every_mistake_is_told_at_once() -> None:
+def test_translation_error_reports_all_mistakes() -> None:
     text = refusal(
         {
             "train_batch_size": 3, "gradient_accumulation_steps": 2, "amp": {"enabled": True},
@@ -719,7 +719,7 @@ def test_every_mistake_is_told_at_once() -> None:
     assert "gradient_clipping: should be greater than or equal to 0" in text
 
 
-def test_keys_of_ours_win() -> None:
+def test_infinity_section_takes_precedence() -> None:
     ours = {"placement": {"gradients": "host"}, "seed": 3, "optimizer": {"moments": "8bit"}}
     ours["gradient_clipping"] = 0.25
     more = {"infinity": ours, f"{PARAMS}.lr": 2e-4, "gradient_clipping": 4}
@@ -745,7 +745,7 @@ COMMENTED = """// a DeepSpeed configuration
 """
 
 
-def test_all_forms_say_the_same(tmp_path: Path) -> None:
+def test_all_source_forms_give_equal_config(tmp_path: Path) -> None:
     import yaml
 
     text = json.dumps(PLAIN)
@@ -767,13 +767,13 @@ def test_all_forms_say_the_same(tmp_path: Path) -> None:
     assert row(commented, "wandb.project")["given"] == "a // b, # c /* d */ ,}"
 
 
-def test_long_base64_is_no_path() -> None:
+def test_long_base64_is_not_taken_for_path() -> None:
     large = {**PLAIN, "wandb": {"project": "x" * 9000}}
     encoded = base64.urlsafe_b64encode(json.dumps(large).encode()).decode()
     assert translate_deepspeed(encoded).config.precision == "bf16"
 
 
-def test_both_alphabets_of_base64() -> None:
+def test_base64_standard_and_urlsafe_decoded() -> None:
     text = json.dumps({**PLAIN, "wandb": {"project": "~?>~?>ÿ"}}, ensure_ascii=False)
     plain, url = base64.b64encode(text.encode()), base64.urlsafe_b64encode(text.encode())
     assert plain != url
@@ -782,7 +782,7 @@ def test_both_alphabets_of_base64() -> None:
         assert row(found, "wandb.project")["given"] == "~?>~?>ÿ"
 
 
-def test_keys_given_twice() -> None:
+def test_duplicate_keys_raise() -> None:
     with pytest.raises(ConfigError, match=r"^1 mistake in"):
         translate_deepspeed('{"train_batch_size": 8, "bf16": {"enabled": 1, "enabled": true}, '
                             '"optimizer": {"type": "SGD"},}  // a comma too many')  # fmt: skip
@@ -818,7 +818,7 @@ wandb: {
 """
 
 
-def test_hjson_without_quotes_and_commas(tmp_path: Path) -> None:
+def test_hjson_without_quotes_and_commas_parsed(tmp_path: Path) -> None:
     same = {
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.99]}},
@@ -841,7 +841,7 @@ def test_hjson_without_quotes_and_commas(tmp_path: Path) -> None:
         translate_deepspeed(tmp_path / "ds.hjson")
 
 
-def test_hjson_is_asked_for_where_json_will_not_do(
+def test_missing_hjson_package_raises_only_if_needed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "hjson", None)  # as if it were not installed
@@ -867,17 +867,17 @@ def test_hjson_is_asked_for_where_json_will_not_do(
         ({"steps_per_print": 8, "gradient_clipping": 1.0}, True),
     ],
 )
-def test_theirs_and_ours_are_told_apart(raw: dict[str, Any], theirs: bool) -> None:
+def test_is_deepspeed_detects_source_format(raw: dict[str, Any], theirs: bool) -> None:
     assert is_deepspeed(raw) == theirs
     assert (find_source(raw) is not None) == theirs
 
 
-def test_compile_is_a_section_of_theirs_and_a_switch_of_ours() -> None:
+def test_is_deepspeed_by_type_of_compile() -> None:
     assert find_source({"compile": {"deepcompile": False}, "gradient_clipping": 1.0}) is not None
     assert find_source({"compile": True, "gradient_clipping": 1.0}) is None
 
 
-def test_what_is_not_theirs_is_left_to_our_own_reader(tmp_path: Path) -> None:
+def test_find_source_returns_none_for_other_formats(tmp_path: Path) -> None:
     (tmp_path / "ours.json").write_text('{"seed": 3}')
     (tmp_path / "broken.json").write_text("{")
     (tmp_path / "broken.hjson").write_text("{ stage: 3")
@@ -893,19 +893,19 @@ def test_what_is_not_theirs_is_left_to_our_own_reader(tmp_path: Path) -> None:
         translate_deepspeed({"seed": 3})
 
 
-def test_rows_are_plain_data() -> None:
+def test_table_rows_are_json_serializable() -> None:
     rows = translated({"pipeline": {"stages": None, 3: (torch.float32, float("nan"))}}).table()
     assert json.loads(json.dumps(rows, allow_nan=False)) == rows
     assert {"stages": None, "3": ["torch.float32", "nan"]} in [entry["given"] for entry in rows]
 
 
-def test_gradients_of_several_ranks_are_not_summed() -> None:
+def test_gradient_allreduce_sum_refused_on_several_ranks() -> None:
     assert translated({"gradient_allreduce_op": "sum"}).rows
     assert translated({"gradient_allreduce_op": "mean"}, ranks=2).rows
     assert "the mean over 2 ranks" in refusal({"gradient_allreduce_op": "sum"}, ranks=2)
 
 
-def test_a_dotted_key_outside_its_section_is_not_looked_at() -> None:
+def test_dotted_top_level_key_is_ignored() -> None:
     found = translate_deepspeed(
         {**nested(LEAST), "zero_optimization.stage3_prefetch_bucket_size": 0.9}
     )
@@ -915,7 +915,7 @@ def test_a_dotted_key_outside_its_section_is_not_looked_at() -> None:
         translate_deepspeed({**nested(LEAST), "zero_optimization.no_such": 1})
 
 
-def test_secrets_are_not_told() -> None:
+def test_api_key_masked_in_table_and_errors() -> None:
     rows = translated({"comet.api_key": "topsecret"}).table()
     assert "topsecret" not in json.dumps(rows)
     assert "topsecret" not in refusal({"comet.api_key": ["topsecret"]})
@@ -962,7 +962,7 @@ def by_hand(steps: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("form", ["none", "nvme", "cpu"])
-def test_a_run_is_plain_torchs(tmp_path: Path, form: str) -> None:
+def test_translated_run_matches_plain_torch(tmp_path: Path, form: str) -> None:
     zero = {
         "none": {"stage": 0},
         "nvme": on_nvme(tmp_path),
@@ -984,7 +984,7 @@ def test_a_run_is_plain_torchs(tmp_path: Path, form: str) -> None:
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-def test_a_translated_run_is_that_of_our_own_words(tmp_path: Path) -> None:
+def test_translated_run_equals_native_config_run(tmp_path: Path) -> None:
     ours = {
         "precision": "fp32", "nvme_path": str(tmp_path),
         "placement": {**ON_DISK, "gradients": "auto"},
@@ -1002,7 +1002,7 @@ def test_a_translated_run_is_that_of_our_own_words(tmp_path: Path) -> None:
     assert same(*found)
 
 
-def test_the_three_ways_in_and_the_loader(tmp_path: Path) -> None:
+def test_initialize_config_sources_and_loader(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     config = {**ds_config(tmp_path), "dataloader_drop_last": True}
     path.write_text(json.dumps(config))
@@ -1026,7 +1026,7 @@ def test_the_three_ways_in_and_the_loader(tmp_path: Path) -> None:
     assert read_settings({}).translation is None
 
 
-def test_the_step_log_has_a_row_for_each_key(tmp_path: Path) -> None:
+def test_step_log_start_event_lists_keys(tmp_path: Path) -> None:
     config = {**ds_config(tmp_path), "steps_per_print": float("inf")}
     config["csv_monitor"] = {"enabled": True, "output_path": str(tmp_path), "job_name": "run"}
     engine, *_ = infinity.initialize(small_model(), config)
@@ -1039,7 +1039,7 @@ def test_the_step_log_has_a_row_for_each_key(tmp_path: Path) -> None:
     assert told["steps_per_print"] == "done"
 
 
-def test_an_optimizer_that_is_passed_replaces_the_section(tmp_path: Path) -> None:
+def test_passed_optimizer_replaces_section(tmp_path: Path) -> None:
     config = {**ds_config(tmp_path), "zero_allow_untested_optimizer": True}
     engine, optimizer, _, scheduler = infinity.initialize(
         small_model(), config,
@@ -1051,14 +1051,14 @@ def test_an_optimizer_that_is_passed_replaces_the_section(tmp_path: Path) -> Non
         assert isinstance(scheduler, torch.optim.lr_scheduler.StepLR)
 
 
-def test_a_refused_configuration_leaves_the_model_alone() -> None:
+def test_refused_config_leaves_model_unchanged() -> None:
     model = small_model()
     with pytest.raises(ConfigError, match="apex is not used"):
         infinity.initialize(model, {"train_batch_size": 1, "amp": {"enabled": True}})
     assert model(batch(0)).isfinite()
 
 
-def test_no_process_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_init_distributed_without_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -1074,7 +1074,7 @@ def test_no_process_group_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
         infinity.init_distributed(dist_backend="nccl")
 
 
-def test_paths_and_numbers_of_python(tmp_path: Path) -> None:
+def test_path_objects_and_numpy_numbers_accepted(tmp_path: Path) -> None:
     found = translated(
         {
             "zero_optimization.offload_param.device": "nvme",
@@ -1090,7 +1090,7 @@ def test_paths_and_numbers_of_python(tmp_path: Path) -> None:
     json.dumps(found.table())
 
 
-def test_keys_of_ours_are_named_by_their_section() -> None:
+def test_infinity_section_errors_are_prefixed() -> None:
     ours = {"budgets": {}, "placement": {"weight": "disk"}, "prefetch_units": -1}
     text = refusal({"infinity": ours, "gradient_clipping": -1})
     for name in (
@@ -1102,7 +1102,7 @@ def test_keys_of_ours_are_named_by_their_section() -> None:
     assert "- gradient_clipping: " in text
 
 
-def test_the_table_is_made_for_who_listens(
+def test_table_described_only_at_info_level(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     made: list[str] = []
@@ -1120,5 +1120,5 @@ def test_the_table_is_made_for_who_listens(
     assert "the table" in caplog.text
 
 
-def test_names_of_deepspeed_alone_are_those_of_its_keys() -> None:
+def test_deepspeed_names_match_key_table() -> None:
     assert frozenset(names_in("")) - Config.model_fields.keys() == DEEPSPEED_NAMES

@@ -75,7 +75,7 @@ THEIRS = Path(__file__).parents[1] / "data" / "deepspeed"
         "zero.register_external_parameter",
     ],
 )
-def test_names_are_found_by_attribute_and_by_import(name: str) -> None:
+def test_names_resolve_by_attribute_and_import(name: str) -> None:
     found: Any = deepspeed
     root: Any = infinity  # for `import infinity as deepspeed`
     for part in name.split("."):
@@ -90,7 +90,7 @@ def test_names_are_found_by_attribute_and_by_import(name: str) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_gathered_parameters_hold_values_and_edits_stay(
+def test_gathered_parameters_full_values_and_edits_persist(
     tmp_path: Path, placement: str, precision: str
 ) -> None:
     with small_engine(tmp_path, PLACEMENTS[placement], precision=precision) as engine:
@@ -112,7 +112,7 @@ def test_gathered_parameters_hold_values_and_edits_stay(
         train(engine, 1)
 
 
-def test_what_no_engine_owns_is_left_alone(tmp_path: Path) -> None:
+def test_gathered_parameters_without_engine_unchanged(tmp_path: Path) -> None:
     plain = nn.Parameter(torch.ones(3))
     with (
         small_engine(tmp_path) as engine,
@@ -129,7 +129,7 @@ def test_what_no_engine_owns_is_left_alone(tmp_path: Path) -> None:
         deepspeed.zero.GatheredParameters(without_values.parameters()).__enter__()
 
 
-def test_parameters_of_two_engines_are_gathered_together(tmp_path: Path) -> None:
+def test_gathered_parameters_of_two_engines(tmp_path: Path) -> None:
     first, second = tmp_path / "1", tmp_path / "2"
     first.mkdir()
     second.mkdir()
@@ -140,7 +140,7 @@ def test_parameters_of_two_engines_are_gathered_together(tmp_path: Path) -> None
             assert bool((weights[0] == 1).all())
 
 
-def test_an_error_in_the_block_keeps_edits_and_leaves_the_engine_whole(tmp_path: Path) -> None:
+def test_gathered_parameters_error_keeps_edits(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         weight = engine.module.norm.weight
 
@@ -155,7 +155,7 @@ def test_an_error_in_the_block_keeps_edits_and_leaves_the_engine_whole(tmp_path:
         train(engine, 1)
 
 
-def test_a_model_built_under_init_is_the_ordinary_one(tmp_path: Path) -> None:
+def test_zero_init_model_equals_plain_build(tmp_path: Path) -> None:
     config = {"train_batch_size": 2, "infinity": {"seed": 5}, "zero_optimization": {"stage": 3}}
     torch.manual_seed(5)
     expected = nn.Linear(600, 500).weight.detach().clone()
@@ -175,7 +175,7 @@ def test_a_model_built_under_init_is_the_ordinary_one(tmp_path: Path) -> None:
             deepspeed.zero.Init(**{name: True})
 
 
-def test_zero_init_takes_the_batch_of_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_init_accepts_global_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `from_pretrained` passes it on below the stock Trainer, in each process of a launcher."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
@@ -185,7 +185,7 @@ def test_zero_init_takes_the_batch_of_all_ranks(monkeypatch: pytest.MonkeyPatch)
     assert model.weight.is_meta
 
 
-def test_external_parameters_need_no_registration(tmp_path: Path) -> None:
+def test_external_parameter_registration_is_noop(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         module = engine.module
         deepspeed.zero.register_external_parameter(module.norm, module.embedding.weight)
@@ -199,7 +199,7 @@ def test_external_parameters_need_no_registration(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_full_fp32_values(tmp_path: Path, placement: str, precision: str) -> None:
+def test_full_fp32_param_get_and_set(tmp_path: Path, placement: str, precision: str) -> None:
     with small_engine(tmp_path, PLACEMENTS[placement], precision=precision) as engine:
         train(engine, 2)
         weight = engine.module.blocks[0].down.weight
@@ -221,7 +221,7 @@ def test_full_fp32_values(tmp_path: Path, placement: str, precision: str) -> Non
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("precision", "steps"), [("fp32", 1), ("bf16", 1), ("bf16", 2)])
-def test_full_gradients(tmp_path: Path, placement: str, precision: str, steps: int) -> None:
+def test_full_grad_get_and_set(tmp_path: Path, placement: str, precision: str, steps: int) -> None:
     """Doubled gradients update like a doubled loss."""
     found = []
     more = {"precision": precision, "gradient_accumulation_steps": steps, "gradient_clipping": 0}
@@ -244,7 +244,7 @@ def test_full_gradients(tmp_path: Path, placement: str, precision: str, steps: i
     assert same(found[0][1], found[1][1])
 
 
-def test_gradients_are_updated_by_a_function(tmp_path: Path) -> None:
+def test_update_full_grad_vectorized_applies_function(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         engine.backward(engine(batch(0)))
         parameters = list(engine.module.norm.parameters())
@@ -263,7 +263,7 @@ def test_gradients_are_updated_by_a_function(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("moments", ["fp32", "bf16", "8bit"])
-def test_full_optimizer_state(tmp_path: Path, placement: str, moments: str) -> None:
+def test_full_optimizer_state_get_and_set(tmp_path: Path, placement: str, moments: str) -> None:
     optimizer = {"lr": 1e-2, "moments": moments}
     with small_engine(tmp_path, PLACEMENTS[placement], optimizer=optimizer) as engine:
         train(engine, 2)
@@ -294,7 +294,7 @@ def named(engine: Any, but: nn.Parameter) -> list[tuple[str, nn.Parameter]]:
     return [(n, p) for n, p in engine.module.named_parameters() if p is not but]
 
 
-def test_state_that_is_set_is_what_the_next_step_uses(tmp_path: Path) -> None:
+def test_set_optimizer_state_used_by_next_step(tmp_path: Path) -> None:
     model = small_model()
     with small_engine(tmp_path, optimizer={"lr": 1e-2}, gradient_clipping=0) as engine:
         weight = engine.module.norm.weight
@@ -316,7 +316,7 @@ def test_state_that_is_set_is_what_the_next_step_uses(tmp_path: Path) -> None:
     torch.testing.assert_close(found, plain.detach())
 
 
-def test_state_of_an_optimizer_of_torchs_is_not_written(tmp_path: Path) -> None:
+def test_set_state_of_torch_optimizer_raises(tmp_path: Path) -> None:
     config = settings(tmp_path)
     del config["optimizer"]
     engine, *_ = deepspeed.initialize(model=small_model(), config=config, optimizer=optim.RMSprop)
@@ -331,7 +331,7 @@ def test_state_of_an_optimizer_of_torchs_is_not_written(tmp_path: Path) -> None:
 # --- utils: the rest ---------------------------------------------------------------------------
 
 
-def test_leaf_modules_are_marked_and_checked() -> None:
+def test_z3_leaf_modules_set_get_and_validate() -> None:
     model, utils = small_model(), deepspeed.utils
     assert utils.get_z3_leaf_modules(model) == []
     blocks = list(model.blocks)
@@ -350,7 +350,7 @@ def test_leaf_modules_are_marked_and_checked() -> None:
     assert model(batch(0)).isfinite()
 
 
-def test_on_device_builds_without_memory() -> None:
+def test_on_device_builds_on_meta() -> None:
     with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
         model = nn.Linear(4, 4)
     assert (model.weight.is_meta, model.weight.dtype) == (True, torch.bfloat16)
@@ -359,7 +359,7 @@ def test_on_device_builds_without_memory() -> None:
         assert nn.Linear(4, 4).weight.device.type == "cpu"
 
 
-def test_log_dist(caplog: pytest.LogCaptureFixture) -> None:
+def test_log_dist_filters_by_rank(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO", "infinity"):
         deepspeed.utils.log_dist("one", ranks=[0])
         deepspeed.utils.log_dist("two", ranks=[3])
@@ -367,14 +367,14 @@ def test_log_dist(caplog: pytest.LogCaptureFixture) -> None:
     assert [record.message for record in caplog.records] == ["one", "three"]
 
 
-def test_a_loader_that_never_ends() -> None:
+def test_repeating_loader_restarts() -> None:
     loader = deepspeed.runtime.dataloader.RepeatingLoader([1, 2])
     assert [next(loader) for _ in range(5)] == [1, 2, 1, 2, 1]
     with pytest.raises(StopIteration):
         next(deepspeed.runtime.dataloader.RepeatingLoader([]))
 
 
-def test_one_process_needs_no_group() -> None:
+def test_comm_single_process_needs_no_group() -> None:
     comm = deepspeed.comm
     comm.init_distributed()
     comm.barrier()
@@ -395,7 +395,7 @@ def test_one_process_needs_no_group() -> None:
     comm.destroy_process_group()
 
 
-def test_activation_checkpointing() -> None:
+def test_activation_checkpointing_recomputes_and_validates() -> None:
     checkpointing = deepspeed.checkpointing
     checkpointing.configure(None, partition_activations=True)
     assert checkpointing.is_configured()
@@ -420,7 +420,7 @@ def test_activation_checkpointing() -> None:
 
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
-def test_adam_by_deepspeeds_names_is_torchs_adamw(kind: type[Any]) -> None:
+def test_deepspeed_adam_classes_match_torch_adamw(kind: type[Any]) -> None:
     plain, ours = small_model(), small_model()
     optimizers = (
         optim.AdamW(plain.parameters(), 1e-2, weight_decay=0),
@@ -437,9 +437,7 @@ def test_adam_by_deepspeeds_names_is_torchs_adamw(kind: type[Any]) -> None:
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam, infinity.CPUAdam])
 @pytest.mark.parametrize("form", ["instance", "class"])
-def test_such_an_optimizer_becomes_the_built_in_rule(
-    tmp_path: Path, kind: type[Any], form: str
-) -> None:
+def test_deepspeed_adam_becomes_built_in_rule(tmp_path: Path, kind: type[Any], form: str) -> None:
     decay = 0.01 if kind is infinity.CPUAdam else 0.0
     with small_engine(tmp_path, optimizer={"lr": 1e-3, "weight_decay": decay}) as engine:
         train(engine, 2)
@@ -463,7 +461,7 @@ def test_such_an_optimizer_becomes_the_built_in_rule(
             assert engine.get_lr() == [0.5]
 
 
-def test_groups_and_modes_of_such_an_optimizer(tmp_path: Path) -> None:
+def test_deepspeed_adam_groups_and_modes(tmp_path: Path) -> None:
     config = settings(tmp_path)
     del config["optimizer"]
     model = small_model()
@@ -495,7 +493,7 @@ def test_groups_and_modes_of_such_an_optimizer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None:
+def test_zero_to_fp32_of_infinity_checkpoint(tmp_path: Path, precision: str) -> None:
     place, saved = tmp_path / "nvme", tmp_path / "saved"
     place.mkdir()
     model = small_model()
@@ -531,7 +529,7 @@ def test_fp32_weights_of_our_checkpoints(tmp_path: Path, precision: str) -> None
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in THEIRS.iterdir() if p.is_dir()))
-def test_fp32_weights_of_deepspeeds_checkpoints(tmp_path: Path, name: str) -> None:
+def test_zero_to_fp32_of_deepspeed_checkpoint(tmp_path: Path, name: str) -> None:
     """What is read is what an import and our own reader give."""
     from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 
@@ -550,7 +548,7 @@ def test_fp32_weights_of_deepspeeds_checkpoints(tmp_path: Path, name: str) -> No
 # --- an exponential moving average -------------------------------------------------------------
 
 
-def test_an_average_of_an_offloaded_model(tmp_path: Path) -> None:
+def test_ema_of_offloaded_model_matches_torch(tmp_path: Path) -> None:
     """The recipe of docs/migrating-from-deepspeed.md, against torch's own averaging."""
     decay = 0.9
     with small_engine(tmp_path, ON_DISK) as engine:
@@ -577,7 +575,7 @@ def test_an_average_of_an_offloaded_model(tmp_path: Path) -> None:
         assert same(masters(engine), trained)
 
 
-def test_integrations_have_one_module_under_two_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_integrations_aliases_are_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     folder = Path(integrations.__file__).parent
     files = [file.relative_to(folder).with_suffix("") for file in folder.rglob("*.py")]
     names = [".".join(file.parts).removesuffix(".__init__") for file in files]

@@ -26,7 +26,7 @@ MODULES = (
 
 
 @pytest.mark.parametrize("path", MODULES)
-def test_any_module_is_found_by_attribute_and_by_import(path: str) -> None:
+def test_module_resolves_by_attribute_and_import(path: str) -> None:
     found: Any = deepspeed
     for part in path.split("."):
         found = getattr(found, part)
@@ -34,7 +34,7 @@ def test_any_module_is_found_by_attribute_and_by_import(path: str) -> None:
     assert found is importlib.import_module(f"infinity.integrations.deepspeed.{path}")
 
 
-def test_every_name_that_is_served_is_there() -> None:
+def test_served_names_resolve() -> None:
     count = 0
     for where, ours, names in OURS:
         for name, _, other in (word.partition("=") for word in names.split()):
@@ -58,7 +58,7 @@ def test_every_name_that_is_served_is_there() -> None:
         ("runtime.no_such.no_such_name", "or no name of DeepSpeed"),
     ],
 )
-def test_a_name_that_is_not_served_raises_when_it_is_used(path: str, remedy: str) -> None:
+def test_unsupported_name_raises_on_call(path: str, remedy: str) -> None:
     module, _, name = f"infinity.deepspeed.{path}".rpartition(".")
     found: Any = getattr(importlib.import_module(module), name)
     assert found is getattr(importlib.import_module(module), name)
@@ -68,7 +68,7 @@ def test_a_name_that_is_not_served_raises_when_it_is_used(path: str, remedy: str
     assert remedy in str(caught.value)
 
 
-def test_a_class_that_is_not_served_is_compared_with_and_not_built_upon() -> None:
+def test_unsupported_class_isinstance_false_subclass_raises() -> None:
     module = importlib.import_module("infinity.deepspeed.runtime.pipe.module")
     kind: Any = module.PipelineModule
     assert not isinstance(3, kind)
@@ -80,20 +80,20 @@ def test_a_class_that_is_not_served_is_compared_with_and_not_built_upon() -> Non
         kind.from_layers()
 
 
-def test_private_names_are_not_there() -> None:
+def test_private_names_raise_import_error() -> None:
     with pytest.raises(ImportError, match="_private"):
         from infinity.deepspeed.runtime.pipe.module import _private  # noqa: F401
     with pytest.raises(ModuleNotFoundError, match="_private"):
         importlib.import_module("infinity.deepspeed.utils._private")
 
 
-def test_a_module_that_is_called_as_a_function_too_still_works() -> None:
+def test_module_and_function_of_one_name_both_work() -> None:
     importlib.import_module("infinity.deepspeed.utils.z3_leaf_module")
     assert deepspeed.utils.z3_leaf_module(nn.Linear(1, 1)) is False
     assert deepspeed.utils.get_z3_leaf_modules(nn.Linear(1, 1)) == []
 
 
-def test_scripts_can_ask_for_names_that_deepspeed_does_not_have() -> None:
+def test_hasattr_false_for_names_unknown_to_deepspeed() -> None:
     """In modules that serve names; kernels are chosen by modules that are found."""
     assert not hasattr(deepspeed, "is_initialized")
     assert not hasattr(deepspeed.utils, "is_initialized")
@@ -106,7 +106,7 @@ def test_scripts_can_ask_for_names_that_deepspeed_does_not_have() -> None:
             assert look_up(module, name) is not None, name
 
 
-def test_a_refused_call_is_no_missing_attribute() -> None:
+def test_unsupported_call_is_not_attribute_error() -> None:
     """`nn.Module` takes an `AttributeError` of a property for an attribute that is not there."""
 
     class Model(nn.Module):
@@ -118,14 +118,14 @@ def test_a_refused_call_is_no_missing_attribute() -> None:
         _ = Model().engine
 
 
-def test_a_class_with_a_name_in_lower_case_is_compared_with_too() -> None:
+def test_unsupported_lower_case_class_isinstance_false() -> None:
     kind: Any = importlib.import_module("infinity.deepspeed.monitor.csv_monitor").csvMonitor
     assert not isinstance(3, kind)
     with pytest.raises(ConfigError, match="csvMonitor is not supported"):
         types.new_class("Mine", (kind,))
 
 
-def test_looking_names_up_makes_no_modules() -> None:
+def test_attribute_lookup_imports_no_modules() -> None:
     """`pickle` looks an object without a module up in all that are imported."""
     importlib.import_module("infinity.deepspeed.runtime.constants")
     before = set(sys.modules)

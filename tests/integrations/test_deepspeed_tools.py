@@ -27,7 +27,7 @@ from infinity.integrations.deepspeed.utils import clone_tensors_for_torch_save, 
 from infinity.integrations.deepspeed.zero import ZeroParamStatus
 
 
-def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> None:
+def test_flops_profiler_counts_forward_and_backward(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     products = 3 * (8 * 16 + 16 * 4)  # multiply-accumulates of three samples
     out = tmp_path / "profile.txt"
@@ -54,7 +54,7 @@ def test_operations_of_a_forward_and_a_backward_are_counted(tmp_path: Path) -> N
         assert profiler.get_total_params() == sum(p.numel() for p in engine.module.parameters())
 
 
-def test_profiler_restarted_or_reset_leaves_no_mode_active() -> None:
+def test_flops_profiler_restart_or_reset_leaves_no_mode_active() -> None:
     model = nn.Linear(8, 4)
     profiler = FlopsProfiler(model)
     before = len(_get_current_dispatch_mode_stack())
@@ -69,7 +69,7 @@ def test_profiler_restarted_or_reset_leaves_no_mode_active() -> None:
     assert len(_get_current_dispatch_mode_stack()) == before
 
 
-def test_the_configuration_profiles_one_forward(
+def test_flops_profiler_section_profiles_one_forward(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     section = {"enabled": True, "profile_step": 1, "module_depth": 1}
@@ -100,7 +100,7 @@ def test_the_configuration_profiles_one_forward(
 
 
 @pytest.mark.parametrize("every", [2, None, float("inf")])
-def test_steps_are_printed_as_often_as_the_configuration_says(
+def test_steps_per_print_sets_print_interval(
     every: float | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"train_batch_size": 4, "train_micro_batch_size_per_gpu": 2, "steps_per_print": every}
@@ -124,7 +124,7 @@ def test_steps_are_printed_as_often_as_the_configuration_says(
 
 
 @pytest.mark.parametrize("stands_in", [True, False])
-def test_scripts_for_deepspeed_are_told_what_became_of_their_configuration(
+def test_as_deepspeed_prints_summary_of_config(
     stands_in: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     config = {"train_batch_size": 4, "zero_optimization": {"stage": 3, "overlap_comm": True}}
@@ -167,7 +167,7 @@ def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> 
     return deepspeed.initialize(model=small_model(), config=config)[0]
 
 
-def test_monitors_get_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitors_receive_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     sections = {
         "wandb": {"enabled": True, "project": "p", "team": "t"},
@@ -201,7 +201,7 @@ def test_monitors_get_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
             MonitorMaster(asked)
 
 
-def test_the_loss_that_is_told_is_of_its_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_monitored_loss_is_mean_of_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[Any] = []
     fp16 = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
     with monitored(monkeypatch, told, wandb={"enabled": True}, fp16=fp16) as engine:
@@ -231,7 +231,7 @@ def test_the_loss_that_is_told_is_of_its_own_window(monkeypatch: pytest.MonkeyPa
         assert window("whole", "whole") == [expected]
 
 
-def test_parameters_say_where_their_values_are(tmp_path: Path) -> None:
+def test_parameter_ds_attributes_follow_residency(tmp_path: Path) -> None:
     with small_engine(tmp_path, ON_DISK, engine_class=deepspeed.DeepSpeedEngine) as engine:
         weight = engine.module.norm.weight
         assert deepspeed.runtime.zero.utils.is_zero_param(weight)
@@ -249,7 +249,7 @@ def test_parameters_say_where_their_values_are(tmp_path: Path) -> None:
         assert not hasattr(plain.module.norm.weight, "ds_id")
 
 
-def test_a_module_is_not_moved_from_its_engine(tmp_path: Path) -> None:
+def test_module_to_does_not_move_offloaded_module(tmp_path: Path) -> None:
     model = small_model()
     kinds = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
     for dims in range(9):  # of many kinds, none of which is cast by a move to halves
@@ -271,7 +271,7 @@ def test_a_module_is_not_moved_from_its_engine(tmp_path: Path) -> None:
         plain.module.to("meta")
 
 
-def test_the_engine_answers_by_the_configuration(tmp_path: Path) -> None:
+def test_engine_accessors_follow_configuration(tmp_path: Path) -> None:
     config = {
         "train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
         "steps_per_print": 7, "zero_optimization": {"stage": 2, "reduce_bucket_size": 3e6},
@@ -307,7 +307,7 @@ def test_the_engine_answers_by_the_configuration(tmp_path: Path) -> None:
         engine.load_module_state_dict(some, allowed_missing_keys=["norm.weight"])
 
 
-def test_the_accelerator_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
+def test_accelerator_wraps_torch_device(caplog: pytest.LogCaptureFixture) -> None:
     found = deepspeed.accelerator.get_accelerator()
     assert found is deepspeed.get_accelerator()
     gpu = torch.cuda.is_available()

@@ -107,14 +107,14 @@ def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
     return folder, {name: found[str(folder / f"{name}-False")] for name in names}
 
 
-def test_scripts_run_as_they_are_and_placement_changes_no_bit(
+def test_unmodified_scripts_equal_on_disk_and_in_ram(
     told: tuple[Path, dict[str, Any]],
 ) -> None:
     assert len(told[1]["hello"]["losses"]) == 6
 
 
 @pytest.mark.parametrize(("name", "package"), IN_DOORS.items())
-def test_stock_trainers_of(tmp_path: Path, name: str, package: str) -> None:
+def test_stock_trainers_of_optional_packages(tmp_path: Path, name: str, package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-doors")
     _, found = run_all(tmp_path, name)
     if name == "with_trl":
@@ -125,7 +125,7 @@ def test_stock_trainers_of(tmp_path: Path, name: str, package: str) -> None:
 
 
 @pytest.mark.big  # `tests/ranks/test_deepspeed.py` has the calls, a test below two processes
-def test_two_ranks_compute_what_one_does_with_twice_the_micro_batches(
+def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(
     told: tuple[Path, dict[str, Any]],
 ) -> None:
     """Same weights; means over ranks are rounded otherwise than those over micro-batches."""
@@ -165,7 +165,7 @@ print("TOLD" + json.dumps(told))
 """
 
 
-def test_the_page_and_the_example_run(tmp_path: Path) -> None:
+def test_documentation_blocks_and_stock_trainer_example_run(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -179,7 +179,7 @@ def test_the_page_and_the_example_run(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "final" / "model.safetensors").exists()
 
 
-def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path) -> None:
+def test_infinity_run_starts_one_and_two_processes(tmp_path: Path) -> None:
     script = str(DOORS / "hello.py")
     config = str(config_of("hello", tmp_path, on_disk=True))
     rest = ("--deepspeed", "--deepspeed_config", config, "--folder")
@@ -195,7 +195,7 @@ def test_infinity_run_starts_a_script_alone_and_in_two_processes(tmp_path: Path)
     assert len(first["losses"]) == 6
 
 
-def test_one_process_gets_a_port_that_no_other_holds() -> None:
+def test_announce_alone_picks_free_port() -> None:
     first: dict[str, str] = {}
     second: dict[str, str] = {}
     announce_alone(first)
@@ -207,7 +207,7 @@ def test_one_process_gets_a_port_that_no_other_holds() -> None:
     assert given["MASTER_PORT"] == "7"
 
 
-def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
+def test_worker_processes_end_with_killed_launcher(tmp_path: Path) -> None:
     """Not even one that is killed, and can tell nobody: its pipe ends with who writes to it."""
     script = tmp_path / "waits.py"
     # In one write: what two of them write to one pipe mixes between writes.
@@ -222,7 +222,7 @@ def test_no_process_outlives_the_launcher(tmp_path: Path) -> None:
 
 
 @pytest.mark.big  # another launcher of what the test before starts
-def test_accelerate_launch_starts_a_script(tmp_path: Path) -> None:
+def test_accelerate_launch_under_infinity_run(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     if shutil.which("accelerate", path=Path(sys.executable).parent) is None:
         pytest.skip("the command accelerate is not installed beside this Python")
@@ -232,7 +232,7 @@ def test_accelerate_launch_starts_a_script(tmp_path: Path) -> None:
     assert len(json.loads(run(tmp_path, *command))["losses"]) == 24
 
 
-def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
+def test_as_deepspeed_after_import_raises(tmp_path: Path) -> None:
     lines = [
         "import sys, types, infinity",
         "sys.modules['deepspeed'] = types.ModuleType('deepspeed')",
@@ -263,7 +263,7 @@ def test_as_deepspeed_must_come_first(tmp_path: Path) -> None:
     assert "engine for inference" in told
 
 
-def test_a_script_that_is_not_there() -> None:
+def test_run_missing_script_raises() -> None:
     from infinity.cli.run import _python_arguments
 
     assert _python_arguments("x.train", module=True) == ["-m", "x.train"]

@@ -65,7 +65,7 @@ def run(
     return trainer, history
 
 
-def test_a_fit_is_that_of_lightning(tmp_path: Path) -> None:
+def test_fit_matches_lightning(tmp_path: Path) -> None:
     theirs, expected = run("auto")
     strategy = strategy_on(tmp_path)
     ours, found = run(strategy)
@@ -105,7 +105,7 @@ class Chained(example.Classifier):  # type: ignore[misc]
         self.clip_gradients(optimizer, gradient_clip_val=norm, gradient_clip_algorithm="norm")
 
 
-def test_schedules_within_a_schedule_and_a_norm_that_changes(tmp_path: Path) -> None:
+def test_nested_schedules_and_changing_norm_match_lightning(tmp_path: Path) -> None:
     torch.manual_seed(0)
     _, expected = run("auto", Chained(), gradient_clip_val=None)
     torch.manual_seed(0)
@@ -117,7 +117,7 @@ def test_schedules_within_a_schedule_and_a_norm_that_changes(tmp_path: Path) -> 
     assert found.losses == pytest.approx(expected.losses, rel=2e-5)
 
 
-def test_a_checkpoint_of_another_strategy_has_no_moments_for_an_engine(tmp_path: Path) -> None:
+def test_checkpoint_of_other_strategy_resets_optimizer(tmp_path: Path) -> None:
     keeps = ModelCheckpoint(tmp_path, save_last=True)
     run("auto", max_epochs=1, callbacks=[keeps], enable_checkpointing=True)
     strategy = strategy_on(tmp_path)
@@ -127,7 +127,7 @@ def test_a_checkpoint_of_another_strategy_has_no_moments_for_an_engine(tmp_path:
     assert trainer.global_step == 6
 
 
-def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_bitwise_equal(tmp_path: Path) -> None:
     def told(out: Path) -> dict[str, Any]:
         keeps = ModelCheckpoint(out, save_last=True, save_top_k=-1, monitor="val_loss")
         return {"callbacks": [keeps], "enable_checkpointing": True}
@@ -153,7 +153,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path) -> None:
         run(strategy_on(tmp_path), resume=tmp_path / "b" / "last.ckpt")
 
 
-def test_validating_needs_no_optimizer_and_fitting_may_follow(tmp_path: Path) -> None:
+def test_validate_before_fit(tmp_path: Path) -> None:
     torch.manual_seed(0)
     module, plain = example.Classifier(), example.Classifier()
     plain.load_state_dict(module.state_dict())
@@ -191,7 +191,7 @@ class ByHand(example.Classifier):  # type: ignore[misc]
             optimizer.zero_grad()
 
 
-def test_a_module_that_steps_by_hand(tmp_path: Path) -> None:
+def test_manual_optimization_matches_lightning(tmp_path: Path) -> None:
     torch.manual_seed(0)
     theirs = ByHand()
     torch.manual_seed(0)
@@ -215,14 +215,14 @@ def test_a_module_that_steps_by_hand(tmp_path: Path) -> None:
         ({}, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightA.* not supported"),
     ],
 )
-def test_what_cannot_be(
+def test_unsupported_settings_raise(
     tmp_path: Path, config: dict[str, Any], changed: dict[str, Any], words: str
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run(strategy_on(tmp_path, **config), **changed)
 
 
-def test_the_example(
+def test_example_fits_and_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = ["lightning_module.py", "--out", str(tmp_path / "out")]

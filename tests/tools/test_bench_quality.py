@@ -36,7 +36,7 @@ def losses(out: Path, variant: str) -> list[float]:
     return found
 
 
-def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> None:
+def test_variants_resume_bitwise_and_are_compared(bench: ModuleType, tmp_path: Path) -> None:
     small = ["--model", "gpt-tiny", "--context", "16", "--micro-batch", "1", "--warm-up", "2",
              "--precision", "fp32"]  # fmt: skip
     cut, whole = tmp_path / "cut", tmp_path / "whole"
@@ -64,11 +64,11 @@ def test_variants_resume_and_are_compared(bench: ModuleType, tmp_path: Path) -> 
     assert bench.main(other) == 2  # the checkpoint is of another seed
 
 
-def test_nothing_to_compare_with_is_said(bench: ModuleType, tmp_path: Path) -> None:
+def test_plot_only_without_runs_fails(bench: ModuleType, tmp_path: Path) -> None:
     assert bench.main(["--out", str(tmp_path), "--plot-only"]) == 1
 
 
-def test_rules_are_told_beside_adamw(
+def test_bench_rules_table_relative_to_adamw(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "path", [*sys.path])

@@ -74,7 +74,7 @@ TOOL = ROOT / "tools/bench_swap.py"
         (11, 3, 1 - 2 * (1 + 11 + 55) / 2048),
     ],
 )
-def test_the_interval_by_hand(count: int, rank: int, coverage: float) -> None:
+def test_median_interval_known_values(count: int, rank: int, coverage: float) -> None:
     values = [float(v) for v in range(1, count + 1)]
     low, high, covered = median_interval(values[::-1])
     assert (low, high) == (values[rank - 1], values[count - rank])
@@ -82,7 +82,7 @@ def test_the_interval_by_hand(count: int, rank: int, coverage: float) -> None:
 
 
 @pytest.mark.parametrize("count", range(1, 12))
-def test_the_interval_against_all_outcomes(count: int) -> None:
+def test_median_interval_matches_enumeration(count: int) -> None:
     """Every value falls below the true median with probability 1/2: go through all outcomes."""
     low, high, covered = median_interval([float(v) for v in range(count)])
     first, last = int(low), int(high)
@@ -96,26 +96,26 @@ def test_the_interval_against_all_outcomes(count: int) -> None:
         assert inner / 2**count < 0.9, "a narrower interval would do"
 
 
-def test_a_ratio_is_taken_within_rounds() -> None:
+def test_ratio_taken_within_rounds() -> None:
     ratio = ratio_of([1.0, 2.0, 4.0], [1.0, 1.0, 8.0])
     assert ratio.values == (1.0, 2.0, 0.5)
     assert ratio.median == 1.0  # the ratio of medians would be 2
     assert (ratio.low, ratio.high, ratio.coverage) == (0.5, 2.0, 0.75)
 
 
-def test_when_a_ratio_holds() -> None:
+def test_ratio_holds_bounds() -> None:
     assert Ratio(0.9, 0.8, 0.97, 0.9, ()).holds
     assert Ratio(1.1, 1.0, 1.2, 0.9, ()).holds
     assert not Ratio(0.96, 0.95, 0.969, 0.9, ()).holds
 
 
-def test_means() -> None:
+def test_geometric_mean_and_relative() -> None:
     assert geometric_mean([4.0, 0.25]) == pytest.approx(1.0)
     rounds = {"a": [sample(10), sample(30)], "b": [sample(30), sample(90)]}
     assert relative(rounds) == pytest.approx({"a": 0.5, "b": 1.5})
 
 
-def test_what_is_slow_in_one_mode_loses() -> None:
+def test_worst_scores_by_slowest_mode() -> None:
     speeds = {"a": (40.0, 10.0), "b": (36.0, 11.0)}
     modes = {
         mode: {name: [sample(of[index])] for name, of in speeds.items()}
@@ -126,13 +126,13 @@ def test_what_is_slow_in_one_mode_loses() -> None:
     assert worst_scores(modes) == pytest.approx({"a": 9 / 11, "b": 0.9})
 
 
-def test_the_default_stays_unless_another_is_clearly_faster() -> None:
+def test_choose_keeps_default_unless_clearly_slower() -> None:
     assert choose({"default": 1.0, "other": 1.02}, "default") == "default"
     assert choose({"default": 0.9, "other": 0.95}, "default") == "other"
     assert choose({"default": 1.0, "other": 1.2, "third": 1.1}, "default") == "other"
 
 
-def test_training_terms_by_hand() -> None:
+def test_training_terms_known_values() -> None:
     terms = training_terms(2.4e9, 2e9, 1_000_000_000)
     assert terms["update_parameters_per_s"] == pytest.approx(1e8)
     assert (terms["read_bytes"], terms["written_bytes"]) == (14 * 10**9, 12 * 10**9)
@@ -140,7 +140,7 @@ def test_training_terms_by_hand() -> None:
     assert terms["steps_per_100_tbw"] == pytest.approx(100e12 / 12e9)
 
 
-def test_training_terms_agree_with_the_page() -> None:
+def test_training_terms_match_documentation() -> None:
     text = (ROOT / "docs/bytes.md").read_text(encoding="utf-8")
     row = re.search(r"\| all on disk, gradient in RAM \|[^|]+\| ([^|]+) \| ([^|]+) \|", text)
     assert row is not None
@@ -149,7 +149,7 @@ def test_training_terms_agree_with_the_page() -> None:
     assert written == str(STATE_BYTES)
 
 
-def test_options_that_mean_nothing(tmp_path: Path) -> None:
+def test_invalid_options_raise(tmp_path: Path) -> None:
     for options, part in (
         (Options(()), "no path"),
         (Options((tmp_path,), compare=("fio", "dd")), "dd"),
@@ -165,7 +165,7 @@ def test_options_that_mean_nothing(tmp_path: Path) -> None:
 # Loads and rounds.
 
 
-def test_a_load_covers_its_spans_once_per_pass() -> None:
+def test_load_covers_spans_once_per_pass() -> None:
     load = make_load(
         "mixed", rates=[8e9, 2e9], target_s=0.01, chunk_bytes=2 * MIB, region_bytes=16 * MIB
     )
@@ -185,7 +185,7 @@ def test_a_load_covers_its_spans_once_per_pass() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("block", [MIB // 2, MIB, 3 * MIB])
-def test_blocks_are_the_pieces_cut_up(mode: Mode, block: int) -> None:
+def test_load_blocks_cover_pieces(mode: Mode, block: int) -> None:
     load = make_load(mode, rates=[1e9], target_s=0.02, chunk_bytes=4 * MIB, region_bytes=16 * MIB)
     covered: dict[tuple[bool, int], int] = {}
     for piece, start, nbytes in load.blocks(0, block):
@@ -219,7 +219,7 @@ def a_load(mode: Mode) -> Load:
     return make_load(mode, rates=[1.0], target_s=1.0, chunk_bytes=MIB, region_bytes=MIB)
 
 
-def test_contenders_take_turns_and_everybody_begins_once() -> None:
+def test_take_turns_rotates_first_contender() -> None:
     log: list[str] = []
     who: list[Contender] = [Fake(name, log) for name in "abc"]
     loads = {mode: a_load(mode) for mode in MODES}
@@ -230,7 +230,7 @@ def test_contenders_take_turns_and_everybody_begins_once() -> None:
     assert rotated([], 5) == []
 
 
-def test_who_fails_is_named_and_the_others_go_on() -> None:
+def test_take_turns_leaves_out_failed_contender() -> None:
     log: list[str] = []
     who: list[Contender] = [Fake("a", log), Fake("b", log, fails_in="write")]
     left_out: dict[str, str] = {}
@@ -242,7 +242,7 @@ def test_who_fails_is_named_and_the_others_go_on() -> None:
     assert len(samples["write"]["a"]) == 2
 
 
-def test_every_sample_writes_something_else() -> None:
+def test_samples_write_different_data() -> None:
     salts: list[int] = []
 
     class Recorder(Fake):
@@ -280,7 +280,7 @@ MAKERS: dict[str, Callable[[Testbed], Contender]] = {
 }
 
 
-def test_plain_threads_read_into_as_much_memory_as_ours(bed: Testbed) -> None:
+def test_plain_threads_buffer_bytes_equal_engine(bed: Testbed) -> None:
     sizes = {}
     for cached in (False, True):
         contender = PlainThreads(bed, MIB // 4, 2, cached=cached)
@@ -309,7 +309,7 @@ def loads_for(bed: Testbed, mode: Mode) -> Load:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_contender_moves_the_load(
+def test_contender_moves_load(
     bed: Testbed, name: str, mode: Mode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     contender = make(bed, name, monkeypatch)
@@ -340,9 +340,7 @@ def test_a_contender_moves_the_load(
 
 
 @pytest.mark.parametrize("name", [n for n in MAKERS if not n.startswith("fio")])
-def test_wrong_bytes_are_no_measurement(
-    bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_bytes_raise(bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     contender = make(bed, name, monkeypatch)
     load = loads_for(bed, "read")
     for path in bed.file_paths:
@@ -355,7 +353,7 @@ def test_wrong_bytes_are_no_measurement(
         contender.close()
 
 
-def test_a_read_that_did_not_happen_is_noticed(bed: Testbed) -> None:
+def test_missing_read_detected(bed: Testbed) -> None:
     contender = EngineContender(bed, IoSettings("threads", MIB))
     load = loads_for(bed, "read")
     contender.run(load)
@@ -365,7 +363,7 @@ def test_a_read_that_did_not_happen_is_noticed(bed: Testbed) -> None:
     contender.close()
 
 
-def test_a_write_that_did_not_happen_is_noticed(bed: Testbed) -> None:
+def test_missing_write_detected(bed: Testbed) -> None:
     load = Load(**{**vars(loads_for(bed, "write")), "salt": 1})
     contender = EngineContender(bed, IoSettings("threads", MIB))
     contender.run(load)
@@ -423,9 +421,7 @@ def install_fake_peer(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, module.__name__, module)
 
 
-def test_a_peer_that_does_not_load_is_left_out(
-    bed: Testbed, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unavailable_peer_left_out(bed: Testbed, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     monkeypatch.setenv("PATH", "/nonexistent")
     field = gather(bed, ("aiofiles",), [IoSettings("threads", MIB // 2)])
@@ -438,14 +434,14 @@ def test_a_peer_that_does_not_load_is_left_out(
         field.close()
 
 
-def test_fios_answers() -> None:
+def test_fio_output_parsed() -> None:
     assert parse_jobs('note: both\n{"jobs": [{"jobname": "r"}]}') == [{"jobname": "r"}]
     for text in ("", "fio: unknown engine", "{", '{"jobs": 1}'):
         with pytest.raises(UnavailableError):
             parse_jobs(text)
 
 
-def test_calibration_picks_the_fastest_of_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calibrate_picks_fastest_per_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     class Timed(Fake):
         def __init__(self, name: str, rates: dict[str, float], family: str) -> None:
             super().__init__(name, [])
@@ -469,7 +465,7 @@ def test_calibration_picks_the_fastest_of_each_mode(monkeypatch: pytest.MonkeyPa
     assert [contender.name for contender in who] == ["f", "b", "c"]
 
 
-def test_usable_backends() -> None:
+def test_usable_backends_work_on_every_drive() -> None:
     def answers(*ok: bool) -> dict[str, dict[str, Any]]:
         return {n: {"ok": o, "reason": "no"} for n, o in zip(DEFAULTS, ok, strict=True)}
 
@@ -482,7 +478,7 @@ def test_usable_backends() -> None:
 # Refusals and cleaning up.
 
 
-def test_too_little_room_is_told_with_numbers(
+def test_insufficient_disk_space_error_has_numbers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = [tmp_path / "a", tmp_path / "b"]
@@ -497,7 +493,7 @@ def test_too_little_room_is_told_with_numbers(
     assert [list(path.iterdir()) for path in paths] == [[], []]
 
 
-def test_nothing_is_left_after_a_failure(tmp_path: Path) -> None:
+def test_testbed_files_removed_after_failure(tmp_path: Path) -> None:
     def interrupt(done: int, total: int) -> None:
         raise KeyboardInterrupt
 
@@ -516,7 +512,7 @@ def trial(tmp_path: Path, kind: str, seed: int = 5) -> faults.Outcome:
 
 
 @pytest.mark.parametrize("kind", SILENT_KINDS)
-def test_harmless_faults_end_well(tmp_path: Path, kind: str) -> None:
+def test_harmless_faults_pass(tmp_path: Path, kind: str) -> None:
     outcome = trial(tmp_path, kind)
     assert outcome.ok
     assert outcome.right == outcome.requests == 64
@@ -525,7 +521,7 @@ def test_harmless_faults_end_well(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "name"), [("eio", "EIO"), ("enospc", "ENOSPC"), ("stuck", "ETIMEDOUT")]
 )
-def test_a_failure_raises_its_error(
+def test_injected_failure_raises_its_error(
     tmp_path: Path, kind: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "_STUCK_AFTER_S", 0.02)
@@ -536,14 +532,14 @@ def test_a_failure_raises_its_error(
     assert outcome.right > 0 or kind == "stuck"  # as a slow disk looks, too
 
 
-def test_flipped_bits_are_caught_by_the_checksum(tmp_path: Path) -> None:
+def test_flipped_bits_caught_by_checksum(tmp_path: Path) -> None:
     outcome = trial(tmp_path, "flip")
     assert outcome.ok
     assert outcome.caught > 0
     assert outcome.caught + outcome.right == outcome.requests
 
 
-def test_without_a_checksum_flipped_bits_are_silent(
+def test_flipped_bits_silent_without_checksum(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(faults, "checksums", lambda memory: b"blind")
@@ -552,7 +548,7 @@ def test_without_a_checksum_flipped_bits_are_silent(
     assert not outcome.ok
 
 
-def test_an_engine_that_lies_is_found_out(tmp_path: Path) -> None:
+def test_unexpected_fault_fails_trial(tmp_path: Path) -> None:
     """The engine flips bits while only delays were asked for."""
     subject = faults._Trial(str(tmp_path / "f.bin"), "threads", "flip", 5)
     subject._may_flip = False
@@ -582,7 +578,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return result
 
 
-def test_the_report_has_its_keys(report: dict[str, Any]) -> None:
+def test_report_keys(report: dict[str, Any]) -> None:
     for key in ("best", "reference"):
         for mode in MODES:
             assert report[key][f"{mode}_gib_s"] > 0
@@ -601,7 +597,7 @@ def test_the_report_has_its_keys(report: dict[str, Any]) -> None:
     assert "fio is not installed" in report["left_out"]["fio"]
 
 
-def test_the_reports_numbers_follow_from_its_samples(report: dict[str, Any]) -> None:
+def test_report_numbers_follow_from_samples(report: dict[str, Any]) -> None:
     ours = {e["family"]: name for name, e in report["contenders"].items() if e["ours"]}
     for mode in MODES:
         samples = report["samples"][mode]
@@ -645,7 +641,9 @@ def run(*arguments: str) -> tuple[int, str, str]:
         (["--path", "{absent}", "--faults", "1"], 4, "does not exist"),
     ],
 )
-def test_mistakes_are_explained(tmp_path: Path, arguments: list[str], code: int, part: str) -> None:
+def test_invalid_arguments_explained(
+    tmp_path: Path, arguments: list[str], code: int, part: str
+) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "dir").mkdir()
     places = {name: str(tmp_path / name) for name in ("file", "dir", "absent")}
@@ -675,9 +673,7 @@ def children_named(name: str, parent: int) -> list[int]:
         ("measuring", signal.SIGTERM),
     ],
 )
-def test_a_signal_ends_it_and_leaves_nothing(
-    tmp_path: Path, phase: str, signum: signal.Signals
-) -> None:
+def test_signal_stops_and_removes_files(tmp_path: Path, phase: str, signum: signal.Signals) -> None:
     arguments = ["--path", str(tmp_path), "--gib", "0.0625", "--rounds", "4000"]
     arguments += ["--sample-s", "0.01", "--chunk", "1MiB", "--json"]
     with_fio = shutil.which("fio") is not None and phase == "choosing the reference"
@@ -700,7 +696,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
         assert not any(Path(f"/proc/{pid}").exists() for pid in fios)
 
 
-def test_the_page_says_what_the_report_holds(
+def test_printed_page_has_report_values(
     report: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
     (drive,) = report["drives"]
@@ -725,7 +721,7 @@ def test_the_page_says_what_the_report_holds(
         assert part in out, part
 
 
-def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
+def test_recommended_yaml_is_valid_config(tmp_path: Path) -> None:
     best = {"backend": "io_uring", "block_size": 2**20, "queue_depth": 16, "num_threads": 4}
     threads = best | {"backend": "threads", "num_threads": 8}
     given = {"configs": {"threads": threads}, "best": {"config": best}}
@@ -744,7 +740,7 @@ def test_the_recommended_block_is_a_configuration(tmp_path: Path) -> None:
     assert [str(place) for place in config.nvme_path] == ["/mnt/a", "/mnt/b c"]
 
 
-def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_faults_command_reports_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
     monkeypatch.setattr("swap.faults._STUCK_AFTER_S", 0.1)  # it is waited for
     monkeypatch.setattr("swap.faults._NUM_CHUNKS", 16)
@@ -759,7 +755,7 @@ def test_faults_from_the_command_line(tmp_path: Path, monkeypatch: pytest.Monkey
     show_faults(report)
 
 
-def test_silent_wrong_bytes_fail_the_command(
+def test_faults_command_fails_on_silent_wrong_bytes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
@@ -772,7 +768,9 @@ def test_silent_wrong_bytes_fail_the_command(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_all_means_everyone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compare_all_selects_every_contender(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[Any] = []
 
     def measure(options: Any, watcher: Any, command: Any) -> Any:

@@ -75,7 +75,7 @@ def library() -> corpus.Corpus:
 # The corpus
 
 
-def test_the_corpus_is_the_same_every_time(library: corpus.Corpus) -> None:
+def test_corpus_is_reproducible(library: corpus.Corpus) -> None:
     again = corpus.standard_library()
     assert torch.equal(library.train, again.train)
     assert torch.equal(library.held_out, again.held_out)
@@ -84,7 +84,7 @@ def test_the_corpus_is_the_same_every_time(library: corpus.Corpus) -> None:
     assert len(library.held_out) > 2**16
 
 
-def test_a_batch_depends_on_seed_and_position_only(library: corpus.Corpus) -> None:
+def test_batches_depend_on_seed_and_position_only(library: corpus.Corpus) -> None:
     first = corpus.batches(library.train, seed=3, micro_batch=2, context=16)
     parts = [next(first) for _ in range(4)]
     assert first.position == 4
@@ -101,7 +101,7 @@ def test_a_batch_depends_on_seed_and_position_only(library: corpus.Corpus) -> No
     assert not torch.equal(tokens, other)
 
 
-def test_held_out_batches_spread_over_the_text() -> None:
+def test_held_out_batches_span_text() -> None:
     text = torch.arange(100, dtype=torch.uint8)
     parts = list(corpus.held_out_batches(text, num_batches=3, micro_batch=2, context=9))
     assert [tokens.shape for tokens, _ in parts] == [(2, 9)] * 3
@@ -109,14 +109,14 @@ def test_held_out_batches_spread_over_the_text() -> None:
     assert parts[-1][1][-1, -1] == 99
 
 
-def test_every_sequence_of_a_shortest_text_is_whole() -> None:
+def test_batches_of_shortest_text_are_complete() -> None:
     text = torch.arange(10, dtype=torch.uint8)
     tokens, targets = next(corpus.batches(text, seed=0, micro_batch=1, context=9))
     assert tokens.tolist() == [list(range(9))]
     assert targets.tolist() == [list(range(1, 10))]
 
 
-def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
+def test_text_shorter_than_sequence_raises(tmp_path: Path) -> None:
     path = tmp_path / "short.txt"
     path.write_bytes(b"x" * 100)
     short = corpus.one_file(path)
@@ -145,12 +145,12 @@ def test_a_text_shorter_than_a_sequence_is_refused(tmp_path: Path) -> None:
         ("gpt-1.3b", 1.25e9, 1.4e9),
     ],
 )
-def test_presets_have_the_size_of_their_name(name: str, least: float, most: float) -> None:
+def test_preset_sizes_match_names(name: str, least: float, most: float) -> None:
     assert least <= presets.count_parameters(gpt.PRESETS[name]) <= most
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_new_model_knows_nothing(dtype: torch.dtype) -> None:
+def test_new_model_loss_is_uniform(dtype: torch.dtype) -> None:
     model = presets.build(presets.shape_of("gpt-tiny"), dtype, seed=0)
     assert {p.dtype for p in model.parameters()} == {dtype}
     tokens = torch.randint(0, 256, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -160,7 +160,7 @@ def test_a_new_model_knows_nothing(dtype: torch.dtype) -> None:
     assert torch.get_default_dtype() == torch.float32
 
 
-def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
+def test_gpt_is_causal_and_checkpointing_exact() -> None:
     tokens = torch.randint(0, 256, (1, 32), generator=torch.Generator().manual_seed(0))
     gradients = []
     for checkpointing in (False, True):
@@ -181,7 +181,7 @@ def test_the_model_is_causal_and_checkpointing_changes_nothing() -> None:
         model(torch.zeros(1, 65, dtype=torch.int64), torch.zeros(1, 65, dtype=torch.int64))
 
 
-def test_logits_of_a_llama_may_be_left_whole() -> None:
+def test_llama_whole_logits_match_sliced() -> None:
     shape = presets.PRESETS["llama-tiny"]
     tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
     losses = []
@@ -196,7 +196,7 @@ def test_logits_of_a_llama_may_be_left_whole() -> None:
     torch.testing.assert_close(*losses)
 
 
-def test_a_tied_head_is_counted_once() -> None:
+def test_tied_head_counted_once() -> None:
     plain = gpt.PRESETS["gpt-tiny"]
     tied = gpt.GPTConfig(**(vars(plain) | {"tied": True}))
     difference = presets.count_parameters(plain) - presets.count_parameters(tied)
@@ -207,7 +207,7 @@ def test_a_tied_head_is_counted_once() -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
+def test_plain_baseline_matches_adamw_with_clipping(micro_batches: int) -> None:
     from infinity.config.schema import load_config
 
     shape = gpt.GPTConfig(vocab_size=32, context=8, num_layers=1, num_heads=2, width=16)
@@ -248,7 +248,7 @@ def test_the_baseline_is_adamw_with_clipping(micro_batches: int) -> None:
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_the_bf16_baseline_learns(micro_batches: int) -> None:
+def test_plain_baseline_bf16_learns(micro_batches: int) -> None:
     from infinity.config.schema import load_config
 
     config = load_config({"gradient_accumulation_steps": micro_batches, "optimizer": {"lr": 1e-2}})
@@ -268,7 +268,7 @@ def test_the_bf16_baseline_learns(micro_batches: int) -> None:
     ("given", "bf16_s", "expected"),
     [({}, 1.1, "bf16"), ({}, 50.0, "fp32"), ({"precision": "bf16"}, 50.0, "bf16")],
 )
-def test_a_processor_that_is_slow_with_bf16_gets_fp32(
+def test_precision_fp32_where_bf16_is_slow(
     monkeypatch: pytest.MonkeyPatch, given: dict[str, str], bf16_s: float, expected: str
 ) -> None:
     times = {torch.bfloat16: bf16_s, torch.float32: 1.0}
@@ -278,7 +278,7 @@ def test_a_processor_that_is_slow_with_bf16_gets_fp32(
     assert _training._with_precision(config, torch.device("cuda")).precision == "bf16"
 
 
-def test_the_live_line_names_what_makes_it_stall() -> None:
+def test_step_line_names_longest_stall() -> None:
     report = RecordedReport()
     line = _ui.StepLine(
         step=3,
@@ -297,7 +297,7 @@ def test_the_live_line_names_what_makes_it_stall() -> None:
     assert "skipped" in _ui.format_step(replace(line, skipped=True))
 
 
-def test_plain_lines_are_few(
+def test_step_lines_are_rate_limited(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first, the last, and between them one every few seconds, by a clock that is ours."""
@@ -311,7 +311,7 @@ def test_plain_lines_are_few(
     assert [line.split()[1] for line in lines] == ["1/10", "4/10", "7/10", "10/10"]
 
 
-def test_the_results_say_what_held_and_what_did_not() -> None:
+def test_results_page_texts() -> None:
     result = {
         "num_parameters": 114 * 10**6,
         "loss_bits_per_byte": [8.1, 6.0, 4.7],
@@ -364,7 +364,7 @@ def test_the_results_say_what_held_and_what_did_not() -> None:
 # The bounds of bench_step
 
 
-def test_the_bounds_are_those_of_the_architecture() -> None:
+def test_bounds_of_plan_known_values() -> None:
     """State and weights on disk, gradients in RAM: 12 bytes a parameter each way, one pass."""
     placement = {"weights": "disk", "optimizer_state": "disk", "gradients": "host"}
     sizes = [102_400] * 8
@@ -433,7 +433,7 @@ def here(
         signal.signal(signum, handler)
 
 
-def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
+def test_demo_output_complete_and_losses_match_plain_torch(
     tmp_path: Path,
 ) -> None:
     """In a process: its peak memory is its own, and plain torch's is a child's."""
@@ -465,13 +465,13 @@ def test_the_demo_tells_everything_it_promises_and_learns_as_plain_torch_does(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_demo_may_compare_with_nothing(tmp_path: Path, here: Call) -> None:
+def test_demo_without_comparison(tmp_path: Path, here: Call) -> None:
     code, output, errors = here(pretrain_gpt.main, told_here(tmp_path, "--steps", "1", "--json"))
     assert code == 0, errors
     assert json.loads(output)["plain_torch"] is None
 
 
-def test_a_signal_while_torch_is_imported_ends_the_demo_cleanly(tmp_path: Path) -> None:
+def test_signal_during_torch_import_stops_demo(tmp_path: Path) -> None:
     command = [sys.executable, str(DEMO), *told(tmp_path, "--steps", "10000")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -485,7 +485,7 @@ def test_a_signal_while_torch_is_imported_ends_the_demo_cleanly(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_signal_in_a_step_ends_the_demo_cleanly(tmp_path: Path) -> None:
+def test_signal_during_step_stops_demo(tmp_path: Path) -> None:
     with Program(DEMO, *told(tmp_path, "--steps", "10000")) as demo:
         assert wait_until(lambda: demo.said(r" *step"), HANG_S)
         demo.signal(signal.SIGINT)
@@ -502,7 +502,7 @@ def assert_stopped(code: int | None, errors: str, signum: int) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["writing", "starting", "in a step", "closing"])
-def test_a_signal_at_any_moment_leaves_nothing(
+def test_signal_at_any_moment_leaves_nothing(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, signum: int, moment: str
 ) -> None:
     """While the first state is written, at the plan, after a forward, and while all is closed."""
@@ -546,7 +546,7 @@ def test_a_signal_at_any_moment_leaves_nothing(
         (["--set", "nonsense"], "key=value"),
     ],
 )
-def test_bad_input_is_one_clear_error(
+def test_invalid_input_prints_one_error(
     tmp_path: Path, here: Call, arguments: list[str], message: str
 ) -> None:
     threads = set(threading.enumerate())
@@ -650,9 +650,7 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
 
 
 @pytest.mark.usefixtures("served")
-def test_bench_step_compares_ranges_of_experts_with_whole_layers(
-    tmp_path: Path, here: Call
-) -> None:
+def test_bench_step_compares_expert_ranges_with_layers(tmp_path: Path, here: Call) -> None:
     """How many experts travel together changes bytes and times, and no bit of the loss."""
     arguments = [
         "--model", "moe-tiny", "--experts-per-unit", "3", "--rounds", "1", "--warmup", "1",
@@ -670,7 +668,7 @@ def test_bench_step_compares_ranges_of_experts_with_whole_layers(
     assert report["num_parameters"] - report["num_active"] == unused
 
 
-def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
+def test_contender_gets_fastest_schedule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One micro-batch does not fit, unless recomputed; two are faster, four are not."""
@@ -700,7 +698,7 @@ def test_each_contender_gets_the_schedule_that_is_fastest_for_it(
 
 
 @pytest.mark.usefixtures("served")
-def test_bench_step_does_as_the_plan_has_it(
+def test_bench_step_follows_plan(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placement and schedule from the case of the job; what was chosen and expected is told."""
@@ -736,7 +734,7 @@ def test_bench_step_does_as_the_plan_has_it(
 
 
 @pytest.mark.big
-def test_bench_step_runs_blocks_in_every_way(tmp_path: Path) -> None:
+def test_bench_step_recompute_slices_and_offload(tmp_path: Path) -> None:
     """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told.
 
     In processes of their own, parent and contenders, as the others are for a person.
@@ -768,7 +766,7 @@ def assert_learns(name: str, output: str) -> None:
     assert "Meant for" in (EXAMPLES / name).read_text()
 
 
-def test_the_quickstart_runs_is_short_and_learns() -> None:
+def test_quickstart_is_short_and_learns() -> None:
     """In a process: it is what everybody runs first."""
     code, output, errors = in_a_process(EXAMPLES / "quickstart.py")
     assert code == 0, errors
@@ -777,7 +775,7 @@ def test_the_quickstart_runs_is_short_and_learns() -> None:
 
 
 @pytest.mark.parametrize("loop", [[], ["stage3"]])
-def test_a_loop_in_the_style_of_deepspeed_learns(
+def test_deepspeed_style_loop_learns(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], loop: list[str]
 ) -> None:
     path = str(EXAMPLES / "deepspeed_style.py")

@@ -80,7 +80,7 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 
 @pytest.mark.parametrize("stage", tool.STAGES)
-def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
+def test_checks_name_existing_files_within_limits(stage: str, tmp_path: Path) -> None:
     """Every file, and every option of the step benchmark; none is stopped by the whole's limit."""
     checks = tool.checks_of([stage], tmp_path, tmp_path)
     for check in checks:
@@ -104,7 +104,7 @@ def test_what_it_runs_is_there(stage: str, tmp_path: Path) -> None:
         assert name in raced[raced.index("--only") + 1].split(",")
 
 
-def test_a_test_that_hangs_says_where_and_others_go_on(tmp_path: Path) -> None:
+def test_hanging_test_reported_and_others_run(tmp_path: Path) -> None:
     (check,) = (c for c in tool.checks_of(["tests"], tmp_path, tmp_path) if c.name == TRAINING)
     hangs = tmp_path / "test_hangs.py"
     hangs.write_text(
@@ -123,7 +123,7 @@ def test_a_test_that_hangs_says_where_and_others_go_on(tmp_path: Path) -> None:
     assert 'test_hangs.py", line 5 in test_two' in done.stdout + done.stderr
 
 
-def test_a_contender_ends_with_who_asks(tmp_path: Path) -> None:
+def test_contender_ends_with_parent(tmp_path: Path) -> None:
     options = ["--model", "gpt-tiny", "--only", "torch_ram", "--steps", "1000000"]
     with Program(ROOT / "tools" / "bench_step.py", *options, "--path", str(tmp_path)) as asking:
         assert wait_until(lambda: "is ready" in asking.err.read_text())
@@ -133,7 +133,7 @@ def test_a_contender_ends_with_who_asks(tmp_path: Path) -> None:
     assert not alive
 
 
-def test_every_test_of_a_gpu_is_in_one_of_two_checks() -> None:
+def test_gpu_tests_are_in_one_of_two_checks() -> None:
     there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
     assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(there)
 
@@ -174,13 +174,13 @@ def activation_bytes(case: PlanInput, slices: int) -> int:
     ],
 )
 @pytest.mark.parametrize("one", each(all_benchmarks()))
-def test_every_benchmark_fits_the_machine(one: Benchmark, rates: Rates) -> None:
+def test_benchmarks_fit_machine(one: Benchmark, rates: Rates) -> None:
     """Planned as a run would, whatever the rates are; nothing is allocated."""
     fits(one, rates, DEVICE_BYTES)
 
 
 @pytest.mark.parametrize("one", each(all_benchmarks(H100_GIB)))
-def test_what_is_not_left_out_fits_a_smaller_gpu(one: Benchmark) -> None:
+def test_benchmarks_for_smaller_gpu_fit(one: Benchmark) -> None:
     fits(one, EXPECTED, H100_GIB * GIB)
 
 
@@ -220,7 +220,7 @@ def job_named(name: str) -> dict[str, Any]:
     return next(one.job for one in all_benchmarks() if one.name == name)
 
 
-def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
+def test_plan_contender_gets_only_tokens_and_budgets() -> None:
     """However the benchmark passes tokens for others; what a device is held to is all there is."""
     job = job_named("step-8b-8k") | {"micro_batches": 2, "rows": 1, "slices": 2, "offload": "host"}
     told = unscheduled_job(job)
@@ -240,7 +240,7 @@ def test_a_chosen_schedule_is_told_nothing_but_tokens_and_budgets() -> None:
     assert on_cpu["activations"]["logits"] == "auto"
 
 
-def test_an_engine_makes_the_plan_that_was_chosen() -> None:
+def test_engine_limits_equal_chosen_plan() -> None:
     """It finds the allocator's cap, where the choice had the budget: both leave as much free."""
     job = job_named("step-8b-8k")
     found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
@@ -253,7 +253,7 @@ def test_an_engine_makes_the_plan_that_was_chosen() -> None:
     assert told.activations.tokens == found.case.work.tokens
 
 
-def test_a_dry_run_says_what_was_chosen_and_what_is_to_be_expected() -> None:
+def test_dry_run_prints_choice_and_expectation() -> None:
     checks = tool.checks_of(["8b"], Path("/out"), Path("/work"))
     (line,) = gpu_plan.plan_lines(checks)
     job = job_named("step-8b-8k")
@@ -269,14 +269,14 @@ def test_a_dry_run_says_what_was_chosen_and_what_is_to_be_expected() -> None:
         assert words in line
 
 
-def test_inputs_of_blocks_in_ram_are_tried_where_others_look_better_without() -> None:
+def test_search_tries_offloaded_block_inputs() -> None:
     """One micro-batch leaves no room to stream: a dozen others are faster until inputs leave."""
     found = priced_of(job_named("step-8b-32k"), "infinity_plan", machine_of(), PROCESS_BYTES)
     chosen = BatchSchedule.of(found.case)
     assert (chosen.micro_batches, chosen.recompute, chosen.offload) == (1, "all", "host")
 
 
-def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
+def test_engine_config_has_budgets_only_on_gpu() -> None:
     job = job_named("step-8b-32k-m4") | {"slices": 2, "offload": "host", "by_engine": True}
     config = engine_config(job, "infinity_ram")
     assert config["budget"] == {"device": "24GiB", "host": "116GiB"}
@@ -293,7 +293,7 @@ def test_the_budgets_of_ours_are_told_on_a_gpu_only() -> None:
     }
 
 
-def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cap_device_sets_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[tuple[float, torch.device]] = []
     facts = SimpleNamespace(total_memory=96 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
@@ -309,7 +309,7 @@ def test_the_cap_is_the_budgets_share_of_the_device(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(("share", "found"), [(1.0, 90), (0.25, 24 - 4), (0.01, 0)])
-def test_a_plan_finds_no_more_than_the_allocator_may_have(
+def test_device_memory_bytes_limited_by_memory_fraction(
     share: float, found: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (90 * GIB, 96 * GIB))
@@ -327,7 +327,7 @@ def report_of(**more: Any) -> dict[str, Any]:
             "contenders": {"infinity_ram": ours}, "phases": {}, "skipped": {}} | more  # fmt: skip
 
 
-def test_a_gpu_is_judged_by_a_gpus_targets() -> None:
+def test_judged_uses_targets_of_device() -> None:
     def said(**more: Any) -> dict[str, tuple[str, bool]]:
         return {one["name"]: (one["target"], one["met"]) for one in judge(report_of(**more))}
 
@@ -356,7 +356,7 @@ def chosen_report(step: float = 1.0, memory: float = 1.0, links: float = 1.0) ->
     return report_of(contenders={"infinity_plan": ours}, ratio=ratio, bound=bound)
 
 
-def test_what_a_plan_chose_is_judged_by_what_it_said() -> None:
+def test_plan_contender_judged_by_its_prediction() -> None:
     def missed(**found: float) -> set[str]:
         return {one["name"] for one in judge(chosen_report(**found)) if not one["met"]}
 
@@ -377,7 +377,7 @@ def copy_of(track: str, what: str, begin: float, end: float, nbytes: int) -> Sli
     return Slice(track, what, "b", begin, begin, end, nbytes)
 
 
-def test_links_are_looked_at_while_state_passes() -> None:
+def test_links_in_pass_counts_copies_during_optimizer_pass() -> None:
     """Both directions, from the first copy of state in a step to the end of the last one."""
     copies = [
         copy_of("to_device", "weight", 0.0, 2.0, 100),  # half of it before the first state
@@ -402,7 +402,7 @@ def plain_report(step_s: float) -> dict[str, Any]:
     return report_of(contenders={"torch_ram": {"median_step_s": step_s}})
 
 
-def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
+def test_table_has_found_and_not_run_rows() -> None:
     text = "\n".join(
         table(
             {
@@ -427,7 +427,7 @@ def test_the_table_says_what_was_found_and_what_was_not_run() -> None:
     assert len(text.splitlines()) == 2 + len(TARGETS)
 
 
-def test_the_table_has_what_a_plan_said_beside_what_came_of_it() -> None:
+def test_table_compares_plan_with_result() -> None:
     rows = table({
         "step-8b-8k": chosen_report(step=0.8, memory=1.02, links=0.88),
         "step-8b-32k-m4": report_of(ratio={"ram_to_schedule": 1.2}),
@@ -458,7 +458,7 @@ def installed() -> dict[str, carried.Package]:
     return found
 
 
-def test_what_is_carried_is_all_that_is_asked_for_and_no_more() -> None:
+def test_carried_packages_are_exactly_required() -> None:
     there, asked = installed(), carried.wanted()
     assert carried.uncovered(asked, there) == []
     for name in there:
@@ -466,7 +466,7 @@ def test_what_is_carried_is_all_that_is_asked_for_and_no_more() -> None:
         assert carried.uncovered(asked, left), f"{name} is asked for by nobody"
 
 
-def test_what_lacks_is_named_with_who_asks() -> None:
+def test_uncovered_names_missing_and_requirer() -> None:
     needs = (
         "two>=2; os_name == 'posix'",
         "old; os_name == 'nt'",
@@ -502,7 +502,7 @@ def imported(entries: list[Path], folders: list[Path]) -> set[str]:
     return names - {path.stem for path in seen} - {"infinity", "support"} - sys.stdlib_module_names
 
 
-def test_what_runs_there_imports_nothing_that_is_not_there() -> None:
+def test_imports_are_covered_by_carried_packages() -> None:
     """The tests, the tools and the package: by the names of distributions that bring modules.
 
     Without the tests of integrations: they need transformers of the machine's.
@@ -542,7 +542,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return there
 
 
-def test_a_machine_without_a_gpu_proves_what_is_carried_and_plans_the_stages_that_are_named(
+def test_main_without_gpu_checks_packages_and_plans_stages(
     folder: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -575,7 +575,7 @@ def test_a_machine_without_a_gpu_proves_what_is_carried_and_plans_the_stages_tha
 
 
 @needs_no_gpu
-def test_the_script_finds_its_way(tmp_path: Path) -> None:
+def test_script_usage_errors(tmp_path: Path) -> None:
     out = tmp_path / "out"
     done = script("--table", OUT=str(out))
     assert done.returncode == 2
@@ -584,7 +584,7 @@ def test_the_script_finds_its_way(tmp_path: Path) -> None:
     assert not out.exists()
 
 
-def test_a_build_is_kept_until_its_sources_change(
+def test_prebuilt_wheel_valid_until_sources_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "infinity").mkdir()
@@ -608,7 +608,7 @@ def python(name: str, code: str, limit_s: float = 600, json: bool = False) -> to
     return tool.Check(name, limit_s, [sys.executable, "-c", code], json)
 
 
-def test_a_call_from_its_start_to_its_report(
+def test_main_runs_checks_and_writes_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All but the GPU; the second call finds what the first one built."""
@@ -652,7 +652,7 @@ def test_a_call_from_its_start_to_its_report(
     assert row in capsys.readouterr().out
 
 
-def test_traces_come_back_small(tmp_path: Path) -> None:
+def test_keep_traces_compresses(tmp_path: Path) -> None:
     (tmp_path / "step").mkdir()
     (tmp_path / "step" / "trace-infinity_ram.json").write_text("[]" * 1000)
     tool.keep_traces(tmp_path, tmp_path)
@@ -660,7 +660,7 @@ def test_traces_come_back_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("loads", [True, False])
-def test_the_carried_wheel_is_used_if_it_loads(
+def test_carried_wheel_used_if_it_loads(
     loads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tool, "LOADS", f"raise SystemExit({int(not loads)})")
@@ -679,7 +679,7 @@ def test_the_carried_wheel_is_used_if_it_loads(
 
 
 @pytest.mark.parametrize(("there", "taken"), [(None, True), ("0.3.2", True), ("1.3", False)])
-def test_packages_of_cuda_are_taken_together(
+def test_cuda_packages_installed_together(
     there: str | None, taken: bool, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def version(name: str) -> str:
@@ -694,7 +694,9 @@ def test_packages_of_cuda_are_taken_together(
     assert names | set(carried.OF_CUDA) == set(carried.CARRIED)
 
 
-def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_names_packages_and_programs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     text = (ROOT / "pyproject.toml").read_text()
     assert [line for line in carried.missing() if "cuda-core" not in line] == []
     project = tmp_path / "pyproject.toml"
@@ -717,7 +719,7 @@ def test_what_is_missing_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert "cmake" not in names  # a program on the PATH is as good as a wheel
 
 
-def test_a_failure_hides_nothing_and_the_report_says_it(
+def test_failed_checks_reported_and_others_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     until = time.monotonic() + 3600
@@ -767,7 +769,7 @@ def test_a_failure_hides_nothing_and_the_report_says_it(
 # --- the first minute -----------------------------------------------------------------------------
 
 
-def test_facts_need_no_package() -> None:
+def test_machine_facts_need_no_package() -> None:
     smoke_py = ROOT / "benchmarks" / "gpu" / "smoke.py"
     command = [sys.executable, "-I", "-S", str(smoke_py), "--machine"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True)
@@ -775,7 +777,7 @@ def test_facts_need_no_package() -> None:
         assert word in done.stdout
 
 
-def test_the_first_minute_on_a_device_that_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_smoke_on_fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeAccelerator] = []
     told: list[str] = []
 

@@ -39,7 +39,7 @@ def their_name(name: str) -> str:
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_loss_and_gradients_are_those_of_transformers(
+def test_loss_and_gradients_match_transformers(
     checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     transformers = pytest.importorskip("transformers")
@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_transformers(
         )
 
 
-def test_the_sizes_are_what_the_names_say() -> None:
+def test_preset_sizes_match_names() -> None:
     sizes = {name: presets.count_parameters(presets.shape_of(name)) / 1e9 for name in llama.PRESETS}
     assert sizes["llama-8b"] == pytest.approx(8.03, rel=1e-3)
     assert sizes["llama-1.5b"] == pytest.approx(1.5, rel=0.01)

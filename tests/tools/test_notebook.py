@@ -12,7 +12,7 @@ NOTEBOOK = Path(__file__).resolve().parents[2] / "examples" / "train_plot_genera
 
 
 @pytest.mark.big
-def test_the_notebook_trains_plots_and_generates(tmp_path: Path) -> None:
+def test_notebook_trains_plots_and_generates(tmp_path: Path) -> None:
     cells = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
     sources = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
     assert len(sources) == 6

@@ -72,7 +72,7 @@ def stored(path: Path, name: str) -> Tensor:
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_frozen_experts_rest_as_each_expert_alone(family: str, tmp_path: Path) -> None:
+def test_frozen_expert_stacks_stored_in_nf4(family: str, tmp_path: Path) -> None:
     """The losses of a base that has the values of 4 bits; bytes at rest and moved are forecast."""
     one, base = FAMILIES[family], tmp_path / "base"
     one.build().save_pretrained(base)
@@ -154,7 +154,7 @@ def quantised(folder: Path, section: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("save", "family", "form"), [(gpt_oss, GPT_OSS, "mxfp4"), (deepseek, DEEPSEEK, "fp8")]
 )
-def test_experts_rest_as_the_file_has_them(
+def test_quantised_experts_stored_as_in_file(
     save: Callable[[Path], dict[str, Tensor]], family: Family, form: str, tmp_path: Path
 ) -> None:
     """Byte for byte; values and losses are those of the base that transformers dequantises."""
@@ -191,7 +191,7 @@ def test_experts_rest_as_the_file_has_them(
         assert torch.equal(state[key].bfloat16(), value.bfloat16()), name
 
 
-def test_fp8_experts_that_do_not_fill_squares_are_refused(tmp_path: Path) -> None:
+def test_fp8_experts_with_partial_blocks_raise(tmp_path: Path) -> None:
     """16 rows of gate and 16 of up would share a scale."""
     one = FAMILIES["qwen3_moe"]
     one.build().save_pretrained(tmp_path / "base")
@@ -224,7 +224,7 @@ def logits(model: Any, family: Family) -> Tensor:
     ("family", "rest"),
     [("qwen3_moe", "as_is"), ("gpt_oss", "as_is"), ("mixtral", "nf4"), ("qwen3_moe", "fp8")],
 )
-def test_adapters_of_experts_are_trained_as_by_peft(family: str, rest: str, tmp_path: Path) -> None:
+def test_expert_adapters_match_peft(family: str, rest: str, tmp_path: Path) -> None:
     """With everything resident; however units rest, are recomputed and sliced, the same bits."""
     one = FAMILIES[family]
     plain = one.build().requires_grad_(False)
@@ -262,7 +262,7 @@ def test_adapters_of_experts_are_trained_as_by_peft(family: str, rest: str, tmp_
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
-def test_the_estimate_counts_stacks_that_adapters_are_added_to(recompute: bool) -> None:
+def test_activation_estimate_counts_adapted_stacks(recompute: bool) -> None:
     """Near the storages that live with peft alone; half of them are such stacks."""
     sizes = {**SPARSE, "num_experts": 16, "moe_intermediate_size": 64, "hidden_size": 128}
     one = _moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)
@@ -284,7 +284,7 @@ def test_the_estimate_counts_stacks_that_adapters_are_added_to(recompute: bool) 
     assert 0.92 * live.peak < found < 1.25 * live.peak
 
 
-def test_adapters_of_experts_are_merged_and_saved_as_by_peft(tmp_path: Path) -> None:
+def test_expert_adapters_merged_and_saved_as_by_peft(tmp_path: Path) -> None:
     one = FAMILIES["qwen3_moe"]
     one.build().save_pretrained(tmp_path / "base")
     config = settings(tmp_path, ON_DISK, optimizer=OPTIMIZER)

@@ -85,7 +85,7 @@ def assert_same_bits(one: Trained, other: Trained) -> None:
 @pytest.mark.parametrize(
     "name", [n if n in SOME else pytest.param(n, marks=pytest.mark.big) for n in FAMILIES]
 )
-def test_from_disk_as_from_ram_and_close_to_torch(name: str, tmp_path: Path) -> None:
+def test_training_from_disk_equals_ram_and_matches_torch(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     on_disk = train(family, tmp_path, ON_DISK)
     assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE))
@@ -99,9 +99,7 @@ def test_from_disk_as_from_ram_and_close_to_torch(name: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_build_without_memory_has_the_values_of_an_ordinary_one(
-    name: str, tmp_path: Path
-) -> None:
+def test_build_under_init_equals_plain_build(name: str, tmp_path: Path) -> None:
     """And its units are those that are planned for from the config alone."""
     family = FAMILIES[name]
     with infinity.Init(threshold_bytes=128):
@@ -121,7 +119,7 @@ def test_a_build_without_memory_has_the_values_of_an_ordinary_one(
 
 
 @pytest.mark.parametrize("name", CHECKPOINTED)
-def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_gradient_checkpointing_recomputes_without_changes(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     model: Any = family.build()
     model.gradient_checkpointing_enable()
@@ -138,7 +136,7 @@ def test_gradient_checkpointing_recomputes_and_changes_nothing(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("layers", [(2, 2), (3, 2)])
-def test_encoder_decoders_move_what_the_plan_says(layers: tuple[int, int], tmp_path: Path) -> None:
+def test_encoder_decoder_moved_bytes_equal_plan(layers: tuple[int, int], tmp_path: Path) -> None:
     """Their first blocks are blocks as the others: recomputed, with inputs that wait on disk."""
     torch.manual_seed(0)
     config = transformers.T5Config(
@@ -160,7 +158,7 @@ def test_encoder_decoders_move_what_the_plan_says(layers: tuple[int, int], tmp_p
 @pytest.mark.parametrize(
     "name", [n if n in CHECKPOINTED else pytest.param(n, marks=pytest.mark.big) for n in FAMILIES]
 )
-def test_in_bf16_too(name: str, tmp_path: Path) -> None:
+def test_training_in_bf16_from_disk_equals_ram(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     plain, one, other = (family.build(torch.bfloat16) for _ in range(3))
     on_disk = train(family, tmp_path, ON_DISK, one, precision="bf16")

@@ -54,9 +54,7 @@ def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_what_transformers_saves_is_loaded_and_saved_as_transformers_does(
-    name: str, tmp_path: Path
-) -> None:
+def test_load_and_save_match_transformers(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     source = saved(family, tmp_path / "theirs")
     plain = getattr(hf, family.model).from_pretrained(source, dtype=torch.float32)
@@ -85,7 +83,7 @@ def test_what_transformers_saves_is_loaded_and_saved_as_transformers_does(
     assert (tmp_path / "ours" / "generation_config.json").exists() == plain.can_generate()
 
 
-def test_a_base_model_gets_a_new_head_and_a_head_is_left_off(tmp_path: Path) -> None:
+def test_model_class_adds_or_drops_head(tmp_path: Path) -> None:
     source = saved(FAMILIES["bert"], tmp_path / "model")
     engine, *_ = infinity.from_pretrained(
         source, config(tmp_path, seed=3), model_class=hf.AutoModelForSequenceClassification
@@ -105,7 +103,7 @@ def test_a_base_model_gets_a_new_head_and_a_head_is_left_off(tmp_path: Path) -> 
                 assert torch.equal(value, plain[f"bert.{name}"])
 
 
-def test_names_of_older_files_and_tied_weights_given_twice(tmp_path: Path) -> None:
+def test_old_weight_names_and_duplicate_tied_weights(tmp_path: Path) -> None:
     """As of GPT-2's first files: no prefix, a buffer nobody wants; and the head beside it."""
     source = saved(FAMILIES["gpt2"], tmp_path / "model", save_original_format=False)
     state = tensors_in(source)
@@ -122,7 +120,7 @@ def test_names_of_older_files_and_tied_weights_given_twice(tmp_path: Path) -> No
         assert_same(engine.module.state_dict(), plain.state_dict())
 
 
-def test_values_are_those_of_the_files_whatever_it_computes_in(tmp_path: Path) -> None:
+def test_masters_equal_files_in_bf16_run(tmp_path: Path) -> None:
     source = saved(FAMILIES["llama"], tmp_path / "model")
     engine, *_ = infinity.from_pretrained(source, config(tmp_path, precision="bf16"))
     with engine:
@@ -142,7 +140,7 @@ class _Tokenizer:
         (Path(directory) / "words.txt").write_text("a\n")
 
 
-def test_what_transformers_reads_first_we_read_first_and_one_saves_at_a_time(
+def test_file_precedence_and_save_lock_match_transformers(
     tmp_path: Path,
 ) -> None:
     """Both are there where a save was killed between its last two renames."""
@@ -173,7 +171,7 @@ def test_what_transformers_reads_first_we_read_first_and_one_saves_at_a_time(
     assert hf.LlamaForCausalLM.from_pretrained(source).lm_head.weight.all()
 
 
-def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
+def test_saved_model_loads_trained_weights(tmp_path: Path) -> None:
     family = FAMILIES["mixtral"]
     engine, *_ = infinity.from_config(family.config(), config(tmp_path, seed=1))
     with engine:
@@ -192,7 +190,7 @@ def test_training_goes_on_from_what_was_saved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("given", ["object", "dict", "directory"])
-def test_from_config_is_an_ordinary_build(given: str, tmp_path: Path) -> None:
+def test_from_config_equals_plain_build(given: str, tmp_path: Path) -> None:
     facts = hf.LlamaConfig(**DECODER)
     facts.save_pretrained(tmp_path / "facts")
     sources = {"object": facts, "dict": {"model_type": "llama", **DECODER},
@@ -209,7 +207,7 @@ def test_from_config_is_an_ordinary_build(given: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("way", ["config", "config_params", "args"])
-def test_the_configuration_may_come_any_way_of_initialize(way: str, tmp_path: Path) -> None:
+def test_config_arguments_as_in_initialize(way: str, tmp_path: Path) -> None:
     told = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
@@ -247,9 +245,7 @@ class _OwnModel(hf.LlamaForCausalLM):
     config_class = _OwnConfig
 
 
-def test_code_in_a_repository_is_neither_run_nor_asked_about(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remote_code_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(FAMILIES["llama"], tmp_path / "model")
     facts = json.loads((source / "config.json").read_text())
     names = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"}
@@ -273,7 +269,7 @@ def test_code_in_a_repository_is_neither_run_nor_asked_about(
     assert not (tmp_path / "ran").exists()
 
 
-def test_refusals_name_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_model_errors_name_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = saved(FAMILIES["llama"], tmp_path / "model")
     with pytest.raises(ConfigError, match="no directory"):
         load_model("/missing/folder")
@@ -300,7 +296,7 @@ def test_refusals_name_what_does_not_fit(tmp_path: Path, monkeypatch: pytest.Mon
         load_model(source)
 
 
-def test_a_hub_id_is_found_in_the_cache_or_refused(tmp_path: Path) -> None:
+def test_hub_id_loaded_from_cache_or_raises(tmp_path: Path) -> None:
     cache = tmp_path / "hub" / "models--some--llama"
     saved(FAMILIES["llama"], cache / "snapshots" / "abc")
     (cache / "refs").mkdir()
@@ -320,7 +316,7 @@ def test_a_hub_id_is_found_in_the_cache_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_tensors_that_live_at_once_do_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
+def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
     """Counted while it is loaded and saved, byte by byte; Mixtral's experts are fused."""
     family = FAMILIES[kind]
     told = config(tmp_path, prefetch_units=0, chunk_size=1 << 16)
@@ -347,7 +343,7 @@ def test_tensors_that_live_at_once_do_not_grow_with_the_model(kind: str, tmp_pat
     assert peaks[2] - peaks[1] < 0.5 * (sizes[2] - sizes[1]), (peaks, sizes)
 
 
-def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_is_made(
+def test_initial_values_buffer_bytes_equal_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fused experts are of several tensors of the files; a quantised one is made whole.
@@ -382,7 +378,7 @@ def test_room_is_kept_for_a_piece_of_what_files_hold_and_for_the_whole_of_what_i
 @needs_peak
 @pytest.mark.big
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
+def test_process_memory_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
     """The peak of a process that loads and saves it; Mixtral's experts are fused."""
     told = forked.call(pretrained_alone.main, tmp_path, kind)
     assert [one["different"] for one in told] == [[], [], []]
@@ -394,25 +390,25 @@ def test_memory_does_not_grow_with_the_model(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("source", [5, None, ["a"]], ids=str)
-def test_what_names_no_model_is_refused(source: Any) -> None:
+def test_invalid_source_raises(source: Any) -> None:
     with pytest.raises(ConfigError, match="names no model"):
         infinity.from_pretrained(source, {})
 
 
-def test_prepare_that_cannot_be_called_is_refused_before_anything_is_built() -> None:
+def test_prepare_not_callable_raises_before_build() -> None:
     prepare: Any = 5
     for make in (infinity.from_pretrained, infinity.from_config):
         with pytest.raises(ConfigError, match="prepare is 5"):
             make("nosuch", {}, prepare=prepare)
 
 
-def test_a_config_that_transformers_divides_by() -> None:
+def test_config_with_zero_heads_raises() -> None:
     config = {"model_type": "llama", "num_attention_heads": 0}
     with pytest.raises(ConfigError, match="ZeroDivisionError"):
         infinity.from_config(config, {})
 
 
-def test_keywords_of_transformers_are_of_the_config_or_refused(tmp_path: Path) -> None:
+def test_model_kwargs_set_config_or_raise(tmp_path: Path) -> None:
     hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
     told = {"num_labels": 5, "attention_dropout": 0.25}
     kind = hf.LlamaForSequenceClassification
@@ -425,7 +421,7 @@ def test_keywords_of_transformers_are_of_the_config_or_refused(tmp_path: Path) -
     assert "precision in the configuration" in str(caught.value)
 
 
-def test_a_parameter_without_memory_is_refused(tmp_path: Path) -> None:
+def test_parameter_without_storage_raises(tmp_path: Path) -> None:
     """It would be read, and end the process."""
     hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
 

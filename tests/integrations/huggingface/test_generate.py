@@ -35,7 +35,7 @@ def generate(model: Any, name: str, tokens: int = TOKENS, **more: Any) -> torch.
 
 
 @pytest.mark.parametrize("name", GENERATORS)
-def test_greedy_tokens_are_the_plain_models(name: str, tmp_path: Path) -> None:
+def test_greedy_tokens_equal_plain_model(name: str, tmp_path: Path) -> None:
     family = FAMILIES[name]
     expected = generate(family.build().eval(), name)
     engine, *_ = infinity.initialize(family.build(), config(tmp_path, prefetch_units=0))
@@ -46,7 +46,7 @@ def test_greedy_tokens_are_the_plain_models(name: str, tmp_path: Path) -> None:
             assert torch.equal(generate(engine.module, name), expected)
 
 
-def test_beams_and_sampling_too(tmp_path: Path) -> None:
+def test_beam_search_and_sampling_equal_plain_model(tmp_path: Path) -> None:
     family = FAMILIES["llama"]
     plain = family.build().eval()
     engine, *_ = infinity.initialize(family.build(), config(tmp_path))
@@ -69,7 +69,7 @@ def deep(blocks: int = 8) -> Any:
 
 
 @pytest.mark.parametrize("prefetch_units", [0, 1, 2, 3])
-def test_a_token_brings_what_finds_no_slot_and_no_more(prefetch_units: int, tmp_path: Path) -> None:
+def test_token_reads_only_units_without_slot(prefetch_units: int, tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(deep(), config(tmp_path, prefetch_units))
     with engine:
         generate(engine.module, "llama", 3)
@@ -88,7 +88,7 @@ def test_a_token_brings_what_finds_no_slot_and_no_more(prefetch_units: int, tmp_
         assert engine.counters()["disk_write"] == before["disk_write"]
 
 
-def test_what_fits_is_brought_once(tmp_path: Path) -> None:
+def test_fitting_model_read_once(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(deep(), config(tmp_path, prefetch_units=8))
     with engine:
         before = engine.counters()["disk_read"]
@@ -98,7 +98,7 @@ def test_what_fits_is_brought_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("moment", ["between steps", "between forward and backward"])
-def test_training_goes_on_with_the_same_bits(moment: str, tmp_path: Path) -> None:
+def test_training_unchanged_by_generate(moment: str, tmp_path: Path) -> None:
     family = FAMILIES["llama"]
     states, mispredictions = [], []
     for interrupted in (False, True):

@@ -65,7 +65,7 @@ def test_lora_saves_what_plain_peft_loads(tmp_path: Path, run: Run) -> None:
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
 
 
-def test_trainer_trains_saves_loads_and_goes_on(tmp_path: Path, run: Run) -> None:
+def test_trainer_trains_saves_loads_and_resumes(tmp_path: Path, run: Run) -> None:
     def loss_of(output: str) -> str:
         found = re.search(r"held-out loss (\S+) nats", output)
         assert found, output
@@ -82,9 +82,7 @@ def test_trainer_trains_saves_loads_and_goes_on(tmp_path: Path, run: Run) -> Non
     assert loss_of(again) == loss_of(through)
 
 
-def test_trainer_refuses_to_resume_from_a_directory_that_is_temporary(
-    run: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_trainer_resume_without_out_raises(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         run("trainer.py", "--resume")
     assert ended.value.code == 2

@@ -67,9 +67,7 @@ def logits(model: Any) -> Tensor:
 
 
 @pytest.mark.parametrize("rest", ["as_is", "nf4"])
-def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
-    rest: str, base: Path, tmp_path: Path
-) -> None:
+def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path: Path) -> None:
     """The same as over a plain base; over one that rests quantised, if that has its values."""
 
     def plain_base() -> Any:
@@ -114,7 +112,7 @@ def test_adapters_are_trained_over_a_streamed_base_and_saved_unchanged(
         assert torch.equal(logits(again), found["disk"][2])
 
 
-def test_a_base_that_bitsandbytes_quantised_is_read_without_it(base: Path, tmp_path: Path) -> None:
+def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path) -> None:
     """Losses are those of a plain base of the values that it holds."""
     folder, form = tmp_path / "quantised", FrozenFormat.NF4
     plain = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -139,7 +137,7 @@ def test_a_base_that_bitsandbytes_quantised_is_read_without_it(base: Path, tmp_p
     assert losses[0] == losses[1] == losses[2]
 
 
-def test_the_plan_of_adapters_is_that_of_the_run(base: Path, tmp_path: Path) -> None:
+def test_lora_plan_equals_units_of_run(base: Path, tmp_path: Path) -> None:
     """`infinity plan DIR --lora 4 --rest nf4`, and peft's "all-linear" in an engine."""
 
     def everywhere(model: Any) -> Any:
@@ -159,7 +157,7 @@ def test_the_plan_of_adapters_is_that_of_the_run(base: Path, tmp_path: Path) -> 
     ]
 
 
-def test_a_saved_adapter_is_loaded_over_an_offloaded_base(base: Path, tmp_path: Path) -> None:
+def test_saved_adapter_loaded_over_offloaded_base(base: Path, tmp_path: Path) -> None:
     engine, *_ = infinity.from_pretrained(base, config(tmp_path), prepare=adapted)
     with engine:
         train(engine)
@@ -176,7 +174,7 @@ def test_a_saved_adapter_is_loaded_over_an_offloaded_base(base: Path, tmp_path: 
         assert not torch.equal(logits(engine), expected)
 
 
-def test_merging_under_materialized_and_after_the_end(base: Path, tmp_path: Path) -> None:
+def test_merge_adapter_under_materialized_and_after_close(base: Path, tmp_path: Path) -> None:
     engine, *_ = infinity.from_pretrained(base, config(tmp_path), prepare=adapted)
     train(engine)
     before = logits(engine)
@@ -193,7 +191,7 @@ def test_merging_under_materialized_and_after_the_end(base: Path, tmp_path: Path
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
-def test_merging_elsewhere_is_refused_and_changes_nothing(
+def test_merge_adapter_not_materialized_raises(
     placement: dict[str, str], base: Path, tmp_path: Path
 ) -> None:
     engine, *_ = infinity.from_pretrained(base, config(tmp_path, placement), prepare=adapted)
@@ -228,9 +226,7 @@ def test_merging_elsewhere_is_refused_and_changes_nothing(
 
 
 @pytest.mark.parametrize("name", ["merge_and_unload", "unload"])
-def test_adapters_are_not_taken_out_of_a_model_that_an_engine_has(
-    name: str, base: Path, tmp_path: Path
-) -> None:
+def test_unload_adapters_of_open_engine_raises(name: str, base: Path, tmp_path: Path) -> None:
     engine, *_ = infinity.from_pretrained(base, config(tmp_path), prepare=adapted)
     train(engine)
     before = logits(engine)
@@ -252,7 +248,7 @@ def test_adapters_are_not_taken_out_of_a_model_that_an_engine_has(
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-def test_a_base_in_half_precision(
+def test_half_precision_base_keeps_bits(
     dtype: torch.dtype, placement: dict[str, str], base: Path, tmp_path: Path
 ) -> None:
     """In bf16 a base of bf16 keeps its bits; one of fp16 is rounded, as by `.bfloat16()`."""
@@ -287,7 +283,7 @@ class Quantised(nn.Module):
         return nn.functional.linear(x, weight + self.up @ self.down)
 
 
-def test_codes_of_a_quantised_base_are_opaque_bytes(tmp_path: Path) -> None:
+def test_integer_codes_of_base_unchanged(tmp_path: Path) -> None:
     def build() -> Any:
         torch.manual_seed(2)
         model = hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).requires_grad_(False)
@@ -311,7 +307,7 @@ def test_codes_of_a_quantised_base_are_opaque_bytes(tmp_path: Path) -> None:
         assert torch.equal(value, before[name]) is not is_trained, name
 
 
-def test_adapters_have_memory_and_their_own_initial_values(base: Path, tmp_path: Path) -> None:
+def test_adapters_of_lazy_base_keep_initial_values(base: Path, tmp_path: Path) -> None:
     """peft puts adapters where the base is: on meta they would lose their values."""
     model = adapted(load_model(base, {"precision": "fp32"}))
     plain = adapted(hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32))
@@ -324,9 +320,7 @@ def test_adapters_have_memory_and_their_own_initial_values(base: Path, tmp_path:
         assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
 
 
-def test_a_promised_model_may_be_edited_before_the_engine_has_it(
-    base: Path, tmp_path: Path
-) -> None:
+def test_lazy_model_edited_before_initialize(base: Path, tmp_path: Path) -> None:
     models = []
     for model in (load_model(base, {"precision": "fp32"}),
                   hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)):  # fmt: skip
@@ -341,7 +335,7 @@ def test_a_promised_model_may_be_edited_before_the_engine_has_it(
         assert [n for n in expected if not torch.equal(found[n], expected[n])] == []
 
 
-def test_adapters_that_come_too_late_are_named(tmp_path: Path, base: Path) -> None:
+def test_adapters_added_after_initialize_raise(tmp_path: Path, base: Path) -> None:
     engine = infinity.from_pretrained(base, config(tmp_path), device="cpu")[0]
     late = pytest.raises(ResidencyError, match=r"q_proj' becomes .*lora_A[\s\S]*before initialize")
     with late:

@@ -74,7 +74,7 @@ def config(path: Path, placement: dict[str, str]) -> dict[str, Any]:
 
 
 @needs_package
-def test_the_package_holds_the_encoder_that_it_names(tmp_path: Path) -> None:
+def test_packaged_encoder_has_expected_weights(tmp_path: Path) -> None:
     assert PACKAGED is not None
     digest = hashlib.sha256((PACKAGED / "model.safetensors").read_bytes()).hexdigest()
     assert digest == SHA256
@@ -92,7 +92,7 @@ def test_the_package_holds_the_encoder_that_it_names(tmp_path: Path) -> None:
 
 
 @needs_model
-def test_it_is_loaded_as_it_is_fine_tuned_on_disk_and_saved(tmp_path: Path) -> None:
+def test_pretrained_model_loaded_trained_and_saved(tmp_path: Path) -> None:
     assert MODEL is not None
     tokenizer = hf.AutoTokenizer.from_pretrained(MODEL)
     states: dict[str, tuple[list[float], dict[str, Tensor]]] = {}
@@ -148,7 +148,7 @@ def test_it_is_loaded_as_it_is_fine_tuned_on_disk_and_saved(tmp_path: Path) -> N
 
 @pytest.mark.big
 @needs_package
-def test_the_example_finds_more_than_before(tmp_path: Path) -> None:
+def test_sentence_encoder_example_improves(tmp_path: Path) -> None:
     output = run("sentence_encoder.py", "--save", str(tmp_path / "saved"))
     found = losses(output)
     assert sum(found[-5:]) < sum(found[:5])

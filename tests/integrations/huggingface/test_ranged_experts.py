@@ -78,9 +78,7 @@ def config_of(path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("recompute", ["no", "units", "own"])
 @pytest.mark.parametrize("count", [1, 3])
-def test_the_plan_counts_the_bytes_of_every_step_before_any_ran(
-    recompute: str, count: int, tmp_path: Path
-) -> None:
+def test_predicted_bytes_equal_moved_bytes(recompute: str, count: int, tmp_path: Path) -> None:
     """Of ranges that are passed again where blocks are recomputed, by the engine or the model, and
     of the head, which shares a unit with the embeddings and its slots with blocks."""
     model = build("qwen3-moe")
@@ -99,7 +97,7 @@ def test_the_plan_counts_the_bytes_of_every_step_before_any_ran(
     engine.close()
 
 
-def test_larger_ranges_are_read_less_often_where_blocks_are_recomputed(tmp_path: Path) -> None:
+def test_larger_ranges_reduce_reads_with_recompute(tmp_path: Path) -> None:
     """A backward finds those in slots that the second forward has passed last."""
     read = []
     for count in (1, 4):
@@ -117,7 +115,7 @@ def test_larger_ranges_are_read_less_often_where_blocks_are_recomputed(tmp_path:
     assert read[1] < 0.8 * read[0]
 
 
-def test_the_trainer_takes_the_ranges_of_the_plan_unless_its_run_is_durable(
+def test_with_schedule_sets_ranges_unless_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose_the_last(monkeypatch)
@@ -145,7 +143,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ranges_have_the_bits_of_plain_transformers(family: str, tmp_path: Path) -> None:
+def test_ranges_bitwise_equal_to_transformers(family: str, tmp_path: Path) -> None:
     plain = build(family)
     assert plain.config._experts_implementation == experts.REPLACED
     optimizer, losses = sgd(plain.parameters()), []
@@ -185,7 +183,7 @@ def test_ranges_have_the_bits_of_plain_transformers(family: str, tmp_path: Path)
     assert len(norms) == 1
 
 
-def test_a_range_without_tokens_is_not_fetched_and_is_updated(tmp_path: Path) -> None:
+def test_range_without_tokens_not_fetched_but_updated(tmp_path: Path) -> None:
     """With weight decay its weights move, as in plain torch, of which the gradient is zeros."""
 
     def decayed(parameters: Any) -> torch.optim.Optimizer:
@@ -220,7 +218,7 @@ def test_a_range_without_tokens_is_not_fetched_and_is_updated(tmp_path: Path) ->
     engine.close()
 
 
-def test_stacks_are_read_edited_and_refused_by_their_own_names(tmp_path: Path) -> None:
+def test_stacks_read_and_edited_by_parameter_name(tmp_path: Path) -> None:
     model = build("gpt-oss")
     engine, *_ = infinity.initialize(
         model, config_of(tmp_path, experts_per_unit=3, precision="bf16"), device="cpu"
@@ -248,7 +246,7 @@ def test_stacks_are_read_edited_and_refused_by_their_own_names(tmp_path: Path) -
     engine.close()
 
 
-def test_a_published_model_is_read_and_written_in_ranges(tmp_path: Path) -> None:
+def test_published_model_loaded_and_saved_in_ranges(tmp_path: Path) -> None:
     model = build("mixtral")
     expected = {name: value.clone() for name, value in model.state_dict().items()}
     model.save_pretrained(tmp_path / "published")
@@ -262,7 +260,7 @@ def test_a_published_model_is_read_and_written_in_ranges(tmp_path: Path) -> None
     assert_equal(dict(again.state_dict()), expected)
 
 
-def test_another_implementation_keeps_experts_with_their_layer(tmp_path: Path) -> None:
+def test_other_experts_implementation_disables_ranges(tmp_path: Path) -> None:
     model = build("qwen3-moe")
     model.set_experts_implementation("eager")
     engine, *_ = infinity.initialize(model, config_of(tmp_path, experts_per_unit=2), device="cpu")
@@ -276,7 +274,7 @@ def test_another_implementation_keeps_experts_with_their_layer(tmp_path: Path) -
             infinity.initialize(model, config_of(tmp_path, experts_per_unit=wrong), device="cpu")
 
 
-def test_engines_and_a_plain_model_share_a_config(tmp_path: Path) -> None:
+def test_shared_config_between_engines_and_plain_model(tmp_path: Path) -> None:
     """The plain one computes by `grouped_mm`; the last engine to close restores the config."""
     config = FAMILIES["qwen3-moe"]()
     plain, *models = (AutoModelForCausalLM.from_config(config).train() for _ in range(3))
@@ -318,7 +316,7 @@ def train_adapters(
 
 
 @pytest.mark.parametrize("form", ["as_is", "nf4", "int8", "mxfp4"])
-def test_frozen_experts_of_every_format_travel_in_ranges(form: str, tmp_path: Path) -> None:
+def test_frozen_experts_of_every_format_in_ranges(form: str, tmp_path: Path) -> None:
     runs = []
     for count in (EXPERTS, 1, 3):
         config = config_of(tmp_path, frozen={"rest": form}, experts_per_unit=count)
@@ -330,7 +328,7 @@ def test_frozen_experts_of_every_format_travel_in_ranges(form: str, tmp_path: Pa
         assert_equal(state, runs[0][1])
 
 
-def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
+def test_peft_target_parameters_disable_ranges(tmp_path: Path) -> None:
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
     wanted = {"target_modules": ["q_proj"], "target_parameters": stacks}
     config = config_of(tmp_path, experts_per_unit=1)
@@ -347,7 +345,7 @@ def test_stacks_that_peft_adapts_stay_with_their_layer(tmp_path: Path) -> None:
         optimizer.step()
 
 
-def test_experts_that_peft_saves_whole_have_the_bits_of_plain_peft(tmp_path: Path) -> None:
+def test_peft_modules_to_save_experts_bitwise_equal(tmp_path: Path) -> None:
     """peft trains a copy of `modules_to_save`, by a wrapper that has the copy's attributes."""
     wanted = {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}
     plain, expected = adapted(**wanted), []
@@ -374,7 +372,7 @@ def count_fetch(fetcher: Any, fetched: list[int], unit: int, *how: Any) -> None:
 @pytest.mark.parametrize(
     ("family", "routed"), [("deepseek-v3", False), ("gpt-oss", False), ("gpt-oss", True)]
 )
-def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
+def test_sliced_ranges_bitwise_equal_to_sliced_layers(
     family: str,
     routed: bool,
     tmp_path: Path,
@@ -412,7 +410,7 @@ def test_slices_in_ranges_have_the_bits_of_slices_of_whole_layers(
 
 @pytest.mark.parametrize("checkpoint", ["none", "units"])
 @pytest.mark.parametrize("family", ["mixtral", "gpt-oss"])
-def test_what_transformers_records_of_slices_is_one_tensor_a_layer(
+def test_recorded_outputs_of_slices_concatenated(
     family: str, checkpoint: str, tmp_path: Path
 ) -> None:
     """So an auxiliary loss under an attention mask counts the tokens that the mask keeps."""
@@ -443,7 +441,7 @@ def test_what_transformers_records_of_slices_is_one_tensor_a_layer(
     [("auto", {}), (3, {"checkpoint": "units"}), (1, {"checkpoint": "units", "slices": 2})],
     ids=["with their layer", "recomputed", "slices that share ranges"],
 )
-def test_a_report_has_the_tokens_of_each_expert(
+def test_report_expert_tokens_match_routers(
     count: Any, activations: dict[str, Any], tmp_path: Path
 ) -> None:
     """Those that the routers of plain transformers name, in both micro-batches of each step."""
@@ -484,7 +482,7 @@ def test_a_report_has_the_tokens_of_each_expert(
     engine.close()
 
 
-def test_a_run_writes_the_load_of_experts_and_the_loss_of_routers(tmp_path: Path) -> None:
+def test_train_metrics_have_expert_load_and_router_loss(tmp_path: Path) -> None:
     mixtral = {**COMMON, "model_type": "mixtral", "num_local_experts": EXPERTS}
     del mixtral["vocab_size"]
     raw = settings(

@@ -74,9 +74,7 @@ def assert_same_model(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
 
 
 @pytest.mark.parametrize("make", [llama, gpt2])
-def test_a_run_with_accumulation_dropout_and_evaluation_is_that_of_trainer(
-    tmp_path: Path, make: Any
-) -> None:
+def test_train_and_evaluate_match_trainer(tmp_path: Path, make: Any) -> None:
     ours, theirs = both(tmp_path, make, eval_strategy="steps", eval_steps=3)
     assert len(history(theirs)) == 11  # 7 steps, 3 evaluations, the end
     assert_close_history(ours, theirs, TOLERANCE)
@@ -99,13 +97,13 @@ def test_a_run_with_accumulation_dropout_and_evaluation_is_that_of_trainer(
     ],
     ids=lambda changed: "-".join(changed),
 )
-def test_arguments_mean_what_they_mean_there(tmp_path: Path, changed: dict[str, Any]) -> None:
+def test_training_arguments_match_trainer(tmp_path: Path, changed: dict[str, Any]) -> None:
     ours, theirs = both(tmp_path, **{"max_steps": 4, **changed})
     assert_close_history(ours, theirs, TOLERANCE)
     ours.close()
 
 
-def test_clipping_is_in_force(tmp_path: Path) -> None:
+def test_max_grad_norm_clips(tmp_path: Path) -> None:
     clipped = trainer_for(InfinityTrainer, tmp_path, max_steps=2, max_grad_norm=0.05)
     free = trainer_for(InfinityTrainer, tmp_path, max_steps=2, max_grad_norm=0.0)
     clipped.train()
@@ -116,7 +114,7 @@ def test_clipping_is_in_force(tmp_path: Path) -> None:
     free.close()
 
 
-def test_predictions_and_metrics_are_those_of_trainer(tmp_path: Path) -> None:
+def test_predictions_and_metrics_match_trainer(tmp_path: Path) -> None:
     def accuracy(prediction: Any) -> dict[str, float]:
         guessed, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]
         return {"accuracy": float((guessed == labels)[labels != -100].mean())}
@@ -130,7 +128,7 @@ def test_predictions_and_metrics_are_those_of_trainer(tmp_path: Path) -> None:
     ours.close()
 
 
-def test_evaluation_before_training_and_training_after_it(tmp_path: Path) -> None:
+def test_evaluate_before_and_after_train_matches_trainer(tmp_path: Path) -> None:
     def use(trainer: hf.Trainer) -> None:
         trainer.evaluate()
         trainer.train()
@@ -141,7 +139,7 @@ def test_evaluation_before_training_and_training_after_it(tmp_path: Path) -> Non
     ours.close()
 
 
-def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
+def test_overridden_compute_loss_matches_trainer(tmp_path: Path) -> None:
     def weighted(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
                  num_items_in_batch: Any = None) -> Any:  # fmt: skip
         outputs = model(**inputs)
@@ -157,7 +155,7 @@ def test_a_loss_of_the_users_own(tmp_path: Path) -> None:
     ours.close()
 
 
-def test_several_forwards_and_backwards_in_a_micro_batch(tmp_path: Path) -> None:
+def test_several_forwards_and_backwards_per_micro_batch(tmp_path: Path) -> None:
     def twice(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
               num_items_in_batch: Any = None) -> Any:  # fmt: skip
         first = model(**inputs).loss
@@ -179,7 +177,7 @@ def test_several_forwards_and_backwards_in_a_micro_batch(tmp_path: Path) -> None
     ours.close()
 
 
-def test_training_goes_on_after_an_exception_within_a_window(tmp_path: Path) -> None:
+def test_train_continues_after_exception_within_window(tmp_path: Path) -> None:
     class Once(hf.TrainerCallback):
         def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             if state.global_step == 1 and not failed:
@@ -197,7 +195,7 @@ def test_training_goes_on_after_an_exception_within_a_window(tmp_path: Path) -> 
         assert trainer.engine.micro_step == 0
 
 
-def test_fp16_scales_its_loss_and_skips_what_overflows(tmp_path: Path) -> None:
+def test_fp16_scales_loss_and_skips_overflows(tmp_path: Path) -> None:
     options = {"infinity_config": None}
     told = {"fp16": True, "max_steps": 4, "gradient_accumulation_steps": 1}
     with trainer_for(InfinityTrainer, tmp_path, llama(dropout=0.0), options, **told) as trainer:
@@ -209,7 +207,7 @@ def test_fp16_scales_its_loss_and_skips_what_overflows(tmp_path: Path) -> None:
         assert all(3.5 < loss < 4.2 for loss in losses)
 
 
-def test_a_loss_function_and_a_training_step_of_the_users_own(tmp_path: Path) -> None:
+def test_compute_loss_func_and_training_step_match_trainer(tmp_path: Path) -> None:
     def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
         logits = outputs.logits[:, :-1].flatten(0, 1)
         total = torch.nn.functional.cross_entropy(
@@ -254,7 +252,7 @@ class Listener(hf.TrainerCallback):
         return hear
 
 
-def test_callbacks_come_in_the_same_order_and_see_the_same(tmp_path: Path) -> None:
+def test_callback_events_match_trainer(tmp_path: Path) -> None:
     heard = []
     for kind in (hf.Trainer, InfinityTrainer):
         listener = Listener()
@@ -270,7 +268,7 @@ def test_callbacks_come_in_the_same_order_and_see_the_same(tmp_path: Path) -> No
     trainer.close()
 
 
-def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
+def test_early_stopping_and_best_model_match_trainer(tmp_path: Path) -> None:
     found = []
     for kind in (hf.Trainer, InfinityTrainer):
         trainer = trainer_for(
@@ -293,7 +291,7 @@ def test_early_stopping_and_the_best_model(tmp_path: Path) -> None:
     trainer.close()
 
 
-def test_checkpointed_activations_are_recomputed(tmp_path: Path) -> None:
+def test_activation_checkpointing_recomputes(tmp_path: Path) -> None:
     counts = []
     for on in (False, True):
         model = llama()
@@ -311,7 +309,7 @@ def test_checkpointed_activations_are_recomputed(tmp_path: Path) -> None:
     assert counts[0][1] == counts[1][1]
 
 
-def test_what_steps_took_is_summed_up_and_no_report_is_kept() -> None:
+def test_step_log_sums_reports_without_keeping_them() -> None:
     """A Trainer that never logs would keep one of every step."""
     log = StepLog()
     seen: list[Any] = []
@@ -334,7 +332,7 @@ def test_what_steps_took_is_summed_up_and_no_report_is_kept() -> None:
     assert log.take(ranks=3) == {}
 
 
-def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
+def test_state_on_disk_bitwise_equal_to_ram(tmp_path: Path) -> None:
     disk = {
         **FP32,
         "nvme_path": str(tmp_path / "disk"),
@@ -364,7 +362,7 @@ def test_state_on_disk_gives_the_bits_of_state_in_ram(tmp_path: Path) -> None:
     assert_same_bits(runs[0][1], runs[1][1])
 
 
-def test_bf16_and_the_dtype_of_the_model_choose_the_precision(tmp_path: Path) -> None:
+def test_precision_follows_bf16_flag_and_model_dtype(tmp_path: Path) -> None:
     flagged = trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": None}, bf16=True)
     half = trainer_for(
         InfinityTrainer, tmp_path, llama().bfloat16(), {"infinity_config": None}, max_steps=1
@@ -382,7 +380,7 @@ def test_bf16_and_the_dtype_of_the_model_choose_the_precision(tmp_path: Path) ->
     half.close()
 
 
-def test_a_model_on_meta_and_a_model_init(tmp_path: Path) -> None:
+def test_meta_model_and_model_init_match_trainer(tmp_path: Path) -> None:
     def without_values() -> Any:
         with infinity.Init(threshold_bytes=256):
             model = llama(dropout=0.0)
@@ -412,7 +410,7 @@ def test_a_model_on_meta_and_a_model_init(tmp_path: Path) -> None:
     made.close()
 
 
-def test_a_second_train_goes_on_with_a_new_schedule(tmp_path: Path) -> None:
+def test_second_train_restarts_schedule(tmp_path: Path) -> None:
     def use(trainer: hf.Trainer) -> None:
         trainer.train()
         trainer.train()
@@ -422,7 +420,7 @@ def test_a_second_train_goes_on_with_a_new_schedule(tmp_path: Path) -> None:
     ours.close()
 
 
-def test_closing_gives_back_and_refuses_what_comes_after(tmp_path: Path) -> None:
+def test_close_restores_weights_and_rejects_later_calls(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, max_steps=1) as trainer:
         trainer.train()
         kept = dict(trainer.engine.state_dict())
@@ -433,14 +431,14 @@ def test_closing_gives_back_and_refuses_what_comes_after(tmp_path: Path) -> None
         trainer.evaluate()
 
 
-def test_an_engine_is_refused_as_a_model(tmp_path: Path) -> None:
+def test_engine_as_model_raises(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, max_steps=1) as trainer:
         trainer.train()
         with pytest.raises(ConfigError, match="got an engine"):
             trainer_for(InfinityTrainer, tmp_path, trainer.engine)
 
 
-def test_a_skipped_step_leaves_the_schedule_where_it_is(tmp_path: Path) -> None:
+def test_skipped_step_does_not_advance_schedule(tmp_path: Path) -> None:
     """The second window has an infinite loss."""
     calls = 0
 
@@ -474,7 +472,7 @@ class Distilling(hf.Trainer):  # type: ignore[misc]
         return -(wanted * model(input_ids=inputs["input_ids"]).logits.log_softmax(-1)).mean()
 
 
-def test_a_reference_model_rests_with_an_engine_of_its_own(tmp_path: Path) -> None:
+def test_reference_model_offloaded_by_second_engine(tmp_path: Path) -> None:
     class Ours(InfinityTrainer, Distilling):  # type: ignore[misc]
         pass
 
@@ -495,7 +493,7 @@ def test_a_reference_model_rests_with_an_engine_of_its_own(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("rest", "tier"), [(0, Tier.DEVICE), (10**6, Tier.DISK)])
-def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
+def test_reference_model_budget_share_sets_tier(
     tmp_path: Path, rest: int, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Else another process's memory may come and go meanwhile.
@@ -508,7 +506,7 @@ def test_a_reference_gets_its_share_of_the_budgets_or_the_least(
 
 
 @pytest.mark.parametrize("part", ["whole", "body and head"])
-def test_a_loss_that_calls_the_model_itself(part: str, tmp_path: Path) -> None:
+def test_loss_that_calls_unwrapped_model_matches_trainer(part: str, tmp_path: Path) -> None:
     """Not what Trainer hands it: windows end all the same."""
 
     def compute_loss(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
@@ -546,7 +544,7 @@ class Streamed(IterableDataset[dict[str, Tensor]]):
         yield from (Texts(20, seed=self.epoch)[index] for index in range(20))
 
 
-def test_a_stream_is_told_its_epoch(tmp_path: Path) -> None:
+def test_iterable_dataset_receives_epoch(tmp_path: Path) -> None:
     trainers = []
     for kind in (hf.Trainer, InfinityTrainer):
         data = Streamed()
@@ -557,7 +555,7 @@ def test_a_stream_is_told_its_epoch(tmp_path: Path) -> None:
     trainers[1].close()
 
 
-def test_a_norm_that_changes_while_it_trains(tmp_path: Path) -> None:
+def test_max_grad_norm_changed_by_callback(tmp_path: Path) -> None:
     class Tighter(hf.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             args.max_grad_norm = 0.05 if state.global_step < 4 else 1.0
@@ -571,7 +569,7 @@ def test_a_norm_that_changes_while_it_trains(tmp_path: Path) -> None:
     trainers[1].close()
 
 
-def test_a_frozen_model_is_evaluated(tmp_path: Path) -> None:
+def test_evaluate_frozen_model_matches_trainer(tmp_path: Path) -> None:
     found = []
     for kind in (hf.Trainer, InfinityTrainer):
         model = llama().requires_grad_(False)
@@ -581,7 +579,7 @@ def test_a_frozen_model_is_evaluated(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], rel=1e-6)
 
 
-def test_a_model_computes_in_what_most_of_it_is_in(tmp_path: Path) -> None:
+def test_precision_is_dtype_of_most_parameters(tmp_path: Path) -> None:
     """As a base in bf16 under adapters, which peft makes in fp32."""
     model = llama().to(torch.bfloat16).requires_grad_(False)
     model.model.norm.float().requires_grad_(True)

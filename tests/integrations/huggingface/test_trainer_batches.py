@@ -108,7 +108,7 @@ def run(
     ],
     ids=["one-micro-batch", "sliced", "two-sliced", "a-sample-each"],
 )
-def test_a_step_that_is_cut_anew_is_that_of_trainer(
+def test_rescheduled_step_matches_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, activations: Any,
     micro_batches: int | None, sizes: list[int],
 ) -> None:  # fmt: skip
@@ -133,7 +133,7 @@ def test_a_step_that_is_cut_anew_is_that_of_trainer(
             )
 
 
-def test_as_many_micro_batches_as_batches_have_the_bits_of_batches(tmp_path: Path) -> None:
+def test_schedule_with_one_batch_per_micro_batch_bitwise_equal(tmp_path: Path) -> None:
     named = told({**FP32, "gradient_accumulation_steps": BATCHES}, slices=1)
     options = {"data_collator": ragged}
     plain, _ = run(InfinityTrainer, tmp_path / "a", FP32, options=options)
@@ -145,7 +145,7 @@ def test_as_many_micro_batches_as_batches_have_the_bits_of_batches(tmp_path: Pat
         assert_same_bits(masters(ours), masters(plain))
 
 
-def test_weights_are_fetched_once_for_all_batches(tmp_path: Path) -> None:
+def test_rescheduled_step_reads_weights_once(tmp_path: Path) -> None:
     """From the second step on a step reads the weights twice, less what stays in slots."""
     disk = {
         **FP32, "nvme_path": str(tmp_path), "prefetch_units": 0,
@@ -212,7 +212,7 @@ OLD_WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", OLD_WAYS)
-def test_where_samples_may_not_be_cut_anew_batches_stay(tmp_path: Path, way: str) -> None:
+def test_batches_kept_where_rescheduling_is_unsafe(tmp_path: Path, way: str) -> None:
     """In bf16, whose gradients could not be summed if the plan had counted on one micro-batch."""
     asked = OLD_WAYS[way]
     kind = type("Own", (InfinityTrainer,), asked.get("methods", {}))
@@ -235,7 +235,7 @@ def test_where_samples_may_not_be_cut_anew_batches_stay(tmp_path: Path, way: str
 @pytest.mark.parametrize(
     "first", [{"slices": 3}, {"gradient_accumulation_steps": BATCHES}], ids=lambda first: [*first]
 )
-def test_a_resumed_run_keeps_its_schedule_and_its_bits(
+def test_resumed_run_keeps_schedule_bitwise(
     tmp_path: Path, first: dict[str, int], step: int
 ) -> None:
     every = {"save_strategy": "steps", "save_steps": 1}
@@ -254,7 +254,7 @@ def test_a_resumed_run_keeps_its_schedule_and_its_bits(
         assert_same_bits(masters(resumed), expected)
 
 
-def test_an_engine_that_was_there_before_the_resume_says_what_differs(tmp_path: Path) -> None:
+def test_resume_with_existing_engine_warns_of_schedule(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
     first, _ = run(InfinityTrainer, tmp_path, told(slices=3), **every)
     first.close()
@@ -268,7 +268,7 @@ def test_an_engine_that_was_there_before_the_resume_says_what_differs(tmp_path: 
 # --- DeepSpeed's configuration -------------------------------------------------------------------
 
 
-def test_a_deepspeed_configuration_says_the_same_in_its_section(tmp_path: Path) -> None:
+def test_deepspeed_infinity_section_sets_activations(tmp_path: Path) -> None:
     theirs = {
         "train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": BATCHES,
         "train_batch_size": SAMPLES * BATCHES, "gradient_clipping": "auto",
@@ -300,7 +300,7 @@ def batch(rows: int, length: int, **more: Any) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids), **more}
 
 
-def test_parts_are_in_order_and_each_as_long_as_its_longest_text() -> None:
+def test_cut_keeps_order_and_pads_to_longest() -> None:
     batches = [batch(2, 3), batch(1, 5), batch(3, 4)]
     found = [joined(parts, pad_token=7) for parts in cut(batches, 4)]
     assert [tuple(part["input_ids"].shape) for part in found] == [(4, 5), (2, 4)]
@@ -327,12 +327,12 @@ def test_parts_are_in_order_and_each_as_long_as_its_longest_text() -> None:
     ],
     ids=["tuple", "unknown", "flag", "rows", "dtype", "names", "empty"],
 )
-def test_what_cannot_be_joined(other: Any) -> None:
+def test_can_join_rejects_incompatible_batches(other: Any) -> None:
     assert can_join([batch(2, 3), batch(1, 5)])
     assert not can_join([batch(2, 3), other])
 
 
-def test_without_a_mask_only_equal_lengths_are_joined() -> None:
+def test_can_join_without_mask_requires_equal_lengths() -> None:
     bare = [
         {k: v for k, v in b.items() if k != "attention_mask"} for b in (batch(2, 3), batch(2, 4))
     ]

@@ -43,7 +43,7 @@ def on_disk(path: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("step", [3, 5, 6])  # within an epoch, at its end, within the next
-def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path: Path, step: int) -> None:
+def test_resumed_run_bitwise_equal_to_uninterrupted(tmp_path: Path, step: int) -> None:
     out = tmp_path / "out"
     with trainer_for(InfinityTrainer, out, **WHOLE) as through:
         through.train()
@@ -59,7 +59,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path: Path, ste
         assert_same_bits(masters(resumed), expected)
 
 
-def test_an_order_that_a_sampler_draws_is_drawn_again(tmp_path: Path) -> None:
+def test_resume_repeats_sampler_order(tmp_path: Path) -> None:
     """Of torch's own generator, which a resume has brought to where the checkpoint was."""
     few = {**WHOLE, "accelerator_config": {"use_seedable_sampler": False}}
     with trainer_for(InfinityTrainer, tmp_path, **few) as through:
@@ -75,7 +75,7 @@ def test_an_order_that_a_sampler_draws_is_drawn_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [2, 4, 5, 6])  # 4: one batch of the epoch is left
-def test_random_masks_are_the_same_after_a_resume(tmp_path: Path, step: int) -> None:
+def test_resume_repeats_random_masks(tmp_path: Path, step: int) -> None:
     class Noisy(Texts):
         def __getitem__(self, index: int) -> Any:
             item = super().__getitem__(index)
@@ -97,7 +97,7 @@ def test_random_masks_are_the_same_after_a_resume(tmp_path: Path, step: int) -> 
         assert_same_bits(masters(resumed), expected)
 
 
-def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+def test_checkpoint_contents(tmp_path: Path) -> None:
     few = {**WHOLE, "max_steps": 3, "save_total_limit": 2}
     with trainer_for(InfinityTrainer, tmp_path, **few) as trainer:
         trainer.train()
@@ -114,7 +114,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
         assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth")]
 
 
-def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
+def test_incomplete_checkpoint_is_skipped(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, **{**WHOLE, "max_steps": 3}) as first:
         first.train()
         expected = masters(first)
@@ -127,7 +127,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("missing", ["engine", "engine/manifest.json", "trainer_state.json"])
-def test_a_first_checkpoint_that_was_cut_short_is_named(tmp_path: Path, missing: str) -> None:
+def test_incomplete_first_checkpoint_raises(tmp_path: Path, missing: str) -> None:
     few = {**WHOLE, "max_steps": 2, "save_steps": 2}
     with trainer_for(InfinityTrainer, tmp_path, **few) as first:
         first.train()
@@ -150,7 +150,7 @@ def test_a_first_checkpoint_that_was_cut_short_is_named(tmp_path: Path, missing:
         assert newest_complete(str(tmp_path)) == str(folder)
 
 
-def test_weights_only_are_not_taken_unasked(tmp_path: Path) -> None:
+def test_weights_only_checkpoint_not_used_for_auto_resume(tmp_path: Path) -> None:
     assert newest_complete(str(tmp_path)) is None
     options = {**WHOLE, "max_steps": 2, "save_only_model": True}
     with trainer_for(InfinityTrainer, tmp_path, **options) as first:
@@ -168,7 +168,7 @@ def test_weights_only_are_not_taken_unasked(tmp_path: Path) -> None:
         assert second._initial_global_step == 1
 
 
-def test_weights_only(tmp_path: Path) -> None:
+def test_weights_only_checkpoint_resumed_with_warning(tmp_path: Path) -> None:
     options = {**WHOLE, "max_steps": 2, "save_only_model": True}
     with trainer_for(InfinityTrainer, tmp_path, **options) as first:
         first.train()
@@ -181,7 +181,7 @@ def test_weights_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts that are fused", "adapters"])
-def test_the_best_weights_come_back_where_only_weights_are_saved(kind: str, tmp_path: Path) -> None:
+def test_best_weights_loaded_from_weights_only_checkpoint(kind: str, tmp_path: Path) -> None:
     """By transformers' own rules: other names in the files, other shapes, parts of the model."""
     best = {
         "save_only_model": True,
@@ -205,7 +205,7 @@ def test_the_best_weights_come_back_where_only_weights_are_saved(kind: str, tmp_
         assert trainer.evaluate()["eval_loss"] == pytest.approx(max(evaluated), rel=1e-6)
 
 
-def test_trainer_and_infinity_trainer_take_each_others_weights(tmp_path: Path) -> None:
+def test_checkpoint_weights_exchanged_with_trainer(tmp_path: Path) -> None:
     few = {**WHOLE, "max_steps": 2}
     with trainer_for(InfinityTrainer, tmp_path / "ours", **few) as ours:
         ours.train()
@@ -219,7 +219,7 @@ def test_trainer_and_infinity_trainer_take_each_others_weights(tmp_path: Path) -
         assert abs(again.evaluate()["eval_loss"] - mine) < 1e-5
 
 
-def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> None:
+def test_tied_weights_saved_once_and_loaded_tied(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, llama(tied=True), max_steps=1) as trainer:
         trainer.train()
         trainer.save_model(str(tmp_path / "saved"))
@@ -229,7 +229,7 @@ def test_tied_weights_are_written_once_and_come_back_tied(tmp_path: Path) -> Non
         assert_same_bits(dict(loaded.state_dict()), dict(trainer.engine.state_dict()))
 
 
-def test_a_model_whose_weights_are_still_in_their_files(tmp_path: Path) -> None:
+def test_lazily_loaded_model_saves_and_trains_equally(tmp_path: Path) -> None:
     llama(dropout=0.0).save_pretrained(tmp_path / "source")
     unread = load_model(tmp_path / "source", FP32)
     unread.train()
@@ -244,7 +244,7 @@ def test_a_model_whose_weights_are_still_in_their_files(tmp_path: Path) -> None:
     assert_same_bits(*runs)
 
 
-def test_saving_before_training(tmp_path: Path) -> None:
+def test_save_model_before_training(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path) as trainer:
         trainer.save_model(str(tmp_path / "saved"))
         assert trainer.engine is None
@@ -252,7 +252,7 @@ def test_saving_before_training(tmp_path: Path) -> None:
         assert_same_bits(dict(loaded.state_dict()), dict(llama().state_dict()))
 
 
-def test_the_best_model_comes_back_with_its_fp32_masters(tmp_path: Path) -> None:
+def test_best_model_restores_fp32_masters(tmp_path: Path) -> None:
     kept = {}
 
     class Keep(hf.TrainerCallback):
@@ -274,7 +274,7 @@ def test_the_best_model_comes_back_with_its_fp32_masters(tmp_path: Path) -> None
         assert not torch.equal(bits, bits.bfloat16().float())
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+def test_resume_from_missing_folder_raises(tmp_path: Path) -> None:
     with (
         trainer_for(InfinityTrainer, tmp_path) as trainer,
         pytest.raises(ConfigError, match="is no directory"),
@@ -294,7 +294,7 @@ def adapted() -> Any:
     return peft.get_peft_model(model, config)
 
 
-def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
+def test_adapters_trained_saved_and_resumed(tmp_path: Path) -> None:
     plain = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **WHOLE)
     plain.train()
     with trainer_for(InfinityTrainer, tmp_path / "ours", adapted(), **WHOLE) as ours:
@@ -317,7 +317,7 @@ def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
         assert_same_bits(masters(resumed), expected)
 
 
-def test_label_smoothing_knows_a_causal_model_under_adapters(tmp_path: Path) -> None:
+def test_label_smoothing_with_adapters_matches_trainer(tmp_path: Path) -> None:
     changed = {"label_smoothing_factor": 0.1, "max_steps": 2}
     plain = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **changed)
     plain.train()
@@ -326,7 +326,7 @@ def test_label_smoothing_knows_a_causal_model_under_adapters(tmp_path: Path) -> 
         assert_close_history(ours, plain, 2e-6)
 
 
-def test_a_run_over_an_iterable_resumes(tmp_path: Path) -> None:
+def test_resume_over_iterable_dataset(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __iter__(self) -> Any:
             return iter(Texts(26)[i] for i in range(26))

@@ -37,7 +37,7 @@ def pair(
     return trainers[1]
 
 
-def test_groups_with_and_without_decay(tmp_path: Path) -> None:
+def test_param_groups_with_and_without_decay(tmp_path: Path) -> None:
     ours = pair(tmp_path)
     decayed, bare = ours.optimizer.param_groups
     assert (decayed["weight_decay"], bare["weight_decay"]) == (0.1, 0.0)
@@ -56,7 +56,7 @@ class OwnGroups(hf.Trainer):  # type: ignore[misc]
         return kind, {**options, "optimizer_dict": groups}
 
 
-def test_groups_that_a_trainer_gives_with_the_class_are_ordinary_ones(tmp_path: Path) -> None:
+def test_param_groups_from_optimizer_dict(tmp_path: Path) -> None:
     both = type("Both", (InfinityTrainer, OwnGroups), {})
     ours = pair(tmp_path, kinds=(OwnGroups, both))
     assert ours.optimizer.rule.name == "AdamW"
@@ -64,7 +64,7 @@ def test_groups_that_a_trainer_gives_with_the_class_are_ordinary_ones(tmp_path: 
 
 
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
-def test_others_are_adapted(tmp_path: Path, optim: str) -> None:
+def test_other_optimizers_are_adapted(tmp_path: Path, optim: str) -> None:
     tolerance = 2e-5 if optim == "rmsprop" else TOLERANCE  # steps of any size: its epsilon is 1e-8
     assert pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in (
         "AdamW",
@@ -72,7 +72,7 @@ def test_others_are_adapted(tmp_path: Path, optim: str) -> None:
     )
 
 
-def test_a_class_and_its_arguments(tmp_path: Path) -> None:
+def test_optimizer_cls_and_kwargs_match_trainer(tmp_path: Path) -> None:
     given = (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.99)})
     pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given})
     given = (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True})
@@ -88,7 +88,9 @@ def test_a_class_and_its_arguments(tmp_path: Path) -> None:
         (lambda ps: torch.optim.Adamax(ps, lr=1e-2), "Adamax"),
     ],
 )
-def test_an_object_with_a_schedule_over_it(tmp_path: Path, make: Any, rule: str) -> None:
+def test_optimizer_and_scheduler_objects_match_trainer(
+    tmp_path: Path, make: Any, rule: str
+) -> None:
     def options(model: Any) -> Any:
         first, *rest = model.parameters()
         optimizer = make([{"params": [first], "lr": 3e-3}, {"params": rest}])
@@ -101,7 +103,7 @@ def test_an_object_with_a_schedule_over_it(tmp_path: Path, make: Any, rule: str)
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam"])  # built in, adapted
-def test_schedules_of_every_kind_lead_what_becomes_of_an_object(kind: str) -> None:
+def test_schedules_drive_converted_optimizer(kind: str) -> None:
     """They go by what the group says now, by schedules inside them, by entries of their own."""
     schedules = torch.optim.lr_scheduler
 
@@ -134,11 +136,11 @@ def test_schedules_of_every_kind_lead_what_becomes_of_an_object(kind: str) -> No
         assert rates[1] == rates[0]
 
 
-def test_an_adagrad_of_torchs_begins_with_state(tmp_path: Path) -> None:
+def test_torch_adagrad_with_initial_state_accepted(tmp_path: Path) -> None:
     pair(tmp_path, lambda model: {"optimizers": (torch.optim.Adagrad(model.parameters()), None)})
 
 
-def test_create_optimizer_of_the_users_own(tmp_path: Path) -> None:
+def test_overridden_create_optimizer_matches_trainer(tmp_path: Path) -> None:
     def create(self: Any, model: Any = None) -> Any:
         if self.optimizer is None:
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-3, betas=(0.7, 0.9))
@@ -156,7 +158,7 @@ def test_create_optimizer_of_the_users_own(tmp_path: Path) -> None:
     trainers[1].close()
 
 
-def test_refusals(tmp_path: Path) -> None:
+def test_unsupported_optimizers_raise(tmp_path: Path) -> None:
     class Factory:
         def __call__(self, model: Any, **_: Any) -> Any:
             raise AssertionError
@@ -187,7 +189,7 @@ def test_refusals(tmp_path: Path) -> None:
         trainer_for(InfinityTrainer, tmp_path, model, {"optimizers": (optimizer, schedule)}).train()
 
 
-def test_muon_splits_the_groups_that_transformers_makes(tmp_path: Path) -> None:
+def test_muon_splits_param_groups_of_transformers(tmp_path: Path) -> None:
     """All are the arguments', but for what the config says of AdamW's part."""
     section: dict[str, Any] = {"type": "Muon", "adjust_lr_fn": "match_rms_adamw"}
     for more in ({}, {"adam_lr": 5e-3}):

@@ -45,7 +45,7 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 
 @pytest.mark.parametrize("name", REPLACED | EXTENDED)
-def test_a_replaced_method_has_its_parameters_and_callers(name: str) -> None:
+def test_replaced_method_signature_and_callers(name: str) -> None:
     there = getattr(hf.Trainer, name, None)
     assert there is not None, f"transformers.Trainer has no {name} any more"
     ours = parameters(getattr(InfinityTrainer, name))
@@ -54,7 +54,7 @@ def test_a_replaced_method_has_its_parameters_and_callers(name: str) -> None:
         assert f"self.{name}(" in inspect.getsource(getattr(hf.Trainer, caller)), caller
 
 
-def test_a_steps_batches_are_handed_over_as_they_were_collected() -> None:
+def test_batches_of_a_step_passed_to_training_step() -> None:
     epoch = inspect.getsource(hf.Trainer._run_epoch)
     assert "for i, inputs in enumerate(batch_samples):" in epoch
     assert "self.training_step(model, inputs, num_items_in_batch)" in epoch
@@ -66,13 +66,13 @@ def test_a_steps_batches_are_handed_over_as_they_were_collected() -> None:
     assert hf.Trainer.loss_is_scaled_for_ga is None
 
 
-def test_attributes_that_are_set_are_read_there() -> None:
+def test_set_attributes_are_read_by_trainer() -> None:
     assert "self._created_lr_scheduler" in inspect.getsource(hf.Trainer._prepare_for_training)
     assert "self.args._n_gpu = 1" in inspect.getsource(hf.Trainer.__init__)
     assert "return self._n_gpu" in inspect.getsource(hf.TrainingArguments.n_gpu.fget)
 
 
-def test_nothing_else_that_is_private_is_replaced() -> None:
+def test_no_other_private_method_replaced() -> None:
     own = {n for n, v in vars(InfinityTrainer).items() if n.startswith("_") and callable(v)}
     shared = {n for n in own if hasattr(hf.Trainer, n) and not n.startswith("__")}
     assert shared == set(REPLACED)
@@ -86,19 +86,19 @@ def test_nothing_else_that_is_private_is_replaced() -> None:
         ("unwrap_model", ("model", "keep_fp32_wrapper", "keep_torch_compile")),
     ],
 )
-def test_the_accelerators_methods(name: str, expected: tuple[str, ...]) -> None:
+def test_accelerator_method_signatures(name: str, expected: tuple[str, ...]) -> None:
     assert parameters(getattr(Accelerator, name)) == expected
     assert name in vars(OffloadAccelerator)
 
 
-def test_the_accelerators_properties() -> None:
+def test_accelerator_properties_without_slots() -> None:
     assert isinstance(Accelerator.sync_gradients, property)
     assert isinstance(Accelerator.optimizer_step_was_skipped, property)
     # Its class is changed: nothing may be laid out differently.
     assert not hasattr(Accelerator, "__slots__")
 
 
-def test_where_trainer_asks_the_accelerator() -> None:
+def test_trainer_calls_of_accelerator() -> None:
     """The calls that `OffloadAccelerator` answers."""
     epoch = inspect.getsource(hf.Trainer._run_epoch)
     assert "gradient_state._set_sync_gradients(do_sync_step)" in epoch
@@ -111,7 +111,7 @@ def test_where_trainer_asks_the_accelerator() -> None:
     assert "grad_norm.item() if isinstance(grad_norm, torch.Tensor)" in log
 
 
-def test_the_parts_of_training_that_never_run_here() -> None:
+def test_prepare_for_training_source_unchanged() -> None:
     """`_prepare_for_training` is replaced whole: what it does there is what we know of."""
     source = inspect.getsource(hf.Trainer._prepare_for_training)
     for line in (
@@ -127,7 +127,7 @@ def test_the_parts_of_training_that_never_run_here() -> None:
     assert "self.deepspeed" in inspect.getsource(hf.TrainingArguments.__post_init__)
 
 
-def test_an_older_transformers_is_refused_by_name() -> None:
+def test_old_transformers_raises() -> None:
     with pytest.raises(ConfigError, match=r"needs transformers 5\.17, this is 5\.16\.1"):
         stock_trainer(SimpleNamespace(__version__="5.16.1"))
     assert stock_trainer(SimpleNamespace(__version__="5.17.0.dev0", Trainer=hf)) is hf

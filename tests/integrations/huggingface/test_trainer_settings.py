@@ -47,7 +47,7 @@ def config_of(trainer: Any) -> Any:
     return trainer._settings.config
 
 
-def test_what_is_auto_comes_from_the_arguments(tmp_path: Path) -> None:
+def test_auto_values_filled_from_arguments(tmp_path: Path) -> None:
     trainer = trainer_for(
         InfinityTrainer, tmp_path, None, {"infinity_config": AUTO}, learning_rate=3e-4,
         adam_beta1=0.8, adam_epsilon=1e-7, weight_decay=0.2, max_grad_norm=0.7, warmup_steps=2,
@@ -72,7 +72,7 @@ def test_what_is_auto_comes_from_the_arguments(tmp_path: Path) -> None:
     assert rates == pytest.approx([0, 0, 1.5e-4, 3e-4, 2.25e-4, 1.5e-4])
 
 
-def test_a_deepspeed_file_by_the_old_argument(tmp_path: Path) -> None:
+def test_deepspeed_argument_equals_infinity_config(tmp_path: Path) -> None:
     path = tmp_path / "ds_config.json"
     files = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "told"}}
     path.write_text(json.dumps(AUTO | files))
@@ -88,7 +88,7 @@ def test_a_deepspeed_file_by_the_old_argument(tmp_path: Path) -> None:
     assert (tmp_path / "told" / "Train_Samples_lr.csv").is_file(), "monitors, as there"
 
 
-def test_the_script_in_the_migration_guide(
+def test_migration_guide_script_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     guide = Path(__file__).resolve().parents[3] / "docs" / "migrating-from-deepspeed.md"
@@ -110,7 +110,7 @@ def test_the_script_in_the_migration_guide(
     assert saved.num_parameters() == llama().num_parameters()
 
 
-def test_without_an_optimizer_in_it_a_deepspeed_configuration_keeps_trainers(
+def test_deepspeed_config_without_optimizer_uses_trainers(
     tmp_path: Path,
 ) -> None:
     options = {"infinity_config": {"zero_optimization": {"stage": 2}}}
@@ -122,7 +122,7 @@ def test_without_an_optimizer_in_it_a_deepspeed_configuration_keeps_trainers(
         assert [g["weight_decay"] for g in ours.optimizer.param_groups] == [0.1, 0.0]
 
 
-def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
+def test_conflicting_settings_reported_together(tmp_path: Path) -> None:
     config = {
         "gradient_accumulation_steps": 4, "gradient_clipping": 0.5, "precision": "fp32",
         "optimizer": {"lr": 1e-3, "betas": [0.9, 0.9], "eps": 1e-5, "weight_decay": 0.3},
@@ -139,7 +139,7 @@ def test_everything_that_differs_is_told_at_once(tmp_path: Path) -> None:
     assert "leave it out" in text
 
 
-def test_what_differs_in_a_deepspeed_configuration(tmp_path: Path) -> None:
+def test_conflicting_deepspeed_settings_reported(tmp_path: Path) -> None:
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 3,
@@ -154,7 +154,7 @@ def test_what_differs_in_a_deepspeed_configuration(tmp_path: Path) -> None:
     assert 'write "auto"' in text
 
 
-def test_ours_may_say_auto_too_and_what_only_it_knows(tmp_path: Path) -> None:
+def test_native_config_accepts_auto(tmp_path: Path) -> None:
     config = {
         "gradient_accumulation_steps": "auto", "optimizer": {"lr": "auto", "moments": "bf16"},
         "prefetch_units": 1,
@@ -165,7 +165,7 @@ def test_ours_may_say_auto_too_and_what_only_it_knows(tmp_path: Path) -> None:
     assert found.prefetch_units == 1
 
 
-def test_a_file_and_a_config_object(tmp_path: Path) -> None:
+def test_config_from_file_and_object(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("precision: fp32\nprefetch_units: 3\n")
     for given in (path, str(path), infinity.load_config(str(path))):
@@ -173,19 +173,19 @@ def test_a_file_and_a_config_object(tmp_path: Path) -> None:
         assert config_of(trainer).prefetch_units == 3
 
 
-def test_two_configurations_are_refused(tmp_path: Path) -> None:
+def test_two_configurations_raise(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="two configurations"):
         trainer_for(InfinityTrainer, tmp_path, deepspeed=AUTO, arguments=infinity.TrainingArguments)
 
 
-def test_resuming_without_the_trainer_is_refused(tmp_path: Path) -> None:
+def test_engine_resume_auto_raises(tmp_path: Path) -> None:
     """The engine would be at its last commit, and the Trainer at step 0."""
     given = {"nvme_path": str(tmp_path), "durable": True, "resume": "auto"}
     with pytest.raises(ConfigError, match=r"resume: auto is not for InfinityTrainer(.|\n)*True"):
         trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": given})
 
 
-def test_a_deepspeed_argument_that_is_none(tmp_path: Path) -> None:
+def test_deepspeed_argument_with_native_config_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no DeepSpeed configuration"):
         trainer_for(
             InfinityTrainer, tmp_path, None, {"infinity_config": None},
@@ -193,7 +193,7 @@ def test_a_deepspeed_argument_that_is_none(tmp_path: Path) -> None:
         )  # fmt: skip
 
 
-def test_a_mistake_in_the_configuration_is_told_as_always(tmp_path: Path) -> None:
+def test_invalid_config_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="look_ahaed"):
         trainer_for(InfinityTrainer, tmp_path, None, {"infinity_config": {"look_ahaed": 3}})
     with pytest.raises(ConfigError, match="not a configuration"):
@@ -214,13 +214,13 @@ def test_a_mistake_in_the_configuration_is_told_as_always(tmp_path: Path) -> Non
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_arguments_that_cannot_mean_anything(tmp_path: Path, changed: Any, said: str) -> None:
+def test_unsupported_arguments_raise(tmp_path: Path, changed: Any, said: str) -> None:
     with pytest.raises(ConfigError) as caught:
         trainer_for(InfinityTrainer, tmp_path, **changed)
     assert said in str(caught.value)
 
 
-def test_full_evaluation_in_what_is_computed_in(tmp_path: Path) -> None:
+def test_bf16_full_eval_in_bf16_run(tmp_path: Path) -> None:
     options = {"infinity_config": None}
     with trainer_for(
         InfinityTrainer, tmp_path, None, options, bf16=True, bf16_full_eval=True, max_steps=1
@@ -229,7 +229,7 @@ def test_full_evaluation_in_what_is_computed_in(tmp_path: Path) -> None:
         assert trainer.evaluate()["eval_loss"] > 0
 
 
-def test_the_configuration_may_choose_rule_and_schedule(tmp_path: Path) -> None:
+def test_config_chooses_optimizer_and_schedule(tmp_path: Path) -> None:
     config = {
         **FP32,
         "optimizer": {"type": "Lion"},

@@ -58,7 +58,7 @@ def history(trainer: Any) -> list[tuple[float, float]]:
 
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", list(example.KINDS))
-def test_a_run_is_that_of_trl(tmp_path: Path, source: Path, kind: str, lora: bool) -> None:
+def test_run_matches_trl(tmp_path: Path, source: Path, kind: str, lora: bool) -> None:
     theirs = trainer_for(kind, source, tmp_path, ours=False, lora=lora)
     theirs.train()
     ours = trainer_for(kind, source, tmp_path, ours=True, lora=lora, gradient_checkpointing=lora)
@@ -77,7 +77,7 @@ def test_a_run_is_that_of_trl(tmp_path: Path, source: Path, kind: str, lora: boo
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
-def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path, source: Path, kind: str) -> None:
+def test_resumed_run_bitwise_equal(tmp_path: Path, source: Path, kind: str) -> None:
     saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
     through = trainer_for(kind, source, tmp_path / "out", ours=True, **saves)
     through.train()
@@ -90,9 +90,7 @@ def test_a_run_that_is_resumed_has_the_same_bits(tmp_path: Path, source: Path, k
 
 
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
-def test_the_reference_may_be_the_model_before_training(
-    tmp_path: Path, source: Path, kind: str
-) -> None:
+def test_precomputed_reference_log_probs_match_trl(tmp_path: Path, source: Path, kind: str) -> None:
     changed = {"precompute_ref_log_probs": True}
     theirs = trainer_for(kind, source, tmp_path / "theirs", ours=False, **changed)
     theirs.train()
@@ -104,9 +102,7 @@ def test_the_reference_may_be_the_model_before_training(
     ours.close()
 
 
-def test_models_whose_weights_are_in_files_and_arguments_in_trls_order(
-    tmp_path: Path, source: Path
-) -> None:
+def test_lazy_models_as_positional_arguments(tmp_path: Path, source: Path) -> None:
     given = example.given_to(
         "dpo", load_model(source), source, tmp_path, max_steps=1, bf16=False, use_cpu=True
     )
@@ -119,13 +115,13 @@ def test_models_whose_weights_are_in_files_and_arguments_in_trls_order(
         assert history(trainer)[0][0] == pytest.approx(0.693147, abs=1e-5)  # ln 2: both are alike
 
 
-def test_a_reference_that_would_change_is_refused(tmp_path: Path, source: Path) -> None:
+def test_sync_ref_model_raises(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ConfigError, match="sync_ref_model"):
         trainer_for("dpo", source, tmp_path, ours=True, sync_ref_model=True)
 
 
 @pytest.mark.parametrize("arguments", [["sft", "--lora"], ["dpo"], ["kto"], ["grpo"], ["reward"]])
-def test_the_example(
+def test_example_trains(
     arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(sys, "argv", ["trl_trainers.py", *arguments, "--steps", "4"])

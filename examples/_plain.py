@@ -1,12 +1,12 @@
-"""The dumb implementation to compare with: the same training in RAM with plain PyTorch.
+"""Plain PyTorch baseline: the same training with all state in RAM.
 
 bf16: a bf16 model, fp32 master and moments, fused AdamW one parameter at a time, so that only one
-fp32 gradient exists at once: the leanest plain way. With several micro-batches gradients are
-summed in fp32, as the engine does. fp32: the model is its own master.
+fp32 gradient exists at once: the leanest plain implementation. With several micro-batches
+gradients are summed in fp32, as in the engine. fp32: the model is its own master.
 
-Run as a program it reads one JSON job from stdin, says when it is ready, and then makes as many
-steps as each line asks for, telling each in a JSON line: so the example can measure it in a process
-of its own, in turns.
+As a program it reads one JSON job from stdin, prints a line when it is ready, and then runs the
+number of steps given by each further line, with one JSON line per step: so the example can measure
+it in a separate process, in turns.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def _add_to(master: nn.Parameter) -> Any:
 
 
 def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Train as `job` says and yield, first nothing, then the losses and the time of every step."""
+    """Train as `job` describes; yield an empty dict when ready, then loss and time of each step."""
     import corpus
     import presets
 
@@ -154,14 +154,14 @@ def run_job(job: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def main() -> int:
-    """Read a job, do it, and tell every step; end quietly when nobody listens any more."""
+    """Read a job, run it and print every step; exit quietly when the reader is gone."""
     job = json.loads(sys.stdin.readline())
     try:
         steps = run_job(job)
         print(json.dumps(next(steps)), flush=True)
         for line in sys.stdin:
-            for told in islice(steps, int(line)):
-                print(json.dumps(told), flush=True)
+            for facts in islice(steps, int(line)):
+                print(json.dumps(facts), flush=True)
     except (BrokenPipeError, KeyboardInterrupt):
         return 1
     return 0

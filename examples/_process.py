@@ -1,4 +1,4 @@
-"""This process: its peak memory, and signals that end it cleanly."""
+"""Peak memory of this process, and signal handlers that end it cleanly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Stopped(BaseException):
 
 
 class Phase(Enum):
-    """What a signal should do now."""
+    """Phase of the run; its value describes the effect of a signal."""
 
     STARTING = "end the process at once: nothing exists yet"
     RUNNING = "raise `Stopped`"
@@ -33,10 +33,10 @@ class Phase(Enum):
 
 
 class Signals:
-    """What SIGINT and SIGTERM do; after the first one, later ones wait for the clean end.
+    """Handlers of SIGINT and SIGTERM; signals after the first one are ignored.
 
-    Note: why starting is a phase. An exception in the middle of an import of torch or numpy is
-    swallowed or turned into another one, and nothing is there to be cleaned up.
+    While starting, a signal exits at once: an exception during the import of torch or numpy is
+    swallowed or turned into another one, and there is nothing to clean up.
     """
 
     def __init__(self) -> None:
@@ -44,16 +44,16 @@ class Signals:
         self._received: int | None = None
 
     def install(self) -> None:
-        """Take over both signals, for the rest of the process."""
+        """Install both handlers for the rest of the process."""
         for signum in _SIGNALS:
             signal.signal(signum, self._on_signal)
 
     def enter(self, phase: Phase) -> None:
-        """Change the phase; a signal that was noted while closing is raised on running again."""
+        """Change the phase; a signal received while closing is raised on return to RUNNING."""
         was_closing = self._phase is Phase.CLOSING
         self._phase = phase
         if phase is Phase.ENDED:
-            # Python gives back handlers written in Python before it is really over.
+            # Python restores default handlers before the process has ended.
             for signum in _SIGNALS:
                 signal.signal(signum, signal.SIG_IGN)
         if was_closing and phase is Phase.RUNNING:
@@ -77,7 +77,7 @@ class Signals:
 
 
 def peak_rss_bytes() -> int | None:
-    """Return the largest resident size this process ever had; None where /proc does not tell."""
+    """Return the peak resident size of this process, or None without /proc."""
     try:
         lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     except OSError:

@@ -22,7 +22,7 @@ FACTS = {
 
 
 def write_small_model(directory: Path, seed: int = 0) -> Path:
-    """A Llama of a million parameters with random weights, as a directory."""
+    """Save a Llama of a million parameters with random weights; return the directory."""
     torch.manual_seed(seed)
     config = transformers.LlamaConfig(**FACTS)
     transformers.LlamaForCausalLM(config).save_pretrained(directory)

@@ -1,4 +1,4 @@
-"""The training loop of `pretrain_gpt.py`: build, hand over to the engine, train, measure."""
+"""Training loop of `pretrain_gpt.py`: build, initialize the engine, train, measure."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, MachineError, TrainingError
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-DEFAULT_FOLDER = Path("scratch")  # of the repository; made, and removed when empty
+DEFAULT_FOLDER = Path("scratch")  # in the repository; created, and removed when empty
 BITS = 1 / math.log(2)  # per nat; a token is a byte
 SLOW_BF16 = 3  # times slower than fp32; halving the bytes is worth no more
 SETUP = ("imports", "text", "model", "writing the state")  # stages before training
@@ -194,10 +194,10 @@ class Run:
         return total / arguments.eval_batches * BITS
 
     def _beside_plain(self, engine: Any, source: Any, steps: list[dict[str, Any]]) -> Any:
-        """Train more steps in turns with the first ones of plain PyTorch and compare both.
+        """Alternate further steps with the first steps of plain PyTorch and compare both.
 
-        A turn is two steps, of which the second is timed: the first contains what its side had
-        left over from its turn before, or could do during the other's.
+        A turn is two steps, the second of which is timed: the first includes work left over from
+        the side's previous turn, or done during the other side's.
         """
         self.screen.say(
             f"\nComparison: {self.compared} steps of plain PyTorch, all in RAM, in its own process:"
@@ -226,7 +226,7 @@ class Run:
                     ours, other = map(format_duration, pairs[-1])
                     self.screen.say(f"turn {len(pairs)}  infinity {ours}, plain PyTorch {other}")
         losses = [line["loss"] * BITS for line in lines]
-        # Both times of one turn: on a busy machine those of different turns do not compare.
+        # Both times of one turn: on a busy machine times of different turns are not comparable.
         ours, other = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
         return {
             "num_steps": self.compared,
@@ -244,9 +244,9 @@ class Run:
 
 
 class Plain:
-    """Plain PyTorch in a process of its own, that makes steps when it is asked to.
+    """Context manager of plain PyTorch in a child process, which runs steps on request.
 
-    A context manager. The process has a session of its own: Ctrl-C reaches only us, and we end it.
+    The child has its own session: Ctrl-C reaches only the parent, which kills the child.
     """
 
     def __init__(self, job: Mapping[str, Any]) -> None:
@@ -273,12 +273,12 @@ class Plain:
             child.kill()
 
     def steps(self, count: int) -> list[dict[str, Any]]:
-        """So many steps more; raises `MachineError` where the process ends instead."""
+        """Run `count` further steps; raise `MachineError` if the process ends instead."""
         self._say(str(count))
         return [self._hear() for _ in range(count)]
 
     def _say(self, line: str) -> None:
-        with suppress(BrokenPipeError):  # it ended: `_hear` says so
+        with suppress(BrokenPipeError):  # it ended: `_hear` raises
             print(line, file=self._child.stdin, flush=True)
 
     def _hear(self) -> dict[str, Any]:
@@ -296,7 +296,7 @@ class Plain:
 
 
 def _summary(steps: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the steady steps; a run too short to have any tells no bytes."""
+    """Return medians over the steady steps; a run too short to have any has no moved bytes."""
     steady = steps[NUM_WARMUP_STEPS:]
     timed = steady or steps
     directions = list(steady[0]["moved"]) if steady else []
@@ -342,7 +342,7 @@ def _read_config(arguments: Namespace) -> Config:
 
 
 def _with_precision(config: Config, device: torch.device) -> Config:
-    """bf16 unless the config says otherwise, or this processor multiplies fp32 much faster.
+    """Use bf16 unless the config sets a precision or this processor multiplies fp32 much faster.
 
     Without bf16 instructions torch's bf16 product can be fifty times slower than its fp32 one.
     """
@@ -354,7 +354,7 @@ def _with_precision(config: Config, device: torch.device) -> Config:
 
 
 def _product_s(dtype: torch.dtype) -> float:
-    """Seconds of a matrix product as backward has them: neither factor transposed."""
+    """Return the seconds of a matrix product as in backward: neither factor transposed."""
     left, right = torch.ones(64, 768, dtype=dtype), torch.ones(768, 768, dtype=dtype)
     times = []
     for _ in range(3):

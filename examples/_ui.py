@@ -1,4 +1,4 @@
-"""What the demo prints: a line per step, and the pages of results. Knows no training."""
+"""Output of the demo: a line per step and pages of results, independent of training."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class Screen(Page):
 
 
 def answer(result: Mapping[str, Any]) -> dict[str, str]:
-    """Return what training came to, as label and text."""
+    """Return the results of training as labels and texts."""
     number = result["num_parameters"]
     losses, held_out = result["loss_bits_per_byte"], result["held_out_bits_per_byte"]
     peak, budget = result["peak_rss_bytes"], result["budget_host_bytes"]
@@ -118,7 +118,7 @@ def answer(result: Mapping[str, Any]) -> dict[str, str]:
 
 
 def comparison(plain: Mapping[str, Any]) -> dict[str, str]:
-    """Return what the turns with plain PyTorch came to, as label and text."""
+    """Return the comparison with plain PyTorch as labels and texts."""
     entries = {
         "step": f"{format_duration(plain['our_step_s'])}, plain PyTorch"
         f" {format_duration(plain['step_s'])}: {plain['ratio']:.2f} x (median of"
@@ -137,7 +137,7 @@ def comparison(plain: Mapping[str, Any]) -> dict[str, str]:
 
 
 def seconds(stages: Mapping[str, float], setup: tuple[str, ...]) -> str:
-    """Return how long the stages of a run took, those of the set-up together and one by one."""
+    """Return the durations of a run's stages, with the set-up stages summed and itemized."""
     each = ", ".join(f"{name} {format_duration(stages[name])}" for name in setup)
     others = [f"{n} {format_duration(s)}" for n, s in stages.items() if n not in setup]
     total = f"set-up {format_duration(sum(stages[name] for name in setup))} ({each})"
@@ -145,7 +145,7 @@ def seconds(stages: Mapping[str, float], setup: tuple[str, ...]) -> str:
 
 
 def next_steps() -> str:
-    """Return what to type next."""
+    """Return suggestions of next commands."""
     programs = os.path.relpath(Path(sys.executable).parent)
     python, infinity = (os.path.join(programs, name) for name in ("python", "infinity"))
     return f"""

@@ -1,4 +1,4 @@
-"""A byte corpus that every machine has: the source code of Python's own standard library.
+"""A byte corpus available on every machine: the source code of Python's standard library.
 
 One byte is one token. Whole files are held out, chosen by their name, so the split never depends
 on order or chance. A batch depends only on (seed, position): resuming a run means resuming an int.
@@ -49,7 +49,7 @@ class Corpus:
 
 
 class Batches(Iterator[tuple[Tensor, Tensor]]):
-    """Endless (tokens, targets) of shape (micro_batch, context); `position` says which is next."""
+    """Endless (tokens, targets) of shape (micro_batch, context); `position` is the next index."""
 
     def __init__(self, text: Tensor, seed: int, micro_batch: int, context: int) -> None:
         self._text = text
@@ -62,7 +62,7 @@ class Batches(Iterator[tuple[Tensor, Tensor]]):
         self.position += 1
         micro_batch, context = self._shape
         last = len(self._text) - context
-        # One sequence from each of equal stretches of the text: batches differ less than by chance.
+        # Stratified sampling, one sequence from each of equal sections: batches differ less.
         places = torch.arange(micro_batch) + torch.rand(micro_batch, generator=generator)
         starts = (places * (last / micro_batch)).long().clamp(max=last - 1)
         return _sequences(self._text, starts.tolist(), context)

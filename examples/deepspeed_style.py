@@ -60,18 +60,18 @@ class Mlp(nn.Module):
         self.third = nn.Linear(64, 4)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits (batch, 4) of features (batch, 32)."""
+        """Return logits (batch, 4) of features (batch, 32)."""
         return self.third(torch.relu(self.second(torch.relu(self.first(x)))))
 
 
 def make_data(num_samples: int = 1024) -> Dataset[Any]:
-    """Points and which of their first four coordinates is the largest."""
+    """Return points, labelled by the largest of their first four coordinates."""
     x = torch.randn(num_samples, 32, generator=torch.Generator().manual_seed(0))
     return TensorDataset(x, x[:, :4].argmax(dim=1))
 
 
 def train(args: Any, config: dict[str, Any] | None) -> tuple[list[float], dict[str, Tensor]]:
-    """One pass over the data; returns the losses and the trained weights."""
+    """Train for one epoch; return the losses and the trained weights."""
     deepspeed.init_distributed()
     torch.manual_seed(0)
     model = Mlp()

@@ -24,7 +24,7 @@ import infinity
 
 
 def batches(model: str | None, text: Any, size: int, context: int) -> Iterator[Tensor]:
-    """Token ids, of bytes or of the model's own tokenizer."""
+    """Yield batches of token ids: bytes, or by the model's tokenizer."""
     if model is None:
         for tokens, _ in corpus.batches(text.train, seed=0, micro_batch=size, context=context):
             yield tokens
@@ -40,7 +40,7 @@ def batches(model: str | None, text: Any, size: int, context: int) -> Iterator[T
 
 
 def read_arguments(doc: str | None, saved: str, lr: float, small_lr: float) -> argparse.Namespace:
-    """The command line; `saved` says what goes to `--save`, `small_lr` is for the small model."""
+    """Parse the command line; `saved` is for `--save`'s help, `small_lr` for the small model."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--model", help="a directory or Hub id; default: a small model of bytes")
     parser.add_argument("--nvme-path", default=None, help="a directory on your fastest drive")

@@ -1,7 +1,7 @@
 """A small GPT: pre-norm blocks, causal attention by SDPA, GELU, learned positions.
 
-It knows nothing of `infinity`: it is an ordinary `nn.Module` whose `forward(tokens, targets)`
-returns the mean cross entropy, computed in fp32 whatever the dtype of the weights.
+It is an ordinary `nn.Module`, independent of `infinity`: `forward(tokens, targets)` returns the
+mean cross entropy, computed in fp32 for any dtype of the weights.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class GPTConfig:
     checkpointing: bool = False  # recompute each block in backward
 
 
-# The byte-level ones have a vocabulary of 256. "gpt-124m" has the body of the GPT-2 of that name
-# with 32,000 tokens and its own head: 135M parameters, the size that peers were measured at.
+# The byte-level models have a vocabulary of 256. "gpt-124m" has the body of the GPT-2 of that name
+# with 32,000 tokens and an untied head: 135M parameters, the size at which peers were measured.
 PRESETS = {
     "gpt-tiny": GPTConfig(vocab_size=256, context=64, num_layers=4, num_heads=4, width=128),
     "gpt-100m": GPTConfig(vocab_size=256, context=256, num_layers=16, num_heads=12, width=768),
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The whole model; `forward` returns the loss."""
+    """The complete model; `forward` returns the loss."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter from `seed`, GPT-2's way: the same model in every process."""
+        """Initialize every parameter from `seed` as in GPT-2: the same model in every process."""
         generator = torch.Generator().manual_seed(seed)
         small = 0.02 / (2 * self.config.num_layers) ** 0.5
         for name, parameter in self.named_parameters():

@@ -1,9 +1,9 @@
 """A model of the Llama shape: RMSNorm, rotary positions, grouped-query attention by SDPA, SwiGLU.
 
-It knows nothing of `infinity`. `forward(tokens, targets)` returns the mean cross entropy, computed
-in fp32 a slice of the sequence at a time, so that the logits of a large vocabulary never exist
-whole, unless that is left to others (`whole_logits`). Written for timing: the sizes are those of
-well-known models, the weights are random.
+It is independent of `infinity`. `forward(tokens, targets)` returns the mean cross entropy, computed
+in fp32 one slice of the sequence at a time, so that the logits of a large vocabulary are never
+materialized at once, unless the engine slices them (`whole_logits`). Written for timing: the sizes
+are those of well-known models, the weights are random.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LlamaConfig:
     inner: int
     rope_base: float = 500_000.0
     checkpointing: bool = False  # recompute each block in backward
-    whole_logits: bool = False  # of all tokens: for who slices them, as an engine does
+    whole_logits: bool = False  # of all tokens at once, for an engine that slices them
 
     @property
     def head_size(self) -> int:
@@ -41,7 +41,7 @@ class LlamaConfig:
         return self.width // self.num_heads
 
 
-# vocab, context, layers, heads, kv heads, width, inner: Llama 3.2 1B's body with a head of its own,
+# vocab, context, layers, heads, kv heads, width, inner: Llama 3.2 1B's body with an untied head,
 # Llama 3 8B, and Qwen 3 14B's shape. "llama-tiny" is for tests.
 PRESETS = {
     "llama-tiny": LlamaConfig(256, 64, 3, 4, 2, 64, 160),
@@ -84,11 +84,11 @@ class Block(nn.Module):
 
 
 class UniformInit(nn.Module):
-    """A model whose matrices are drawn evenly; vectors are ones."""
+    """Base class of models with uniformly drawn matrices and vectors of ones."""
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter from `seed`."""
+        """Initialize every parameter from `seed`."""
         torch.manual_seed(seed)
         for parameter in self.parameters():
             if parameter.ndim == 1:
@@ -98,7 +98,7 @@ class UniformInit(nn.Module):
 
 
 class Llama(UniformInit):
-    """The whole model; `forward` returns the loss."""
+    """The complete model; `forward` returns the loss."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Llama(UniformInit):
 
 
 def _turns(config: LlamaConfig, time: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin of every position's angles, (time, head size), in the dtype of `like`."""
+    """Return cos and sin of every position's angles, (time, head size), in `like`'s dtype."""
     half = torch.arange(0, config.head_size, 2, device=like.device, dtype=torch.float32)
     frequency = config.rope_base ** (-half / config.head_size)
     angle = torch.outer(torch.arange(time, device=like.device, dtype=torch.float32), frequency)

@@ -2,9 +2,9 @@
 
     python examples/lora.py --model /path/to/Llama-3.1-70B --nvme-path /fast/drive
 
-Meant for one GPU of 16 GB or more: the frozen base takes 2 bytes a parameter wherever it rests
-(141 GB of drive for 70 billion), and only adapters have optimizer state. Without `--model` it
-adapts a small model of bytes with random weights: any CPU, a minute.
+Meant for one GPU of 16 GB or more: the frozen base takes 2 bytes per parameter on any tier (141 GB
+of drive for 70 billion), and only adapters have optimizer state. Without `--model` it adapts a
+small model of bytes with random weights: any CPU, a minute.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import infinity
 
 
 def adapted(model: Any) -> Any:
-    """The model with adapters beside its attention; the base is frozen."""
+    """Return the model with adapters on its attention; the base is frozen."""
     config = peft.LoraConfig(
         r=8,
         lora_alpha=16,
@@ -67,7 +67,7 @@ def main() -> None:
             with torch.no_grad():
                 ours = engine(input_ids=tokens, labels=tokens).loss.item()
 
-        if arguments.model is None:  # as anybody would use them, without infinity
+        if arguments.model is None:  # loaded without infinity
             plain = transformers.AutoModelForCausalLM.from_pretrained(source)
             plain = peft.PeftModel.from_pretrained(plain, target).eval()
             with torch.no_grad():

@@ -2,7 +2,7 @@
 
 A layer's experts are two parameters of three dimensions, `(experts, 2 * inner, width)` and
 `(experts, width, inner)`, as in every mixture of transformers 5. `forward(tokens, targets)` returns
-the mean cross entropy. It knows nothing of `infinity`.
+the mean cross entropy. It is independent of `infinity`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ PRESETS = {
 
 
 class Mixture(UniformInit):
-    """The model, and its loss."""
+    """The complete model; `forward` returns the loss."""
 
     def __init__(self, config: MixtureConfig) -> None:
-        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # seconds
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM  # the import takes seconds
 
         super().__init__()
         self.config = config
@@ -61,7 +61,7 @@ class Mixture(UniformInit):
             use_cache=False,
         )
         self.model = Qwen3MoeForCausalLM(shape)
-        with torch.device("cpu"):  # no parameters: their values would be missing in an outline
+        with torch.device("cpu"):  # not parameters: on meta their values would be missing
             rotary = self.model.model.rotary_emb
             self.model.model.rotary_emb = type(rotary)(shape)
         if config.checkpointing:
@@ -74,6 +74,6 @@ class Mixture(UniformInit):
 
 
 def num_unused(config: MixtureConfig) -> int:
-    """The number of parameters that a token does not use: those of the other experts."""
+    """Return the number of parameters that a token does not use: those of the other experts."""
     idle = config.num_experts - config.experts_per_token
     return config.num_layers * idle * 3 * config.width * config.inner

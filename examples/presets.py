@@ -1,4 +1,4 @@
-"""The models that the examples and benchmarks can be asked for, by name."""
+"""Models of the examples and benchmarks, by name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ PRESETS: dict[str, Shape] = {**gpt.PRESETS, **llama.PRESETS, **mixture.PRESETS}
 
 
 def shape_of(name: str, context: int | None = None, checkpointing: bool = False) -> Shape:
-    """The preset `name`, with another context length if one is given."""
+    """Return the preset `name`, with another context length if one is given."""
     preset = PRESETS[name]
     return replace(preset, context=context or preset.context, checkpointing=checkpointing)
 
 
 def empty(shape: Shape, dtype: torch.dtype) -> gpt.GPT | llama.Llama | mixture.Mixture:
-    """The model, its weights not drawn yet; in `dtype` from the start, so that no larger copy ever
-    exists.
-    """
+    """Return the uninitialized model, built in `dtype` so that no larger copy exists."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -39,24 +37,24 @@ def empty(shape: Shape, dtype: torch.dtype) -> gpt.GPT | llama.Llama | mixture.M
 
 
 def outline(shape: Shape, dtype: torch.dtype) -> nn.Module:
-    """The model without values: all of it is meta."""
+    """Return the model on the meta device."""
     with torch.device("meta"):
         return empty(shape, dtype)
 
 
 def build(shape: Shape, dtype: torch.dtype, seed: int) -> nn.Module:
-    """The model, its weights drawn from `seed`."""
+    """Return the model with weights initialized from `seed`."""
     model = empty(shape, dtype)
     model.init_weights(seed)
     return model
 
 
 def count_parameters(shape: Shape) -> int:
-    """The number of parameters, a tied one counted once, without building them."""
+    """Return the number of parameters, without allocating them; tied ones are counted once."""
     return sum(parameter.numel() for parameter in outline(shape, torch.float32).parameters())
 
 
 def count_active(shape: Shape) -> int:
-    """The number of parameters that a token uses: of a mixture, those of its experts alone."""
+    """Return the number of parameters that a token uses: in a mixture those of its experts."""
     unused = mixture.num_unused(shape) if isinstance(shape, mixture.MixtureConfig) else 0
     return count_parameters(shape) - unused

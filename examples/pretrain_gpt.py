@@ -3,10 +3,9 @@
 
     python examples/pretrain_gpt.py --config examples/configs/demo.yaml --steps 30
 
-Prints the plan, a line per step, the result, a comparison with plain PyTorch, and what to type
-next. Any CPU will do; the disk holds 16 bytes a parameter. Exit code 0 when done, an error's own
-code with one message, 130 after Ctrl-C and 143 after SIGTERM; the scratch files are gone in every
-case.
+Prints the plan, a line per step, the result, a comparison with plain PyTorch, and next commands.
+Any CPU will do; the disk holds 16 bytes per parameter. The exit code is 0 on success, that of the
+error with one message, 130 after Ctrl-C and 143 after SIGTERM; scratch files are always removed.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     if arguments.nvme_path is not None:
         arguments.nvme_path = arguments.nvme_path.expanduser()
-    # Torch takes seconds to import; a signal must be clean from the first moment on.
+    # Importing torch takes seconds; signals must be handled from the start.
     from _training import Run
     from _ui import Screen
 
@@ -51,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:
-        # Whoever read our output is gone; keep the interpreter from writing to it at exit.
+        # The reader of stdout is gone; keep the interpreter from writing to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     finally:

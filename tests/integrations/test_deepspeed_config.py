@@ -1,4 +1,4 @@
-"""A DeepSpeed configuration: every key of the table, batch sizes, placement, names, sources."""
+"""Tests of the translation of DeepSpeed configurations: keys, batch sizes, placement, sources."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def nested(flat: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], None]]:
-    """A test of every case that reports all that fail; a tuple is several arguments."""
+    """Run the decorated check on every case and report all failures; tuples are unpacked."""
 
     def decorate(check: Callable[..., None]) -> Callable[[], None]:
         def test() -> None:
@@ -85,7 +85,7 @@ def row(translation: Translation, key: str) -> dict[str, Any]:
 
 
 def scheduled(kind: str, **params: Any) -> dict[str, Any]:
-    """The other keys that a schedule needs."""
+    """Return the keys of a scheduler section of this type."""
     return {"scheduler.type": kind} | {f"scheduler.params.{k}": v for k, v in params.items()}
 
 
@@ -99,7 +99,7 @@ RANGE = scheduled("LRRangeTest")
 WARMUP = scheduled("WarmupLR")
 HALF = {"fp16.enabled": True}
 
-# Of each key that is done: a value, what it makes of ours, and the keys that it needs beside it.
+# For each key with verdict DONE: a value, the resulting config values, and other required keys.
 DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_batch_size": (6.0, {"gradient_accumulation_steps": 1}, {}),
     "train_micro_batch_size_per_gpu": (2, {"gradient_accumulation_steps": 4}, {}),
@@ -213,7 +213,7 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     **{f"flops_profiler.{n}": (2, {}, {}) for n in ("profile_step", "module_depth", "top_modules")},
 }  # fmt: skip
 
-# Of each key that may be refused: a value that is, and one that is not.
+# For each key with verdict REFUSED: a refused value, an accepted value, and other required keys.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "amp": ({"enabled": True, "opt_level": "O1"}, {"enabled": False, "opt_level": "O1"}),
     "data_types.buffer_dtype": ("fp32", None),
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     ),
 }  # fmt: skip
 
-# Of a key that changes nothing: a value of its kind, unless one is named here.
+# Sample values by kind, for keys that change nothing.
 SAMPLES = {
     "flag": True,
     "number": 0.5,
@@ -353,7 +353,7 @@ def test_key_value_of_wrong_type_raises(key: Key) -> None:
 
 
 def test_key_table_covers_installed_deepspeed_schema() -> None:
-    """Where DeepSpeed can be imported: its pydantic sections, field by field."""
+    """Compare with its pydantic schema, field by field, if DeepSpeed is installed."""
     zero = pytest.importorskip("deepspeed.runtime.zero.config")
     precision = pytest.importorskip("deepspeed.runtime.precision_config")
     monitor = pytest.importorskip("deepspeed.monitor.config")
@@ -383,7 +383,7 @@ def test_key_table_covers_installed_deepspeed_schema() -> None:
 def deepspeeds_batches(
     total: int | None, micro: int | None, steps: int | None
 ) -> tuple[int, int, int] | None:
-    """(total, micro, steps) by the rules of DeepSpeed's documentation; None where it stops."""
+    """Return (total, micro, steps) by DeepSpeed's documented rules; None where it raises."""
     if total is None and micro is None:
         return None
     found = None
@@ -392,7 +392,7 @@ def deepspeeds_batches(
         if t != m * s or any(a is not None and a != b for a, b in given):
             continue
         if steps is None and (total is None or micro is None) and s != 1:
-            continue  # accumulation is 1 unless two others say otherwise
+            continue  # accumulation is 1 unless both others are given
         assert found is None, "the rules leave no choice"
         found = (t, m, s)
     return found
@@ -502,7 +502,7 @@ def rule(kind: str | None, **params: Any) -> dict[str, Any]:
         ({f"{OFFLOAD}.buffer_count": 0}, {"placement.optimizer_state": "auto"}),
         ({"aio.thread_count": 1}, {"io.num_threads": 4}),  # fewer than a disk needs
         ({"aio.thread_count": 16}, {"io.num_threads": 16}),
-        # Hints never stop a run, and what people copy says nothing.
+        # Hints never stop a run; commonly copied values are ignored.
         ({f"{ZERO}.sub_group_size": 1}, {"chunk_size": 2048}),
         ({f"{ZERO}.sub_group_size": 1e9}, {"chunk_size": "auto"}),
         ({f"{ZERO}.stage3_prefetch_bucket_size": 1}, {"prefetch_units": 2}),
@@ -566,7 +566,7 @@ def test_translation_sets_expected_values(more: dict[str, Any], expected: dict[s
         ({"bf16": True}, "bf16: should be a section"),
         ({"infinity": {"placement": {"gradient": "host"}}}, "placement.gradient: unknown key"),
         ({"infinity": 3}, "infinity: should be a section"),
-        # A wrong value is not said to be missing.
+        # A wrong value is not reported as missing.
         ({**NVME, f"{ZERO}.offload_param.nvme_path": 5}, "offload_param.nvme_path: should be"),
         ({"train_batch_size": "x"}, "train_batch_size: should be"),
         ({"optimizer.type": 5}, "optimizer.type: should be"),
@@ -615,7 +615,7 @@ def test_muon_note_on_newton_schulz_of_torch(given: dict[str, str]) -> None:
 
 
 def test_muon_options_split_between_muon_and_adamw() -> None:
-    """`lr`, `weight_decay` mean both there; `betas` and `eps` are AdamW's."""
+    """DeepSpeed applies `lr` and `weight_decay` to both rules, `betas` and `eps` to AdamW only."""
     words = {"lr": 0.1, "muon_lr": 0.02, "weight_decay": 0.5, "betas": [0.8, 0.9], "momentum": 0.9}
     found = translated(rule("Muon", **words)).config.optimizer
     told = {"lr": 0.02, "adam_lr": 0.1, "weight_decay": 0.5, "adam_weight_decay": 0.5}
@@ -945,7 +945,7 @@ def on_nvme(path: Path) -> dict[str, Any]:
 
 
 def by_hand(steps: int) -> dict[str, torch.Tensor]:
-    """The same run in plain torch, accumulation, clipping and schedule written out."""
+    """Train in plain torch with explicit accumulation, clipping and schedule."""
     model = small_model()
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=0.0, weight_decay=0.1, foreach=False, fused=False

@@ -1,4 +1,4 @@
-"""`zero`, `utils`, `ops`, `runtime`, `comm`, `checkpointing`: by DeepSpeed's names."""
+"""Tests of DeepSpeed's module names: zero, utils, ops, runtime, comm and checkpointing."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_gathered_parameters_full_values_and_edits_persist(
         with deepspeed.zero.GatheredParameters(norm.parameters(), modifier_rank=None):
             with deepspeed.zero.GatheredParameters([norm.weight, up]), torch.no_grad():
                 norm.weight.fill_(3)
-            assert bool((norm.weight == 3).all())  # the outer block lends it still
+            assert bool((norm.weight == 3).all())  # still gathered by the outer context
         with deepspeed.zero.GatheredParameters([up], enabled=False):
             pass
         state = engine.state_dict()
@@ -122,7 +122,7 @@ def test_gathered_parameters_without_engine_unchanged(tmp_path: Path) -> None:
         assert bool((engine.module.norm.bias == 0).all())
         engine.close(restore=True)
     with deepspeed.zero.GatheredParameters(engine.module.parameters()):
-        pass  # the engine is closed: nobody owns them
+        pass  # the engine is closed
     with torch.device("meta"):
         without_values = nn.Linear(2, 2)
     with pytest.raises(ResidencyError, match="no values yet"):
@@ -176,7 +176,7 @@ def test_zero_init_model_equals_plain_build(tmp_path: Path) -> None:
 
 
 def test_zero_init_accepts_global_batch_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As `from_pretrained` passes it on below the stock Trainer, in each process of a launcher."""
+    """Under the stock Trainer `from_pretrained` passes the global batch size on every rank."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     sizes = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4}
     config = {**sizes, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3}}
@@ -279,7 +279,7 @@ def test_full_optimizer_state_get_and_set(tmp_path: Path, placement: str, moment
                 assert torch.equal(got, new)
             else:
                 torch.testing.assert_close(got, new, rtol=0.05, atol=0.05)
-            for name, parameter in named(engine, weight):  # nobody else's
+            for name, parameter in named(engine, weight):  # others are unchanged
                 assert torch.equal(safe_get_full_optimizer_state(parameter, key), others[name])
         with pytest.raises(ConfigError, match="one of step, exp_avg, exp_avg_sq"):
             safe_get_full_optimizer_state(weight, "momentum")
@@ -328,7 +328,7 @@ def test_set_state_of_torch_optimizer_raises(tmp_path: Path) -> None:
             safe_set_full_optimizer_state(weight, torch.ones(16), "square_avg")
 
 
-# --- utils: the rest ---------------------------------------------------------------------------
+# --- utils: modules, logging and communication -------------------------------------------------
 
 
 def test_z3_leaf_modules_set_get_and_validate() -> None:
@@ -457,7 +457,7 @@ def test_deepspeed_adam_becomes_built_in_rule(tmp_path: Path, kind: type[Any], f
         train(engine, 2)
         assert same(masters(engine), expected)
         if scheduler is not None:
-            given.param_groups[0]["lr"] = 0.5  # one group, seen from both
+            given.param_groups[0]["lr"] = 0.5  # the param group is shared
             assert engine.get_lr() == [0.5]
 
 
@@ -530,7 +530,7 @@ def test_zero_to_fp32_of_infinity_checkpoint(tmp_path: Path, precision: str) -> 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in THEIRS.iterdir() if p.is_dir()))
 def test_zero_to_fp32_of_deepspeed_checkpoint(tmp_path: Path, name: str) -> None:
-    """What is read is what an import and our own reader give."""
+    """Direct conversion equals importing the checkpoint and converting the import."""
     from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 
     made = import_deepspeed(THEIRS / name, tmp_path, "0", None)
@@ -549,7 +549,7 @@ def test_zero_to_fp32_of_deepspeed_checkpoint(tmp_path: Path, name: str) -> None
 
 
 def test_ema_of_offloaded_model_matches_torch(tmp_path: Path) -> None:
-    """The recipe of docs/migrating-from-deepspeed.md, against torch's own averaging."""
+    """Check the recipe of docs/migrating-from-deepspeed.md against torch's `AveragedModel`."""
     decay = 0.9
     with small_engine(tmp_path, ON_DISK) as engine:
         average = dict(engine.state_dict(master=True))
@@ -568,7 +568,7 @@ def test_ema_of_offloaded_model_matches_torch(tmp_path: Path) -> None:
         for name, value in plain.module.named_parameters():
             torch.testing.assert_close(average[name], value)
         trained = masters(engine)
-        engine.load_state_dict(average)  # evaluate the average, and go back
+        engine.load_state_dict(average)  # evaluate the average, then restore
         with torch.no_grad():
             torch.testing.assert_close(engine(batch(9)), plain.module(batch(9)))
         engine.load_state_dict(trained)

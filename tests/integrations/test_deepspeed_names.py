@@ -1,4 +1,4 @@
-"""Any module below `deepspeed` imports; a name in it works, or says what to write instead."""
+"""Tests of names below `deepspeed`: modules import, unsupported names raise with a remedy."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_module_and_function_of_one_name_both_work() -> None:
 
 
 def test_hasattr_false_for_names_unknown_to_deepspeed() -> None:
-    """In modules that serve names; kernels are chosen by modules that are found."""
+    """Scripts probe for names and modules with `hasattr` and `find_spec`."""
     assert not hasattr(deepspeed, "is_initialized")
     assert not hasattr(deepspeed.utils, "is_initialized")
     assert hasattr(deepspeed, "init_inference")
@@ -107,7 +107,7 @@ def test_hasattr_false_for_names_unknown_to_deepspeed() -> None:
 
 
 def test_unsupported_call_is_not_attribute_error() -> None:
-    """`nn.Module` takes an `AttributeError` of a property for an attribute that is not there."""
+    """`nn.Module` reports an `AttributeError` raised in a property as a missing attribute."""
 
     class Model(nn.Module):
         @property
@@ -126,7 +126,7 @@ def test_unsupported_lower_case_class_isinstance_false() -> None:
 
 
 def test_attribute_lookup_imports_no_modules() -> None:
-    """`pickle` looks an object without a module up in all that are imported."""
+    """`pickle` searches all imported modules for an object without `__module__`."""
     importlib.import_module("infinity.deepspeed.runtime.constants")
     before = set(sys.modules)
     for name, module in list(sys.modules.items()):

@@ -1,4 +1,4 @@
-"""DeepSpeed's profiler, monitors, accelerator, and what its engine and parameters answer."""
+"""Tests of DeepSpeed's profiler, monitors, accelerator, and engine and parameter accessors."""
 
 from __future__ import annotations
 
@@ -90,9 +90,9 @@ def test_flops_profiler_section_profiles_one_forward(
         counted = profiler_of_its_own.get_total_flops(as_string=True)
         if profiler is section:
             assert out.startswith("step 1: ")
-            assert out.count(counted) == 2  # in the heading, and of the whole model
+            assert out.count(counted) == 2  # in the heading and in the model's row
             assert ".head: " in out
-            assert ".blocks." not in out  # deeper
+            assert ".blocks." not in out  # below module_depth
         else:
             assert out == ""
     assert counted in (tmp_path / "profile.txt").read_text()
@@ -143,7 +143,7 @@ def test_as_deepspeed_prints_summary_of_config(
 
 
 def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> Any:
-    """An engine of windows of two micro-batches whose W&B and Comet put into `told`."""
+    """Return an engine with two micro-batches per step whose W&B and Comet log to `told`."""
 
     def log(data: dict[str, float], **step: Any) -> None:
         told.append((data, step))
@@ -188,7 +188,7 @@ def test_monitors_receive_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
         samples = 4 * (window + 1)
         values = {"Train/Samples/train_loss": mean, "Train/Samples/lr": 0.01}
         steps += [({k: v}, {"step": samples}) for k, v in values.items()]
-        if window != 1:  # 8 samples apart
+        if window != 1:  # samples_log_interval is 8
             steps += [(k, v, samples) for k, v in values.items()]
     assert told == [*begun, *steps, "finish", "end"]
     for name, module, package in (
@@ -252,7 +252,7 @@ def test_parameter_ds_attributes_follow_residency(tmp_path: Path) -> None:
 def test_module_to_does_not_move_offloaded_module(tmp_path: Path) -> None:
     model = small_model()
     kinds = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
-    for dims in range(9):  # of many kinds, none of which is cast by a move to halves
+    for dims in range(9):  # integer and bool buffers, which a cast to half leaves alone
         for dtype in kinds:
             name = f"{dtype}{dims}".removeprefix("torch.")
             model.register_buffer(name, torch.zeros((1,) * dims, dtype=dtype))
@@ -294,7 +294,7 @@ def test_engine_accessors_follow_configuration(tmp_path: Path) -> None:
         with pytest.raises(AttributeError, match="has 'sparse_allreduce'"):
             answers.sparse_allreduce(None, None)
         train(engine, 1)
-        for _ in range(2):  # a checkpoint that is there is replaced
+        for _ in range(2):  # an existing checkpoint is replaced
             engine.save_checkpoint(save_dir=tmp_path / "new" / "out", tag=3, client_state={"a": 1})
             assert [e.name for e in (tmp_path / "new" / "out").glob("3*")] == ["3"]
         path, state = engine.load_checkpoint(load_dir=tmp_path / "new" / "out", tag=3)

@@ -1,6 +1,6 @@
-"""Scripts that were written for DeepSpeed run as they are, and placement changes no bit of theirs.
+"""Tests of unmodified DeepSpeed scripts: they run, with equal bits for any placement.
 
-The scripts are those of `doors/`. Each has `main(config, folder)`, which says what it computed.
+Each script in `doors/` has `main(config, folder)`, which returns its results.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ CONFIGS = {
     "with_trl": {**AUTO, "gradient_clipping": "auto"},
     "with_lightning": {},
 }
-IN_DOORS = {"with_trl": "trl", "with_lightning": "lightning"}  # of `make test-doors`
-# The first line of a script of one's own; then each script in turn, as `python script.py` runs it.
+IN_DOORS = {"with_trl": "trl", "with_lightning": "lightning"}  # `make test-doors`
+# The line that a user adds to a script; then each script in turn, as `python script.py` runs it.
 ALL = """
 import infinity; infinity.as_deepspeed()
 import json, runpy, sys
@@ -57,9 +57,9 @@ print("TOLD" + json.dumps(told))
 
 
 def config_of(name: str, folder: Path, *, on_disk: bool) -> Path:
-    """A configuration of the script: all on disk at stage 3, or all in RAM.
+    """Write a configuration of the script: all on disk at stage 3, or all in RAM at stage 2.
 
-    With both accelerate takes our Adam for torch's, which rounds otherwise.
+    With both, accelerate replaces torch's Adam by infinity's, which rounds differently.
     """
     zero: dict[str, Any] = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     if on_disk:
@@ -73,7 +73,7 @@ def config_of(name: str, folder: Path, *, on_disk: bool) -> Path:
 
 
 def run(folder: Path, *command: str) -> str:
-    """What a command writes to stdout; it must end well."""
+    """Run a Python command and return its stdout; fail unless it exits with 0."""
     root = str(Path(infinity.__file__).parents[1])
     path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -87,13 +87,13 @@ def run(folder: Path, *command: str) -> str:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A folder, and what the scripts say, by name and whether all is on disk."""
+    """Return the folder of the runs and the results of the scripts by name."""
     pytest.importorskip("transformers")
     return run_all(tmp_path_factory.mktemp("doors"), *(CONFIGS.keys() - IN_DOORS.keys()))
 
 
 def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
-    """What scripts say, all in one process, by name and whether all is on disk."""
+    """Run scripts on disk and in RAM in one process; return the folder and results by name."""
     scripts = [
         (str(DOORS / f"{name}.py"), str(config_of(name, folder, on_disk=on_disk)),
          str(folder / f"{name}-{on_disk}"))
@@ -124,11 +124,11 @@ def test_stock_trainers_of_optional_packages(tmp_path: Path, name: str, package:
                 assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-6), kind
 
 
-@pytest.mark.big  # `tests/ranks/test_deepspeed.py` has the calls, a test below two processes
+@pytest.mark.big  # `tests/ranks/test_deepspeed.py` covers the calls, a test below two processes
 def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(
     told: tuple[Path, dict[str, Any]],
 ) -> None:
-    """Same weights; means over ranks are rounded otherwise than those over micro-batches."""
+    """Weights are equal; means over ranks and over micro-batches round differently."""
     (folder, found), out = told, told[0] / "two"
     alone = found["ranks"]
     out.mkdir()
@@ -142,7 +142,7 @@ def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(
         assert mine == pytest.approx(other, rel=1e-6)
 
 
-# The page's blocks, and the example with us and without, one after the other in one process.
+# The code blocks of the page, then the example without and with infinity, in one process.
 PAGE = """
 import infinity; infinity.as_deepspeed()
 import io, json, runpy, sys
@@ -189,7 +189,7 @@ def test_infinity_run_starts_one_and_two_processes(tmp_path: Path) -> None:
     given = json.loads(Path(config).read_text()) | {"train_batch_size": 8}
     Path(config).write_text(json.dumps(given))
     two = run(tmp_path, *start, "--gpus", "2", script, *rest, str(tmp_path / "two"))
-    # Both write to the same pipe: a line's end may come after the other's line.
+    # Both write to the same pipe: a newline may follow the other process's line.
     first, second = map(json.loads, two.replace("}{", "}\n{").split("\n", 1))
     assert first == second
     assert len(first["losses"]) == 6
@@ -208,9 +208,9 @@ def test_announce_alone_picks_free_port() -> None:
 
 
 def test_worker_processes_end_with_killed_launcher(tmp_path: Path) -> None:
-    """Not even one that is killed, and can tell nobody: its pipe ends with who writes to it."""
+    """After SIGKILL of the launcher, the shared stdout reaches EOF only when both workers exit."""
     script = tmp_path / "waits.py"
-    # In one write: what two of them write to one pipe mixes between writes.
+    # One write per line: output of two processes interleaves between writes.
     script.write_text("import os, time\nos.write(1, b'waits\\n')\ntime.sleep(600)\n")
     start = [sys.executable, "-m", "infinity.cli", "run", "--gpus", "2", str(script)]
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
@@ -221,7 +221,7 @@ def test_worker_processes_end_with_killed_launcher(tmp_path: Path) -> None:
     assert said == ["waits\n"] * 2
 
 
-@pytest.mark.big  # another launcher of what the test before starts
+@pytest.mark.big  # covers only another launcher
 def test_accelerate_launch_under_infinity_run(tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     if shutil.which("accelerate", path=Path(sys.executable).parent) is None:

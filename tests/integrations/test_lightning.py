@@ -1,6 +1,6 @@
-"""`InfinityStrategy` against Lightning's own single device: same data, same seed, fp32.
+"""Tests of `InfinityStrategy` against Lightning's single-device strategy: same data, seed, fp32.
 
-Lightning is no part of the development extra: `make test-doors` installs it.
+Lightning is not in the development extra; `make test-doors` installs it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 class History(Callback):  # type: ignore[misc]
-    """What is logged after each step and each validation."""
+    """Record metrics after each step and each validation."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -85,7 +85,7 @@ def test_fit_matches_lightning(tmp_path: Path) -> None:
 
 
 class Chained(example.Classifier):  # type: ignore[misc]
-    """A warm-up and then a decay, as one schedule of two; and a norm that changes to none."""
+    """Warm-up, then decay, in a sequential schedule; and clipping that ends after four steps."""
 
     def configure_optimizers(self) -> dict[str, Any]:
         schedules = torch.optim.lr_scheduler
@@ -176,7 +176,7 @@ def test_validate_before_fit(tmp_path: Path) -> None:
 
 
 class ByHand(example.Classifier):  # type: ignore[misc]
-    """Steps by itself, every second batch."""
+    """Manual optimization with a step every second batch."""
 
     def __init__(self) -> None:
         super().__init__()

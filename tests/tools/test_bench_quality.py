@@ -1,6 +1,4 @@
-"""`tools/bench_quality.py`: goes on from checkpoints bit for bit, and sums up what is there; and
-`tools/bench_rules.py`, its table.
-"""
+"""Tests of `tools/bench_quality.py` (resume, summary) and the table of `tools/bench_rules.py`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The swap benchmark: the maths by hand, every contender over real files, wrong bytes noticed."""
+"""Tests of the swap benchmark: statistics, contenders over real files, detection of wrong bytes."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "tools/bench_swap.py"
 
 
-# The maths.
+# Statistics.
 
 
 @pytest.mark.parametrize(
@@ -83,7 +83,7 @@ def test_median_interval_known_values(count: int, rank: int, coverage: float) ->
 
 @pytest.mark.parametrize("count", range(1, 12))
 def test_median_interval_matches_enumeration(count: int) -> None:
-    """Every value falls below the true median with probability 1/2: go through all outcomes."""
+    """Each value is below the true median with probability 1/2: enumerate all outcomes."""
     low, high, covered = median_interval([float(v) for v in range(count)])
     first, last = int(low), int(high)
     holding = sum(first < sum(below) <= last for below in itertools.product((0, 1), repeat=count))
@@ -301,7 +301,7 @@ def make(bed: Testbed, name: str, monkeypatch: pytest.MonkeyPatch) -> Contender:
 
 
 def loads_for(bed: Testbed, mode: Mode) -> Load:
-    rates = [2e9, 1e9]  # 4 MiB and one pass, 2 MiB: the drives take part in proportion
+    rates = [2e9, 1e9]  # 4 MiB and 2 MiB: the load of a drive is proportional to its rate
     return make_load(
         mode, rates=rates, target_s=0.002, chunk_bytes=bed.chunk_bytes, region_bytes=4 * MIB
     )
@@ -374,7 +374,7 @@ def test_missing_write_detected(bed: Testbed) -> None:
 
 
 class FakeHandle:
-    """DeepSpeed's handle as its bindings describe it: nothing moves for sure before `wait`."""
+    """A fake of DeepSpeed's AIO handle: transfers are complete only after `wait`."""
 
     def __init__(self, block: int, depth: int, single: bool, overlap: bool, threads: int) -> None:
         self._pending: deque[tuple[bool, Tensor, str, int]] = deque()
@@ -529,7 +529,7 @@ def test_injected_failure_raises_its_error(
     assert outcome.ok, outcome.notes
     assert set(outcome.raised) == {name}
     assert outcome.right + outcome.raised[name] == outcome.requests == 64
-    assert outcome.right > 0 or kind == "stuck"  # as a slow disk looks, too
+    assert outcome.right > 0 or kind == "stuck"  # a slow disk looks the same
 
 
 def test_flipped_bits_caught_by_checksum(tmp_path: Path) -> None:
@@ -549,7 +549,7 @@ def test_flipped_bits_silent_without_checksum(
 
 
 def test_unexpected_fault_fails_trial(tmp_path: Path) -> None:
-    """The engine flips bits while only delays were asked for."""
+    """The engine injects flips or errors that the trial does not expect."""
     subject = faults._Trial(str(tmp_path / "f.bin"), "threads", "flip", 5)
     subject._may_flip = False
     outcome = subject.run()
@@ -562,7 +562,7 @@ def test_unexpected_fault_fails_trial(tmp_path: Path) -> None:
     assert not outcome.ok
 
 
-# The tool as a whole. Without fio it is brief: only plain threads compete.
+# The complete tool. Without fio it is fast: only plain threads compete.
 
 
 @pytest.fixture(scope="module")
@@ -685,7 +685,7 @@ def test_signal_stops_and_removes_files(tmp_path: Path, phase: str, signum: sign
         if with_fio:
             assert wait_until(lambda: fios.extend(children_named("fio", pid)) or fios)
         program.signal(signum)
-        program.signal(signum)  # an impatient one must not leave files behind
+        program.signal(signum)  # a second signal must not leave files behind
         code, out, error = program.end()
     assert code == 128 + signum, error
     assert out == ""
@@ -742,7 +742,7 @@ def test_recommended_yaml_is_valid_config(tmp_path: Path) -> None:
 
 def test_faults_command_reports_kinds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("swap.faults.usable_backends", lambda answers: ["threads"])
-    monkeypatch.setattr("swap.faults._STUCK_AFTER_S", 0.1)  # it is waited for
+    monkeypatch.setattr("swap.faults._STUCK_AFTER_S", 0.1)  # the trial waits for it
     monkeypatch.setattr("swap.faults._NUM_CHUNKS", 16)
     code, out, _ = run("--path", str(tmp_path), "--faults", "3", "--json")
     report = json.loads(out)

@@ -1,7 +1,6 @@
-"""The examples: what they read, what they show, and the demo and the benchmark end to end.
+"""Tests of the examples: corpus, models, output, and the demo and step benchmark end to end.
 
-They run in this process, but for what only a process of its own can show: importing torch takes
-longer than training a tiny model.
+They run in this process where possible: importing torch takes longer than training a tiny model.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ BENCH = TOOLS / "bench_step.py"
 
 @dataclass
 class RecordedReport:
-    """What `engine.last_report` said once."""
+    """A recorded `engine.last_report`."""
 
     stall_s: dict[str, float] = field(
         default_factory=lambda: {"disk_read": 1.2, "update": 0.0, "slot": 0.1, "gradient": 0.02}
@@ -261,7 +260,7 @@ def test_plain_baseline_bf16_learns(micro_batches: int) -> None:
     assert all(p.dtype == torch.bfloat16 for p in plain.model.parameters())
 
 
-# What is shown
+# Output
 
 
 @pytest.mark.parametrize(
@@ -300,7 +299,7 @@ def test_step_line_names_longest_stall() -> None:
 def test_step_lines_are_rate_limited(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first, the last, and between them one every few seconds, by a clock that is ours."""
+    """The first, the last, and one every few seconds between them, by a fake clock."""
     now = [100.0]
     monkeypatch.setattr(_ui, "time", SimpleNamespace(monotonic=lambda: now[0]))
     screen = _ui.Screen()
@@ -373,9 +372,9 @@ def test_bounds_of_plan_known_values() -> None:
             sizes, placement=placement, prefetch_units=1, gradient_accumulation_steps=micro_batches
         )
         pass_s = 2 * 12 * sum(sizes) / 1.5e9
-        weights_s = (8 - 3) * 102_400 * 2 / 2e9  # three are in slots at the turn
+        weights_s = (8 - 3) * 102_400 * 2 / 2e9  # three are in slots when backward starts
         rates = Rates(2e9, 1e9, 1.5e9, update={"fp32": sum(sizes) / 0.5})
-        first_s = pass_s / 8  # of the first unit's update, before which nothing is computed
+        first_s = pass_s / 8  # the first unit's update, before which nothing is computed
         slow = bounds_of(plan, rates, 1.0, 2.0)  # compute binds, and the update with it
         assert slow.ideal_s == pytest.approx(3.0 * micro_batches + 0.5)
         assert slow.schedule_s == pytest.approx(slow.ideal_s + first_s)
@@ -402,7 +401,7 @@ def told(folder: Path, *arguments: str, held_mib: int = 0) -> list[str]:
 
 
 def told_here(folder: Path, *arguments: str) -> list[str]:
-    """In this process, which holds what other tests have left in it."""
+    """Return arguments for this process, whose budget includes the memory already in use."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return told(folder, *arguments, held_mib=pages * os.sysconf("SC_PAGESIZE") >> 20)
 
@@ -419,7 +418,7 @@ Call = Callable[..., tuple[int, str, str]]
 def here(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: corpus.Corpus
 ) -> Iterator[Call]:
-    """Calls a `main` as a process would, and gives back both signals, which it keeps."""
+    """Return a function that calls `main`; restore the signal handlers that it installs."""
     monkeypatch.setattr(corpus, "standard_library", lambda: library)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
@@ -436,7 +435,7 @@ def here(
 def test_demo_output_complete_and_losses_match_plain_torch(
     tmp_path: Path,
 ) -> None:
-    """In a process: its peak memory is its own, and plain torch's is a child's."""
+    """Runs in a process of its own, to measure peak memory."""
     steps = ["--steps", "4", "--compare-steps", "3", "--compare", "--json"]
     code, output, errors = in_a_process(DEMO, *told(tmp_path, *steps))
     assert code == 0, errors
@@ -505,7 +504,7 @@ def assert_stopped(code: int | None, errors: str, signum: int) -> None:
 def test_signal_at_any_moment_leaves_nothing(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, signum: int, moment: str
 ) -> None:
-    """While the first state is written, at the plan, after a forward, and while all is closed."""
+    """During the initial write, at the plan, after a forward, and during close."""
     sent: list[str] = []
 
     def send(when: str) -> None:
@@ -569,7 +568,7 @@ def pipe() -> tuple[TextIO, TextIO]:
 
 
 class Served:
-    """What `subprocess.Popen` of a contender is to its parent, but a thread of this process."""
+    """A fake of a contender's `subprocess.Popen` that runs in a thread of this process."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
         assert command[-1] == "step.contender"
@@ -592,7 +591,7 @@ class Served:
         assert self.stdout.read() == ""
 
     def kill(self) -> None:
-        """`wait` ends it: it serves until its input ends."""
+        """Do nothing: `wait` closes the input, which ends the thread."""
 
     def wait(self) -> None:
         self.stdin.close()
@@ -602,7 +601,7 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Contenders of `bench_step` are threads of this process, and no rate is asked for."""
+    """Run contenders of `bench_step` in threads and measure rates only briefly."""
     known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
     monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=Served, **known))
     monkeypatch.setattr(bound, "MEASURE_S", 0.01)
@@ -630,7 +629,7 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
     disk, plain, sharded = (
         report["contenders"][name] for name in ("infinity_disk", "torch_ram", "fsdp2")
     )
-    for one in (disk, sharded):  # they began with the same weights
+    for one in (disk, sharded):  # same initial weights
         assert one["loss"] == pytest.approx(plain["loss"], abs=0.02)
     for direction in ("disk_read", "disk_write"):
         assert disk["moved_bytes"][direction] == disk["predicted_bytes"][direction]
@@ -651,7 +650,7 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
 
 @pytest.mark.usefixtures("served")
 def test_bench_step_compares_expert_ranges_with_layers(tmp_path: Path, here: Call) -> None:
-    """How many experts travel together changes bytes and times, and no bit of the loss."""
+    """The number of experts per unit changes bytes and times, but no bit of the loss."""
     arguments = [
         "--model", "moe-tiny", "--experts-per-unit", "3", "--rounds", "1", "--warmup", "1",
         "--tokens", "64", "--path", str(tmp_path), "--json",
@@ -664,7 +663,7 @@ def test_bench_step_compares_expert_ranges_with_layers(tmp_path: Path, here: Cal
     assert ranges["loss"] == layers["loss"]
     assert ranges["moved_bytes"] == ranges["predicted_bytes"] != layers["moved_bytes"]
     assert set(report["ratio"]) == {"layers_to_disk"}
-    unused = 2 * (8 - 2) * 3 * 64 * 64  # layers, experts that a token is not sent to, parameters
+    unused = 2 * (8 - 2) * 3 * 64 * 64  # layers, experts unused by a token, parameters
     assert report["num_parameters"] - report["num_active"] == unused
 
 
@@ -701,7 +700,7 @@ def test_contender_gets_fastest_schedule(
 def test_bench_step_follows_plan(
     tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Placement and schedule from the case of the job; what was chosen and expected is told."""
+    """Placement and schedule come from the plan; the choice and the prediction are reported."""
     rates = KnownRates(nominal(unified=True), None, ())
     monkeypatch.setattr(contender, "cached_rates", lambda *_, **__: rates)
     planned, taken = contender.Planned, set[tuple[int, ...]]()
@@ -722,7 +721,7 @@ def test_bench_step_follows_plan(
     assert code == 0, errors
     report = json.loads(output)
     facts = report["contenders"]["infinity_plan"]
-    assert facts["schedule"].startswith("one micro-batch of 128 tokens")  # two were told to others
+    assert facts["schedule"].startswith("one micro-batch of 128 tokens")  # other contenders get two
     assert taken == {(2, 64)}
     assert facts["recomputed"] == 0
     assert facts["hardware_tflops"] == pytest.approx(facts["model_tflops"])
@@ -735,9 +734,9 @@ def test_bench_step_follows_plan(
 
 @pytest.mark.big
 def test_bench_step_recompute_slices_and_offload(tmp_path: Path) -> None:
-    """Recomputed, in slices, their inputs on disk; FLOP that are computed twice are told.
+    """Blocks are recomputed, in slices, with inputs on disk; recomputed FLOP are reported.
 
-    In processes of their own, parent and contenders, as the others are for a person.
+    Parent and contenders run in processes of their own, as for users.
     """
     arguments = [
         "--model", "llama-tiny", "--rounds", "1", "--warmup", "1",
@@ -752,7 +751,7 @@ def test_bench_step_recompute_slices_and_offload(tmp_path: Path) -> None:
     assert "8*N*tokens" in report["flop_formula"]
     for facts in report["contenders"].values():
         assert facts["hardware_tflops"] == pytest.approx(8 / 6 * facts["model_tflops"])
-        assert "device_budget_bytes" not in facts  # a cap is a GPU's
+        assert "device_budget_bytes" not in facts  # only a GPU has a cap
     ours, plain = (report["contenders"][name] for name in ("infinity_ram", "torch_ram"))
     assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)
     assert "hardware" in errors
@@ -767,7 +766,7 @@ def assert_learns(name: str, output: str) -> None:
 
 
 def test_quickstart_is_short_and_learns() -> None:
-    """In a process: it is what everybody runs first."""
+    """Runs in a process of its own, as for users."""
     code, output, errors = in_a_process(EXAMPLES / "quickstart.py")
     assert code == 0, errors
     assert_learns("quickstart.py", output)

@@ -1,4 +1,4 @@
-"""`tools/gpu_check.sh` without a GPU: what it would run, what it says, and its report."""
+"""Tests of `tools/gpu_check.sh` without a GPU: its checks, output and report."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("stage", tool.STAGES)
 def test_checks_name_existing_files_within_limits(stage: str, tmp_path: Path) -> None:
-    """Every file, and every option of the step benchmark; none is stopped by the whole's limit."""
+    """Check files, order and options; the sum of all limits is within the limit of a call."""
     checks = tool.checks_of([stage], tmp_path, tmp_path)
     for check in checks:
         for word in check.command:
@@ -96,7 +96,7 @@ def test_checks_name_existing_files_within_limits(stage: str, tmp_path: Path) ->
     assert whole_s <= tool.LIMIT_S < 600
     assert len({check.name for check in checks}) == len(checks)
     drawn = [check for check in checks if check.name.endswith("-trace")]
-    assert 4 + 2 * len(drawn) <= 8  # files in all: so few that they are looked at
+    assert 4 + 2 * len(drawn) <= 8  # files in total: few enough to be read
     commands = {check.name: check.command for check in checks}
     for check in drawn:  # the trace of a contender that runs
         raced = commands[check.name.removesuffix("-trace")]
@@ -141,7 +141,7 @@ def test_gpu_tests_are_in_one_of_two_checks() -> None:
 H100_GIB = 79
 WHEELS_S = 30.0
 BESIDE_BYTES = 8 * GIB  # RAM for the kernel, the parents, and what CUDA loads later
-LOGITS_BYTES = 3 * GIB // 2  # llama.py makes them a slice at a time, four times as large at most
+LOGITS_BYTES = 3 * GIB // 2  # llama.py computes them in slices, at most four times as large
 
 
 SLOWLY_PLANNED = "step-8b-16k", "step-8b-32k", "step-14b-32k"  # a search takes 5 to 15 s
@@ -153,7 +153,7 @@ def all_benchmarks(device_gib: float = WHOLE_GIB) -> list[Benchmark]:
 
 
 def each(benchmarks: list[Benchmark]) -> list[Any]:
-    """Parameters of a test of each; those that take long are `big`."""
+    """Return test parameters for the benchmarks; slow ones are marked `big`."""
     marks = {True: pytest.mark.big, False: ()}
     return [
         pytest.param(one, id=one.name, marks=marks[one.name in SLOWLY_PLANNED])
@@ -175,7 +175,7 @@ def activation_bytes(case: PlanInput, slices: int) -> int:
 )
 @pytest.mark.parametrize("one", each(all_benchmarks()))
 def test_benchmarks_fit_machine(one: Benchmark, rates: Rates) -> None:
-    """Planned as a run would, whatever the rates are; nothing is allocated."""
+    """Plan as a run would, for any rates; nothing is allocated."""
     fits(one, rates, DEVICE_BYTES)
 
 
@@ -195,7 +195,7 @@ def fits(one: Benchmark, rates: Rates, card_bytes: int) -> None:
         assert budget is not None
         assert budget <= card_bytes - 2 * GIB  # CUDA and its kernels need some
         assert (case.limits.host or 0) <= RAM_BYTES - BESIDE_BYTES
-        if contender == "infinity_plan":  # as the engine slices logits, it knows all
+        if contender == "infinity_plan":  # the engine slices logits
             assert device_bytes(found) <= budget
             assert budget <= 0.95 * parse_size(job["device_budget"])
         else:
@@ -205,11 +205,11 @@ def fits(one: Benchmark, rates: Rates, card_bytes: int) -> None:
         assert 1.5 * case.micro_batches <= bounds.ideal_s <= bounds.schedule_s
         assert bounds_of(plan, rates, 0.0, 0.0).schedule_s >= step_cost(plan, rates).seconds
     if "torch_ram" in one.contenders:
-        assert plain_bytes(job) <= card_bytes - 4 * GIB  # its allocator is no arena
+        assert plain_bytes(job) <= card_bytes - 4 * GIB  # its allocator fragments
 
 
 def plain_bytes(job: dict[str, Any]) -> int:
-    """Weights, masters, two moments, gradients (summed in fp32), and the largest one in fp32."""
+    """Return plain torch's device bytes; gradients are summed in fp32, one at a time is cast."""
     numels = [parameter.numel() for parameter in outline(job).parameters()]
     gradient = 4 if job["micro_batches"] > 1 else 2
     case = case_of(job | {"by_engine": False}, "infinity_ram", machine_of())
@@ -221,7 +221,7 @@ def job_named(name: str) -> dict[str, Any]:
 
 
 def test_plan_contender_gets_only_tokens_and_budgets() -> None:
-    """However the benchmark passes tokens for others; what a device is held to is all there is."""
+    """The schedule of other contenders is dropped; the device budget is its only limit."""
     job = job_named("step-8b-8k") | {"micro_batches": 2, "rows": 1, "slices": 2, "offload": "host"}
     told = unscheduled_job(job)
     config = engine_config(told, "infinity_plan")
@@ -230,7 +230,7 @@ def test_plan_contender_gets_only_tokens_and_budgets() -> None:
     assert config["activations"] == {
         "checkpoint": "none", "slices": 1, "offload": "none", "logits": "chunked"
     }  # fmt: skip
-    # Who slices logits: the engine or the model, not both.
+    # Logits are sliced by the engine or by the model, not by both.
     assert [vars(shape_of(one))["whole_logits"] for one in (told, job)] == [True, False]
     case = case_of(told, "infinity_plan", machine_of())
     assert (case.work.tokens, case.micro_batches, case.work.recompute) == (8192, 1, 0)
@@ -241,7 +241,7 @@ def test_plan_contender_gets_only_tokens_and_budgets() -> None:
 
 
 def test_engine_limits_equal_chosen_plan() -> None:
-    """It finds the allocator's cap, where the choice had the budget: both leave as much free."""
+    """The engine reads the allocator's cap, the choice had the budget: both leave as much free."""
     job = job_named("step-8b-8k")
     found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
     told = found.case.config
@@ -270,7 +270,7 @@ def test_dry_run_prints_choice_and_expectation() -> None:
 
 
 def test_search_tries_offloaded_block_inputs() -> None:
-    """One micro-batch leaves no room to stream: a dozen others are faster until inputs leave."""
+    """Streaming does not fit with one micro-batch, and many are faster, unless inputs offload."""
     found = priced_of(job_named("step-8b-32k"), "infinity_plan", machine_of(), PROCESS_BYTES)
     chosen = BatchSchedule.of(found.case)
     assert (chosen.micro_batches, chosen.recompute, chosen.offload) == (1, "all", "host")
@@ -320,7 +320,7 @@ def test_device_memory_bytes_limited_by_memory_fraction(
 
 
 def report_of(**more: Any) -> dict[str, Any]:
-    """What a benchmark on a GPU says, as far as targets look at it."""
+    """Return a GPU benchmark's report with the fields that targets read."""
     ours = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_reserved_bytes": 23 * GIB,
             "device_budget_bytes": 24 * GIB}  # fmt: skip
     return {"device": "cuda", "model": "llama-8b", "tokens": 32768, "ratio": {},
@@ -348,7 +348,7 @@ def test_judged_uses_targets_of_device() -> None:
 
 
 def chosen_report(step: float = 1.0, memory: float = 1.0, links: float = 1.0) -> dict[str, Any]:
-    """Of a run whose schedule was the plan's; by so much it is beside what was to be expected."""
+    """Return a report of the plan's schedule with these ratios of measured to predicted."""
     ours = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_device_bytes": memory * 20 * GIB,
             "predicted_device_bytes": 20 * GIB, "links_bytes_per_s": links * 90e9}  # fmt: skip
     ratio = {"plan_to_torch_ram": 1.2, "plan_to_schedule": 1.05, "plan_to_predicted": step}
@@ -409,7 +409,7 @@ def test_table_has_found_and_not_run_rows() -> None:
                 "step-8b-32k-plain-4": plain_report(1.0),
                 "step-8b-32k-plain-8": plain_report(1.4),
                 "step-8b-32k": report_of(),
-                "step-1.5b-8k-trace": {"steps": []},  # what is no benchmark is passed over
+                "step-1.5b-8k-trace": {"steps": []},  # not a benchmark: skipped
                 "step-1.5b-8k": report_of(
                     ratio={"torch_ram": 2.0}, skipped={"deepspeed_cpu": "not importable"}
                 ),
@@ -417,7 +417,7 @@ def test_table_has_found_and_not_run_rows() -> None:
             }
         )
     )
-    # 24 more blocks of 0.1 s each: 3.8 s, beside 5.
+    # 24 more blocks of 0.1 s each: 3.8 s, against 5 s.
     assert "plain torch (derived from 4 and 8 of its blocks) | >= 0.93 | 0.76 | MISSED |" in text
     assert "beside FSDP2 with CPU offload | >= 2 | 2.5 | met |" in text
     assert "| 1.5B, 8k: tokens/s beside plain torch | >= 0.55 | 0.5 | MISSED |" in text
@@ -446,11 +446,11 @@ def test_table_compares_plan_with_result() -> None:
         assert row in rows, row
 
 
-# --- what is carried ------------------------------------------------------------------------------
+# --- carried packages -----------------------------------------------------------------------------
 
 
 def installed() -> dict[str, carried.Package]:
-    """What would be carried, as it is installed here: constraints.txt is the same for both."""
+    """Return the packages to carry as installed here: constraints.txt pins both."""
     found = {}
     for name in carried.CARRIED:
         there = importlib.metadata.distribution(name)
@@ -481,7 +481,7 @@ def test_uncovered_names_missing_and_requirer() -> None:
 
 
 def imported(entries: list[Path], folders: list[Path]) -> set[str]:
-    """Modules of others that files import when they are loaded, by way of files in `folders`."""
+    """Return third-party modules imported at load time, directly or through files in `folders`."""
     names, seen = set[str](), set[Path]()
     while entries:
         path = entries.pop()
@@ -503,9 +503,9 @@ def imported(entries: list[Path], folders: list[Path]) -> set[str]:
 
 
 def test_imports_are_covered_by_carried_packages() -> None:
-    """The tests, the tools and the package: by the names of distributions that bring modules.
+    """Tests, tools and package import only modules of carried or installed distributions.
 
-    Without the tests of integrations: they need transformers of the machine's.
+    Integration tests are excluded: they need the machine's transformers.
     """
     stages = [stage for stage in tool.STAGES if stage != "integrations"]
     entries = [ROOT / word for check in tool.checks_of(stages, Path("/out"), Path("/work"))
@@ -528,7 +528,7 @@ def wheel_of(folder: Path, name: str, version: str) -> Path:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """`.whl/` as `--fetch` leaves it, but the metadata alone, and a wheel of ours."""
+    """Create `.whl/` as `--fetch` does, with metadata-only wheels, and a wheel of this package."""
     there = tmp_path / ".whl"
     monkeypatch.setattr(carried, "WHEELS", there)
     there.mkdir()
@@ -601,7 +601,7 @@ def test_prebuilt_wheel_valid_until_sources_change(
     assert carried.prebuilt() == kept / "ours.whl"
     (tmp_path / "infinity" / "one.py").write_text("2")
     assert carried.fingerprint() != before
-    assert carried.prebuilt() is None  # of other sources
+    assert carried.prebuilt() is None  # built from other sources
 
 
 def python(name: str, code: str, limit_s: float = 600, json: bool = False) -> tool.Check:
@@ -611,7 +611,7 @@ def python(name: str, code: str, limit_s: float = 600, json: bool = False) -> to
 def test_main_runs_checks_and_writes_report(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """All but the GPU; the second call finds what the first one built."""
+    """Everything but the GPU; the second call reuses the build of the first."""
     report = json.dumps(report_of(ratio={"schedule": 1.05}))
     checks = [python("step-1.5b-disk", f"print({report!r})", json=True), python("one", "print(1)")]
     checks.append(replace(python("large", "raise SystemExit(1)"), device_gib=80))
@@ -629,13 +629,13 @@ def test_main_runs_checks_and_writes_report(
     monkeypatch.setattr(tool, "FACTS", "print('H200 139 GiB, 16 CPU cores')")
     monkeypatch.setattr(tool, "checks_of", lambda stages, out, work, gib, ram: checks)
     monkeypatch.setattr(tool, "gpu_gib", lambda: 40.0)
-    # The limits are for a machine that is paid by the second, from when the tool was loaded.
+    # The limits are for a rented machine and count from the import of the tool.
     monkeypatch.setattr(tool, "BEGAN", time.monotonic())
     monkeypatch.setattr(tool, "FACTS_S", 3600.0)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", "/before")
     for name in ("PYTHONUNBUFFERED", "PYTEST_DISABLE_PLUGIN_AUTOLOAD", "INFINITY_KERNEL_CACHE"):
-        monkeypatch.setenv(name, "")  # as they are afterwards is not for other tests
+        monkeypatch.setenv(name, "")  # restored after the test
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     assert tool.main(["disk", "--limit", "3600"]) == 0
     assert tool.main(["disk", "--limit", "3600"]) == 0
@@ -716,7 +716,7 @@ def test_missing_names_packages_and_programs(
     monkeypatch.setattr(shutil, "which", lambda name: "/usr/bin/cmake" if name == "cmake" else None)
     names = {line.partition(":")[0] for line in carried.missing()}
     assert "ninja" in names
-    assert "cmake" not in names  # a program on the PATH is as good as a wheel
+    assert "cmake" not in names  # a program on the PATH suffices
 
 
 def test_failed_checks_reported_and_others_run(
@@ -766,7 +766,7 @@ def test_failed_checks_reported_and_others_run(
     assert "bad: exit code 7" in capsys.readouterr().out
 
 
-# --- the first minute -----------------------------------------------------------------------------
+# --- smoke test -----------------------------------------------------------------------------------
 
 
 def test_machine_facts_need_no_package() -> None:

@@ -1,4 +1,4 @@
-"""The Llama of the examples is the one that everybody means."""
+"""Tests of the example Llama against that of transformers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The notebook of the examples, as a script in a process of its own."""
+"""Test of the example notebook, run as a script in a process of its own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What DeepSpeed's BERT pre-training tutorial calls: masked words and next sentences, in fp16."""
+"""Script with the calls of DeepSpeed's BERT pre-training tutorial: masked LM and NSP in fp16."""
 
 from __future__ import annotations
 

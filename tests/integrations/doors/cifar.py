@@ -1,4 +1,4 @@
-"""What DeepSpeed's CIFAR tutorial calls, on random images: its loader, fp16, its test."""
+"""Script with the calls of DeepSpeed's CIFAR tutorial, on random images: loader, fp16, test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What HelloDeepSpeed calls: a masked language model, its loop, and going on from a checkpoint."""
+"""Script with the calls of HelloDeepSpeed: masked LM, training loop, resume."""
 
 from __future__ import annotations
 

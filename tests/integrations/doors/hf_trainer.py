@@ -1,4 +1,4 @@
-"""The stock Trainer of transformers with a DeepSpeed configuration: train, save, go on."""
+"""Script with the stock Trainer and a DeepSpeed configuration: train, save, resume."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32,
 }  # fmt: skip
-# What a configuration may say of training itself; transformers fills it in.
+# Optimizer and scheduler sections whose "auto" values transformers fills in.
 SECTIONS = {
     "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto"}},
     "scheduler": {
@@ -93,7 +93,7 @@ def main(config: str, folder: Path) -> dict[str, Any]:
     given = json.loads(Path(config).read_text()) | SECTIONS
     sections = folder / "sections.json"
     sections.write_text(json.dumps(given))
-    if given["zero_optimization"]["stage"] == 3:  # as transformers wants it for inference
+    if given["zero_optimization"]["stage"] == 3:  # required by transformers for inference
         alone = trainer_of(str(sections), folder / "alone")
         found = alone.evaluate()["eval_loss"]
         rows = Tokens(8, 2).rows

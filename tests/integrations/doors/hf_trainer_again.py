@@ -1,4 +1,4 @@
-"""The stock Trainer evaluates before it trains, trains twice, and finds its batch size."""
+"""Script with the stock Trainer: evaluate before training, train twice, find the batch size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from infinity.storage.reservations import PROCESS
 
-LARGEST = 2  # samples of a batch that "fits"
+LARGEST = 2  # samples per batch that "fit" in memory
 
 
 def trainer_of(config: str | None, folder: Path, **more: Any) -> Trainer:
@@ -29,7 +29,7 @@ def trainer_of(config: str | None, folder: Path, **more: Any) -> Trainer:
 
 
 def twice(config: str | None, folder: Path, *, first: bool) -> list[Any]:
-    """Losses of `evaluate()` if `first`, and of `train()` and `evaluate()` twice."""
+    """Return the losses of two rounds of `train()` and `evaluate()`; evaluate before if `first`."""
     trainer, found = trainer_of(config, folder), list[Any]()
     if first:
         assert abs(trainer.evaluate()["eval_loss"] - 4.16) < 0.01
@@ -37,7 +37,7 @@ def twice(config: str | None, folder: Path, *, first: bool) -> list[Any]:
         trainer.train()
         trainer.evaluate()
         found += numbers(trainer)
-        trainer.optimizer = None  # as with DeepSpeed: state of the optimizer does not go on
+        trainer.optimizer = None  # as with DeepSpeed: optimizer state is not carried over
     return found
 
 
@@ -47,7 +47,7 @@ def out_of_memory(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
 
 
 def smaller(config: str | None, folder: Path) -> list[Any]:
-    """Losses of batches that were too large at first."""
+    """Return the losses of a run whose initial batch size was too large."""
     trainer = trainer_of(config, folder, auto_find_batch_size=True)
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = LARGEST + 1
     trainer.model.register_forward_pre_hook(out_of_memory, with_kwargs=True)
@@ -60,11 +60,11 @@ def smaller(config: str | None, folder: Path) -> list[Any]:
 def main(config: str, folder: Path) -> dict[str, Any]:
     zero = json.loads(Path(config).read_text())["zero_optimization"]
     found = {}
-    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # of an earlier Trainer
+    os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # set by an earlier Trainer
     for path in (None, config):
         found[path] = [twice(path, folder, first=zero["stage"] == 3)]
         AcceleratorState._reset_state(True)
-        if zero["stage"] < 3:  # as transformers wants it
+        if zero["stage"] < 3:  # required by transformers
             found[path].append(smaller(path, folder))
             AcceleratorState._reset_state(True)
     gc.collect()

@@ -1,4 +1,4 @@
-"""The stock Trainer and accelerate on any number of ranks: steps of eight micro-batches of two."""
+"""Script with the stock Trainer and accelerate on any number of ranks: 8 micro-batches a step."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ if __name__ == "__main__":
     parser.add_argument("--folder", type=Path)
     parser.add_argument("--deepspeed")
     arguments = parser.parse_args()
-    if RANKS > 1:  # as `infinity run --local-rank` appends it
+    if RANKS > 1:  # appended by `infinity run --local-rank`
         assert arguments.local_rank == int(os.environ["LOCAL_RANK"])
     told = main(arguments.deepspeed, arguments.folder)
     if dist.get_rank() == 0:

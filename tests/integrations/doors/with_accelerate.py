@@ -1,4 +1,4 @@
-"""accelerate's example of DeepSpeed: prepare, accumulate, clip, save and load its state."""
+"""Script with accelerate's DeepSpeed example: prepare, accumulate, clip, save and load state."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def train(config: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
 
 
 def main(config: str | None, folder: Path) -> dict[str, Any]:
-    if config is None:  # `accelerate launch` says how
+    if config is None:  # configured by `accelerate launch`
         return train(None, folder)
     given = json.loads(Path(config).read_text())
     given |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}

@@ -1,4 +1,4 @@
-"""Lightning's stock DeepSpeedStrategy: fit, validate, save and go on, and its own without us."""
+"""Script with Lightning's stock DeepSpeedStrategy: fit, validate, save, resume; also without."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import lightning_module as example
 
 
 class OnAnyDevice(DeepSpeedStrategy):
-    """Without the two checks that there is a GPU."""
+    """DeepSpeedStrategy without its two checks for a GPU."""
 
     setup_environment = DDPStrategy.setup_environment
 
@@ -56,7 +56,7 @@ def fit(strategy: Any, epochs: int, resume: Path | None = None) -> tuple[Any, Hi
     torch.manual_seed(0)
     module = example.Classifier()
     for dropout in (part for part in module.modules() if isinstance(part, torch.nn.Dropout)):
-        dropout.p = 0.0  # strategies draw otherwise before the first step
+        dropout.p = 0.0  # strategies draw different random numbers before the first step
     trainer.fit(module, example.loader(64, 1), example.loader(32, 2), ckpt_path=resume)
     return trainer, history
 

@@ -1,4 +1,4 @@
-"""TRL's stock trainers, with a DeepSpeed configuration or without: SFT, DPO, KTO, GRPO, Reward."""
+"""Script with TRL's stock trainers, with or without DeepSpeed: SFT, DPO, KTO, GRPO, Reward."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def train(kind: str, config: dict[str, Any] | None, folder: Path) -> list[list[f
     told = {} if config is None else {"deepspeed": config}
     told |= {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True}
     torch.manual_seed(5)
-    given = example.given_to(kind, None, source, folder / kind, **told)  # its arguments come first
+    given = example.given_to(kind, None, source, folder / kind, **told)  # before the model
     loader = getattr(transformers, f"LlamaFor{head}")
     given["model"] = loader.from_pretrained(source, dtype=torch.float32, **more)
     trainer = getattr(trl, example.KINDS[kind][0].__name__)(**given)
@@ -41,7 +41,7 @@ def main(config: str | None, folder: Path) -> dict[str, Any]:
     given = None if config is None else json.loads(Path(config).read_text())
     if given is not None and given["zero_optimization"]["stage"] == 3:
         words = ""
-        try:  # there TRL lends itself the head's weights around a loss
+        try:  # at stage 3 TRL gathers the head's weights around a loss
             train("dpo", given, folder)
         except ConfigError as error:
             words = str(error)

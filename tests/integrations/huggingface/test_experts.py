@@ -1,4 +1,4 @@
-"""Experts that are stacks of matrices: stored in 4 and 8 bits, and adapted by peft."""
+"""Tests of experts that are stacks of matrices: stored in 4 and 8 bits, and adapted by peft."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def attention(model: Any, **more: Any) -> Any:
 
 
 def run(source: Path, path: Path, family: Family, prepare: Any = attention, **more: Any) -> Any:
-    """Losses, state and plan of a few steps; and that bytes moved are those of the plan."""
+    """Train a few steps, check moved against predicted bytes; return losses, state and plan."""
     placement = more.pop("placement", ON_DISK)
     config = settings(path, placement, prefetch_units=0, optimizer=OPTIMIZER, **more)
     engine, *_ = infinity.from_pretrained(source, config, prepare=prepare)
@@ -65,7 +65,7 @@ def run(source: Path, path: Path, family: Family, prepare: Any = attention, **mo
 
 
 def stored(path: Path, name: str) -> Tensor:
-    """The bytes at rest of a parameter of the base."""
+    """Return the stored bytes of a parameter of the base."""
     found = load_file(path / "saved" / "a" / "frozen.safetensors")
     (held,) = (value for key, value in found.items() if key.endswith(name))
     return held
@@ -73,7 +73,7 @@ def stored(path: Path, name: str) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
 def test_frozen_expert_stacks_stored_in_nf4(family: str, tmp_path: Path) -> None:
-    """The losses of a base that has the values of 4 bits; bytes at rest and moved are forecast."""
+    """Losses equal those of a base rounded to 4 bits; stored and moved bytes are predicted."""
     one, base = FAMILIES[family], tmp_path / "base"
     one.build().save_pretrained(base)
     plain = one.build().requires_grad_(False)
@@ -97,7 +97,7 @@ def test_frozen_expert_stacks_stored_in_nf4(family: str, tmp_path: Path) -> None
 
 
 def as_mxfp4(value: Tensor) -> tuple[Tensor, Tensor]:
-    """Random codes of a stack of matrices, of about its size, as gpt-oss stores them."""
+    """Return random MXFP4 codes and scales for a stack of matrices, in gpt-oss's layout."""
     count, columns, rows = value.shape
     draw = torch.Generator().manual_seed(rows)
     grid = (count, rows, columns // 32)
@@ -106,7 +106,7 @@ def as_mxfp4(value: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def gpt_oss(folder: Path) -> dict[str, Tensor]:
-    """Save a model whose experts are MXFP4; returns the bytes at rest of each."""
+    """Save a model with MXFP4 experts; return the stored bytes of each."""
     GPT_OSS.build().save_pretrained(folder)
     tensors, held = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     for name, value in list(tensors.items()):
@@ -121,7 +121,7 @@ def gpt_oss(folder: Path) -> dict[str, Tensor]:
 
 
 def deepseek(folder: Path) -> dict[str, Tensor]:
-    """Save a model whose matrices are FP8, as DeepSeek-V3 is; returns those of fused experts."""
+    """Save a model with FP8 matrices, as in DeepSeek-V3; return the bytes of fused experts."""
     DEEPSEEK.build().save_pretrained(folder)
     tensors, held = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     codes, scales = dict[str, Tensor](), dict[str, Tensor]()
@@ -157,7 +157,7 @@ def quantised(folder: Path, section: dict[str, Any]) -> None:
 def test_quantised_experts_stored_as_in_file(
     save: Callable[[Path], dict[str, Tensor]], family: Family, form: str, tmp_path: Path
 ) -> None:
-    """Byte for byte; values and losses are those of the base that transformers dequantises."""
+    """Stored bytes equal the file's; values and losses equal transformers' dequantised base."""
     held = save(tmp_path / "native")
     assert not hasattr(describe(tmp_path / "native").base.config, "quantization_config")
     section = {"mxfp4": hf.Mxfp4Config, "fp8": hf.FineGrainedFP8Config}[form](dequantize=True)
@@ -225,7 +225,7 @@ def logits(model: Any, family: Family) -> Tensor:
     [("qwen3_moe", "as_is"), ("gpt_oss", "as_is"), ("mixtral", "nf4"), ("qwen3_moe", "fp8")],
 )
 def test_expert_adapters_match_peft(family: str, rest: str, tmp_path: Path) -> None:
-    """With everything resident; however units rest, are recomputed and sliced, the same bits."""
+    """The reference is fully resident; placement, format and recompute change no bit."""
     one = FAMILIES[family]
     plain = one.build().requires_grad_(False)
     plain.save_pretrained(tmp_path / "base")
@@ -263,7 +263,7 @@ def test_expert_adapters_match_peft(family: str, rest: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 def test_activation_estimate_counts_adapted_stacks(recompute: bool) -> None:
-    """Near the storages that live with peft alone; half of them are such stacks."""
+    """Compare with the live storages under peft alone, half of which are such stacks."""
     sizes = {**SPARSE, "num_experts": 16, "moe_intermediate_size": 64, "hidden_size": 128}
     one = _moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)
     model = on_experts(one.build())
@@ -276,7 +276,7 @@ def test_activation_estimate_counts_adapted_stacks(recompute: bool) -> None:
     shape = ActivationModel(units, lookups=target.lookups, heads=target.heads, shares=target.shares)
     given = torch.arange(256).remainder(VOCABULARY)[None]
     batch = {"input_ids": given, "labels": given, "use_cache": False}
-    model(**batch).loss.backward()  # makes constants
+    model(**batch).loss.backward()  # creates constants
     model.zero_grad()
     with LiveBytes([given, *model.parameters(), *model.buffers()]) as live:
         model(**batch).loss.backward()

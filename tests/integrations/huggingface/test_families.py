@@ -1,6 +1,6 @@
-"""Families of transformers: trained from disk with the same bits as from RAM, and close to torch.
+"""Tests of transformers' model families: equal bits from disk and RAM, close to plain torch.
 
-Nothing in `infinity/` knows a name of theirs.
+`infinity/` has no code for a specific family.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from infinity.model.partition import groups_of, partition_model
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 2
-# One of each kind, and what has state, convolutions, or several parts of its own.
+# One of each kind, and those with state, convolutions, or several submodels.
 SOME = ("llama", "gpt2", "bert", "modernbert", "t5", "whisper", "mixtral", "deepseek_v3", "llava",
         "convnext", "mamba", "rwkv", "wav2vec2")  # fmt: skip
 CHECKPOINTED = ("llama", "bert", "t5", "whisper", "mixtral", "vit")
-# A gradient that is only rounding noise (a bias of keys under a softmax) is far below `eps`: it
-# must not become a step, which would differ between any two ways to compute.
+# A gradient of rounding noise only (the key bias under a softmax) is far below `eps`: it must not
+# become a step, which would differ between any two implementations.
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-4, "weight_decay": 0.01}
 
 
@@ -100,7 +100,7 @@ def test_training_from_disk_equals_ram_and_matches_torch(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_build_under_init_equals_plain_build(name: str, tmp_path: Path) -> None:
-    """And its units are those that are planned for from the config alone."""
+    """Its units also equal those planned from the config alone."""
     family = FAMILIES[name]
     with infinity.Init(threshold_bytes=128):
         model: nn.Module = family.build()
@@ -131,13 +131,13 @@ def test_gradient_checkpointing_recomputes_without_changes(name: str, tmp_path: 
     model = family.build()
     model.gradient_checkpointing_enable()
     assert_same_bits(on_disk, train(family, tmp_path, ON_DEVICE, model))
-    # Recomputing adds up the gradients of what blocks share (T5's biases) in another order.
+    # Recompute sums the gradients of shared parameters (T5's biases) in another order.
     assert on_disk.losses == pytest.approx(train_plain(name).losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("layers", [(2, 2), (3, 2)])
 def test_encoder_decoder_moved_bytes_equal_plan(layers: tuple[int, int], tmp_path: Path) -> None:
-    """Their first blocks are blocks as the others: recomputed, with inputs that wait on disk."""
+    """The first blocks are treated like the others: recomputed, with inputs saved on disk."""
     torch.manual_seed(0)
     config = transformers.T5Config(
         d_model=64, d_kv=16, d_ff=128, num_heads=4, vocab_size=500, num_layers=layers[0],

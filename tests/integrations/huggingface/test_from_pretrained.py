@@ -1,4 +1,4 @@
-"""Models of transformers loaded to their tiers, built there, and saved as transformers saves."""
+"""Tests of loading transformers models to their tiers, building from a config, and saving."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_model_class_adds_or_drops_head(tmp_path: Path) -> None:
 
 
 def test_old_weight_names_and_duplicate_tied_weights(tmp_path: Path) -> None:
-    """As of GPT-2's first files: no prefix, a buffer nobody wants; and the head beside it."""
+    """As in GPT-2's first files: no prefix, an unused buffer; and a copy of the tied head."""
     source = saved(FAMILIES["gpt2"], tmp_path / "model", save_original_format=False)
     state = tensors_in(source)
     for file in source.glob("*.safetensors*"):
@@ -143,7 +143,7 @@ class _Tokenizer:
 def test_file_precedence_and_save_lock_match_transformers(
     tmp_path: Path,
 ) -> None:
-    """Both are there where a save was killed between its last two renames."""
+    """A save killed between its last two renames leaves both a single file and an index."""
     source = saved(FAMILIES["llama"], tmp_path / "model")
     assert (source / "model.safetensors.index.json").exists()
     save_file(
@@ -317,11 +317,11 @@ def test_hub_id_loaded_from_cache_or_raises(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
-    """Counted while it is loaded and saved, byte by byte; Mixtral's experts are fused."""
+    """Count live bytes while the model is loaded and saved; Mixtral's experts are fused."""
     family = FAMILIES[kind]
     told = config(tmp_path, prefetch_units=0, chunk_size=1 << 16)
     peaks, sizes = [], []
-    for num_layers in (2, 2, 6):  # the first brings what is kept for good
+    for num_layers in (2, 2, 6):  # the first one fills caches
         facts = family.config()
         facts.num_hidden_layers = num_layers
         facts.hidden_size, facts.intermediate_size = 256, 256
@@ -346,9 +346,9 @@ def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path
 def test_initial_values_buffer_bytes_equal_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused experts are of several tensors of the files; a quantised one is made whole.
+    """Fused experts are read from several tensors; a quantised parameter is built in full.
 
-    The plan, which sees the directory alone, counts the same.
+    The plan, which reads only the directory, counts the same bytes.
     """
     monkeypatch.setattr(targets, "PIECE_ELEMENTS", 1000)
     facts = FAMILIES["mixtral"].config()
@@ -361,12 +361,12 @@ def test_initial_values_buffer_bytes_equal_plan(
     assert origins.most_bytes(parameters, quantises=True) == 4000
     stack = model.model.layers[0].mlp.experts.gate_up_proj.requires_grad_(False)
     assert origins.most_bytes(parameters, quantises=False) == 4000
-    expert = stack.nbytes // stack.shape[0]  # joined of two matrices of the file
+    expert = stack.nbytes // stack.shape[0]  # joined from two matrices of the file
     assert origins.most_bytes(parameters, quantises=True) == 2 * expert
     planned.module.requires_grad_(False)
-    assert planned.made_bytes(quantises=True) >= 2 * expert  # the head is no stack, and larger
+    assert planned.made_bytes(quantises=True) >= 2 * expert  # the head is larger, and not a stack
     assert planned.made_bytes(quantises=False) == 4000
-    origins.forget()  # and with them the files
+    origins.forget()  # also closes the files
     with torch.device("meta"):
         made = hf.MixtralForCausalLM(facts)
     largest = max(p.nbytes for p in made.parameters())
@@ -379,13 +379,13 @@ def test_initial_values_buffer_bytes_equal_plan(
 @pytest.mark.big
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_process_memory_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
-    """The peak of a process that loads and saves it; Mixtral's experts are fused."""
+    """Peak memory of a process that loads and saves the model; Mixtral's experts are fused."""
     told = forked.call(pretrained_alone.main, tmp_path, kind)
     assert [one["different"] for one in told] == [[], [], []]
     _, small, large = told
     assert large["slot_bytes"] == small["slot_bytes"]
     assert large["model_bytes"] - small["model_bytes"] > 100 << 20
-    # Timing decides how many buffers are used.
+    # The number of buffers in use depends on timing.
     assert large["grown_bytes"] - small["grown_bytes"] < large["buffer_bytes"] + SMALL_BYTES, told
 
 
@@ -422,7 +422,7 @@ def test_model_kwargs_set_config_or_raise(tmp_path: Path) -> None:
 
 
 def test_parameter_without_storage_raises(tmp_path: Path) -> None:
-    """It would be read, and end the process."""
+    """Reading it would crash the process."""
     hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
 
     def prepare(model: Any) -> None:

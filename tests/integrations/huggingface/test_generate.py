@@ -1,4 +1,4 @@
-"""`generate()` on an offloaded model: the plain model's tokens, the bytes that the plan says."""
+"""Tests of `generate()` on an offloaded model: tokens of the plain model, predicted bytes."""
 
 from __future__ import annotations
 
@@ -73,12 +73,12 @@ def test_token_reads_only_units_without_slot(prefetch_units: int, tmp_path: Path
     engine, *_ = infinity.initialize(deep(), config(tmp_path, prefetch_units))
     with engine:
         generate(engine.module, "llama", 3)
-        before, tokens = engine.counters(), 14  # whole periods of what stays and what goes
+        before, tokens = engine.counters(), 14  # full periods of the eviction pattern
         generate(engine.module, "llama", tokens)
         moved = engine.counters()["disk_read"] - before["disk_read"]
         unit = max(u.slot_bytes for u in engine.plan.units)
-        # Least recently used would bring every block again for every token. What prefetch holds
-        # ready is no resident.
+        # LRU eviction would read every block again for every token. Prefetched units do not
+        # count as resident.
         (blocks,) = (c for c in engine.plan.slot_classes if len(c.members) == 8)
         assert blocks.count == 2 + prefetch_units
         everything = 8 * blocks.slot_bytes
@@ -118,4 +118,4 @@ def test_training_unchanged_by_generate(moment: str, tmp_path: Path) -> None:
     assert [n for n in states[0] if not torch.equal(states[0][n], states[1][n])] == []
     assert (
         mispredictions[1] == mispredictions[0]
-    )  # the training cycle is not mistaken for a shorter one
+    )  # the training cycle is not taken for a shorter one

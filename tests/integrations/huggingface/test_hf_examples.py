@@ -1,6 +1,6 @@
-"""The examples with Hugging Face models, as a person runs them, but in this process.
+"""Tests of the examples with Hugging Face models, run as scripts in this process.
 
-Importing transformers takes longer than what they do here.
+Importing transformers takes longer than their training.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a script with arguments, and returns what it printed."""
+    """Return a function that runs a script with arguments and returns its stdout."""
     monkeypatch.setattr(corpus, "standard_library", library)
 
     def script(name: str, *arguments: str) -> str:

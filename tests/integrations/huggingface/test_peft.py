@@ -1,4 +1,4 @@
-"""Adapters of peft over a base that is frozen, on any tier and in any dtype."""
+"""Tests of peft adapters over a frozen base, on any tier and in any dtype."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("rest", ["as_is", "nf4"])
 def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path: Path) -> None:
-    """The same as over a plain base; over one that rests quantised, if that has its values."""
+    """Equal to peft over a plain base, rounded to the quantised values if the base is quantised."""
 
     def plain_base() -> Any:
         found = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -113,7 +113,7 @@ def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path:
 
 
 def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path) -> None:
-    """Losses are those of a plain base of the values that it holds."""
+    """Losses equal those of a plain base with the dequantised values."""
     folder, form = tmp_path / "quantised", FrozenFormat.NF4
     plain = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     plain.save_pretrained(folder)
@@ -138,7 +138,7 @@ def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path)
 
 
 def test_lora_plan_equals_units_of_run(base: Path, tmp_path: Path) -> None:
-    """`infinity plan DIR --lora 4 --rest nf4`, and peft's "all-linear" in an engine."""
+    """Compare `infinity plan DIR --lora 4 --rest nf4` with an engine under peft's "all-linear"."""
 
     def everywhere(model: Any) -> Any:
         wanted = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -251,7 +251,7 @@ def test_unload_adapters_of_open_engine_raises(name: str, base: Path, tmp_path: 
 def test_half_precision_base_keeps_bits(
     dtype: torch.dtype, placement: dict[str, str], base: Path, tmp_path: Path
 ) -> None:
-    """In bf16 a base of bf16 keeps its bits; one of fp16 is rounded, as by `.bfloat16()`."""
+    """In bf16 a bf16 base keeps its bits; an fp16 base is rounded, as by `.bfloat16()`."""
     model = hf.LlamaForCausalLM.from_pretrained(base, dtype=dtype)
     expected = {n: v.clone().bfloat16() for n, v in model.state_dict().items()}
     engine, *_ = infinity.initialize(adapted(model), config(tmp_path, placement, precision="bf16"))
@@ -266,7 +266,7 @@ def test_half_precision_base_keeps_bits(
 
 
 class Quantised(nn.Module):
-    """A linear layer with 8-bit codes and a scale a row, as of a quantised checkpoint."""
+    """A linear layer with 8-bit codes and one scale per row, as in a quantised checkpoint."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -308,7 +308,7 @@ def test_integer_codes_of_base_unchanged(tmp_path: Path) -> None:
 
 
 def test_adapters_of_lazy_base_keep_initial_values(base: Path, tmp_path: Path) -> None:
-    """peft puts adapters where the base is: on meta they would lose their values."""
+    """peft creates adapters on the base's device: on meta they would lose their values."""
     model = adapted(load_model(base, {"precision": "fp32"}))
     plain = adapted(hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32))
     groups = [{"params": [p for p in model.parameters() if p.requires_grad], "lr": 1e-3}]

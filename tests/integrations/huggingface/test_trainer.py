@@ -1,4 +1,4 @@
-"""InfinityTrainer against `transformers.Trainer`: same data, same seed, fp32.
+"""Tests of InfinityTrainer against `transformers.Trainer`: same data, same seed, fp32.
 
 Tolerance: 2e-6 of each logged number (or absolutely below 1). AdamW in fp32 differs from torch's
 in the last bits only.
@@ -54,7 +54,7 @@ def both(
     use: Callable[[Any], object] = lambda trainer: trainer.train(),
     **changed: Any,
 ) -> tuple[Any, Any]:
-    """An InfinityTrainer and a Trainer, each trained, or used in another way."""
+    """Return an InfinityTrainer and a Trainer after calling `use` on each; it trains by default."""
     theirs = trainer_for(hf.Trainer, tmp_path / "theirs", make(), options, **changed)
     use(theirs)
     ours = trainer_for(InfinityTrainer, tmp_path / "ours", make(), options, **changed)
@@ -236,7 +236,7 @@ def test_compute_loss_func_and_training_step_match_trainer(tmp_path: Path) -> No
 
 
 class Listener(hf.TrainerCallback):
-    """Writes down every event, and what it was shown."""
+    """Record every event and the names of its keyword arguments."""
 
     def __init__(self) -> None:
         self.heard: list[Any] = []
@@ -296,7 +296,7 @@ def test_activation_checkpointing_recomputes(tmp_path: Path) -> None:
     for on in (False, True):
         model = llama()
         calls = []
-        # Not a forward hook: a recomputation stops at the last tensor that it needs.
+        # Not a forward hook: recomputation stops at the last tensor that is needed.
         model.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))  # noqa: B023
         trainer = trainer_for(
             InfinityTrainer, tmp_path, model, max_steps=2, activation_checkpointing=on
@@ -310,7 +310,7 @@ def test_activation_checkpointing_recomputes(tmp_path: Path) -> None:
 
 
 def test_step_log_sums_reports_without_keeping_them() -> None:
-    """A Trainer that never logs would keep one of every step."""
+    """A Trainer that never logs would otherwise keep one report per step."""
     log = StepLog()
     seen: list[Any] = []
     for number in (1, 3):
@@ -439,7 +439,7 @@ def test_engine_as_model_raises(tmp_path: Path) -> None:
 
 
 def test_skipped_step_does_not_advance_schedule(tmp_path: Path) -> None:
-    """The second window has an infinite loss."""
+    """The second step has an infinite loss."""
     calls = 0
 
     def broken(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -456,11 +456,11 @@ def test_skipped_step_does_not_advance_schedule(tmp_path: Path) -> None:
         assert rates[1] == rates[2] < rates[0]
 
 
-# --- models beside the one that is trained -------------------------------------------------------
+# --- reference models, and losses and data of users ----------------------------------------------
 
 
 class Distilling(hf.Trainer):  # type: ignore[misc]
-    """A trainer with a reference, and the reference before the arguments, as TRL's have it."""
+    """A trainer with a reference model, passed before the arguments as in TRL."""
 
     def __init__(self, model: Any = None, reference: Any = None, args: Any = None, **more: Any):
         super().__init__(model=model, args=args, **more)
@@ -496,7 +496,7 @@ def test_reference_model_offloaded_by_second_engine(tmp_path: Path) -> None:
 def test_reference_model_budget_share_sets_tier(
     tmp_path: Path, rest: int, tier: Tier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else another process's memory may come and go meanwhile.
+    # A measured budget would depend on the memory of other processes.
     monkeypatch.setattr(run_plan, "default_host_budget_bytes", lambda machine: 16 << 30)
     trained = nn.Linear(rest, rest, device="meta")
     config = load_config({"nvme_path": str(tmp_path), **FP32})
@@ -507,7 +507,7 @@ def test_reference_model_budget_share_sets_tier(
 
 @pytest.mark.parametrize("part", ["whole", "body and head"])
 def test_loss_that_calls_unwrapped_model_matches_trainer(part: str, tmp_path: Path) -> None:
-    """Not what Trainer hands it: windows end all the same."""
+    """It uses `self.model`, not the wrapped model that Trainer passes; steps still end."""
 
     def compute_loss(self: Any, model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         model = self.model
@@ -530,7 +530,7 @@ def test_loss_that_calls_unwrapped_model_matches_trainer(part: str, tmp_path: Pa
 
 
 class Streamed(IterableDataset[dict[str, Tensor]]):
-    """Data that shuffle anew in each pass, if they are told which it is."""
+    """An iterable dataset that depends on the epoch."""
 
     def __init__(self) -> None:
         self.epochs: list[int] = []
@@ -580,7 +580,7 @@ def test_evaluate_frozen_model_matches_trainer(tmp_path: Path) -> None:
 
 
 def test_precision_is_dtype_of_most_parameters(tmp_path: Path) -> None:
-    """As a base in bf16 under adapters, which peft makes in fp32."""
+    """For example a bf16 base with adapters, which peft creates in fp32."""
     model = llama().to(torch.bfloat16).requires_grad_(False)
     model.model.norm.float().requires_grad_(True)
     trainer = trainer_for(InfinityTrainer, tmp_path, model, {"infinity_config": {}}, max_steps=1)

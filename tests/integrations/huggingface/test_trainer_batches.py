@@ -1,8 +1,8 @@
-"""InfinityTrainer with `activations.tokens`: the plan cuts the batches of a step anew.
+"""Tests of InfinityTrainer with `activations.tokens`: the plan sets the micro-batches of a step.
 
-The slow obvious way is the same trainer without that key: every batch a micro-batch. Where samples
-are cut otherwise the numbers are those of `transformers.Trainer` to 2e-6, with SGD: AdamW may make
-a whole step of the rounding of a gradient that is nearly 0.
+The reference is the same trainer without that key: every batch is a micro-batch. Where samples are
+regrouped, the numbers equal those of `transformers.Trainer` to 2e-6, with SGD: AdamW may turn the
+rounding of a gradient near 0 into a full step.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from infinity.integrations.huggingface.batches import can_join, cut, joined
 from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.plan.batch_schedule import choose_schedule
 
-BATCHES, SAMPLES = 3, 2  # of a step, and of a batch
+BATCHES, SAMPLES = 3, 2  # batches per step, samples per batch
 TOKENS = SAMPLES * LENGTH
 TOLERANCE = 2e-6
 
@@ -61,7 +61,7 @@ def still_gpt2() -> Any:
 
 
 def ragged(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Texts of another length in each batch, some of them padded on the left."""
+    """Collate texts of different lengths, some of them padded on the left."""
     lengths = [4 + int(item["input_ids"][0]) % (LENGTH - 3) for item in items]
     longest = max(lengths)
     batch: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
@@ -84,7 +84,7 @@ def run(
     options: Any = None,
     **changed: Any,
 ) -> tuple[Any, list[int]]:
-    """A trainer that has trained, and how many samples each forward of training had."""
+    """Train; return the trainer and the number of samples of each training forward."""
     model, rows = make(), []
     model.get_input_embeddings().register_forward_pre_hook(
         lambda module, given: rows.append(len(given[0])) if module.training else None
@@ -95,7 +95,7 @@ def run(
     return trainer, rows
 
 
-# --- the numbers are those of Trainer ------------------------------------------------------------
+# --- numbers equal to those of Trainer -----------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_rescheduled_step_matches_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Any, activations: Any,
     micro_batches: int | None, sizes: list[int],
 ) -> None:  # fmt: skip
-    """26 samples: four whole steps an epoch, and one of a single batch."""
+    """26 samples: four full steps per epoch, and one of a single batch."""
 
     def chosen(case: Any, wish: Any, samples: int, others: Any) -> Any:
         return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples, others)
@@ -146,7 +146,7 @@ def test_schedule_with_one_batch_per_micro_batch_bitwise_equal(tmp_path: Path) -
 
 
 def test_rescheduled_step_reads_weights_once(tmp_path: Path) -> None:
-    """From the second step on a step reads the weights twice, less what stays in slots."""
+    """From the second step on, a step reads the weights twice, less those resident in slots."""
     disk = {
         **FP32, "nvme_path": str(tmp_path), "prefetch_units": 0,
         "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
@@ -178,7 +178,7 @@ def loss_of(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
 
 
 def packed(items: list[Any]) -> dict[str, Tensor]:
-    """Positions that begin anew within a row, and no mask."""
+    """Collate with positions that restart within a row, and no mask."""
     batch: dict[str, Tensor] = hf.default_data_collator(items)
     return {**batch, "position_ids": torch.arange(LENGTH).remainder(4).expand(len(items), LENGTH)}
 
@@ -213,12 +213,12 @@ OLD_WAYS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("way", OLD_WAYS)
 def test_batches_kept_where_rescheduling_is_unsafe(tmp_path: Path, way: str) -> None:
-    """In bf16, whose gradients could not be summed if the plan had counted on one micro-batch."""
+    """In bf16: a plan for one micro-batch would have no memory to accumulate gradients."""
     asked = OLD_WAYS[way]
     kind = type("Own", (InfinityTrainer,), asked.get("methods", {}))
     more = {"make": asked.get("make", still_llama), "options": asked.get("options")}
     changed = {"max_steps": 2, **asked.get("changed", {})}
-    sums = {"precision": "bf16", "activations": {"slices": 2}}  # as the plan has it for safety
+    sums = {"precision": "bf16", "activations": {"slices": 2}}  # as the plan falls back to
     slow = sums if way == "packed rows" else {"precision": "bf16"}
     plain, _ = run(kind, tmp_path / "a", slow, **more, **changed)
     ours, rows = run(kind, tmp_path / "b", told({"precision": "bf16"}), **more, **changed)
@@ -228,7 +228,7 @@ def test_batches_kept_where_rescheduling_is_unsafe(tmp_path: Path, way: str) -> 
         assert_same_bits(masters(ours), masters(plain))
 
 
-# --- a run that goes on --------------------------------------------------------------------------
+# --- resumed runs --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("step", [2, 5])  # within an epoch, at its end
@@ -246,7 +246,7 @@ def test_resumed_run_keeps_schedule_bitwise(
         expected, logged = masters(through), history(through)
     for number in range(step + 1, 8):
         shutil.rmtree(tmp_path / f"checkpoint-{number}")
-    options = {"infinity_config": told()}  # which leaves it all to the plan
+    options = {"infinity_config": told()}  # the plan chooses the schedule
     with trainer_for(InfinityTrainer, tmp_path, llama(), options, **every) as resumed:
         resumed.train(resume_from_checkpoint=True)
         assert resumed._step_batches.schedule == schedule
@@ -260,7 +260,7 @@ def test_resume_with_existing_engine_warns_of_schedule(tmp_path: Path) -> None:
     first.close()
     options = {"infinity_config": told()}
     with trainer_for(InfinityTrainer, tmp_path, still_llama(), options, **every) as resumed:
-        resumed.evaluate()  # makes the engine
+        resumed.evaluate()  # creates the engine
         with pytest.warns(InfinityWarning, match=r"1 micro-batches, blocks in 3 slices"):
             resumed.train(resume_from_checkpoint=True)
 
@@ -280,7 +280,7 @@ def test_deepspeed_infinity_section_sets_activations(tmp_path: Path) -> None:
         assert rows == [SAMPLES * BATCHES] * 2
         assert same.engine.train_batch_size() == SAMPLES * BATCHES
         assert_same_bits(masters(same), masters(ours))
-    # `initialize` has a loop that hands over micro-batches: they stay what the triangle says.
+    # With `initialize` the user's loop passes micro-batches: the configured batch sizes apply.
     theirs |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
     engine, *_ = infinity.initialize(model=still_llama(), config=theirs)
     with engine:
@@ -309,8 +309,8 @@ def test_cut_keeps_order_and_pads_to_longest() -> None:
     assert found[0]["attention_mask"].sum(1).tolist() == [3, 3, 5, 4]
     assert torch.equal(found[1]["input_ids"], batches[2]["input_ids"][1:])
     (alone,) = cut([batches[0]], 2)
-    assert alone == [batches[0]]  # itself
-    square = joined([batch(3, 3)], slices=2)  # slices could not tell samples from positions
+    assert alone == [batches[0]]  # unchanged
+    square = joined([batch(3, 3)], slices=2)  # equal sizes would be ambiguous to slices
     assert square["input_ids"].shape == (3, 4)
 
 

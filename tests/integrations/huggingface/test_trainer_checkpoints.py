@@ -1,4 +1,4 @@
-"""checkpoint-N of InfinityTrainer: resumed bit for bit, loaded by transformers and peft."""
+"""Tests of InfinityTrainer's checkpoints: bitwise resume, loading by transformers and peft."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.integrations.huggingface.trainer_checkpoints import newest_complete
 
 WHOLE = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
-# A run that is over and is resumed all the same takes one step more, in Trainer too.
+# Resuming a finished run takes one more step, in Trainer too: this makes it change nothing.
 STILL = {"learning_rate": 0.0}
 
 
@@ -60,7 +60,7 @@ def test_resumed_run_bitwise_equal_to_uninterrupted(tmp_path: Path, step: int) -
 
 
 def test_resume_repeats_sampler_order(tmp_path: Path) -> None:
-    """Of torch's own generator, which a resume has brought to where the checkpoint was."""
+    """The sampler draws from torch's global generator, whose state is restored on resume."""
     few = {**WHOLE, "accelerator_config": {"use_seedable_sampler": False}}
     with trainer_for(InfinityTrainer, tmp_path, **few) as through:
         through.train()
@@ -110,7 +110,7 @@ def test_checkpoint_contents(tmp_path: Path) -> None:
         assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == 3
         loaded = hf.AutoModelForCausalLM.from_pretrained(folder)
         assert_same_bits(dict(loaded.state_dict()), dict(trainer.engine.state_dict()))
-        # Nothing of it is pickled, but for the arguments, which transformers does not load.
+        # Nothing is pickled except the arguments, which transformers does not load.
         assert not [p for p in folder.rglob("*") if p.suffix in (".pt", ".pth")]
 
 
@@ -133,7 +133,7 @@ def test_incomplete_first_checkpoint_raises(tmp_path: Path, missing: str) -> Non
         first.train()
         expected = masters(first)
     folder = tmp_path / "checkpoint-2"
-    if missing == "engine":  # as after a crash: the last file is not there either
+    if missing == "engine":  # as after a crash: the file written last is missing too
         shutil.rmtree(folder / "engine")
         (folder / "trainer_state.json").unlink()
     else:
@@ -182,7 +182,7 @@ def test_weights_only_checkpoint_resumed_with_warning(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["experts that are fused", "adapters"])
 def test_best_weights_loaded_from_weights_only_checkpoint(kind: str, tmp_path: Path) -> None:
-    """By transformers' own rules: other names in the files, other shapes, parts of the model."""
+    """Loaded by transformers' rules for renamed, fused and partial weights."""
     best = {
         "save_only_model": True,
         "load_best_model_at_end": True,

@@ -1,4 +1,4 @@
-"""Which optimizers a Trainer may ask for, and that they do what they do there."""
+"""Tests of the optimizers of InfinityTrainer against those of `transformers.Trainer`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_param_groups_with_and_without_decay(tmp_path: Path) -> None:
 
 
 class OwnGroups(hf.Trainer):  # type: ignore[misc]
-    """Gives its groups with the class, as sentence-transformers' trainer does."""
+    """Return param groups with the optimizer class, as sentence-transformers' trainer does."""
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
         kind, options = super().get_optimizer_cls_and_kwargs(args, model)
@@ -65,7 +65,7 @@ def test_param_groups_from_optimizer_dict(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
 def test_other_optimizers_are_adapted(tmp_path: Path, optim: str) -> None:
-    tolerance = 2e-5 if optim == "rmsprop" else TOLERANCE  # steps of any size: its epsilon is 1e-8
+    tolerance = 2e-5 if optim == "rmsprop" else TOLERANCE  # epsilon is 1e-8: steps of any size
     assert pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in (
         "AdamW",
         "SGD",
@@ -104,7 +104,7 @@ def test_optimizer_and_scheduler_objects_match_trainer(
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam"])  # built in, adapted
 def test_schedules_drive_converted_optimizer(kind: str) -> None:
-    """They go by what the group says now, by schedules inside them, by entries of their own."""
+    """Schedules that read the group's current value, nest schedules, or add group entries."""
     schedules = torch.optim.lr_scheduler
 
     def warm_up(optimizer: Any) -> Any:
@@ -190,7 +190,7 @@ def test_unsupported_optimizers_raise(tmp_path: Path) -> None:
 
 
 def test_muon_splits_param_groups_of_transformers(tmp_path: Path) -> None:
-    """All are the arguments', but for what the config says of AdamW's part."""
+    """Values are those of the arguments, except AdamW's settings in the config."""
     section: dict[str, Any] = {"type": "Muon", "adjust_lr_fn": "match_rms_adamw"}
     for more in ({}, {"adam_lr": 5e-3}):
         options = {"infinity_config": {**FP32, "optimizer": section | more}}

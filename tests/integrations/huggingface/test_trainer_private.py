@@ -1,4 +1,4 @@
-"""What InfinityTrainer touches of transformers and accelerate is still as it was found.
+"""Tests of the private API of transformers and accelerate that InfinityTrainer relies on.
 
 A release that changes one of these fails here, by name.
 """
@@ -23,7 +23,7 @@ from infinity.integrations.huggingface.trainer import (
     stock_trainer,
 )
 
-# Methods of `transformers.Trainer` that are replaced, and who calls them there.
+# Replaced methods of `transformers.Trainer`, and their callers.
 REPLACED = {
     "_build_accelerator_args": ["create_accelerator_and_postprocess"],
     "_move_model_to_device": ["__init__", "train"],
@@ -36,7 +36,7 @@ REPLACED = {
     "_load_from_checkpoint": ["train"],
     "_load_best_model": ["_finalize_training"],
 }
-# Public ones that a step's batches go through.
+# Extended public methods through which the batches of a step pass, and their callers.
 EXTENDED = {"get_batch_samples": ["_run_epoch"], "training_step": ["_run_epoch"]}
 
 
@@ -94,12 +94,12 @@ def test_accelerator_method_signatures(name: str, expected: tuple[str, ...]) -> 
 def test_accelerator_properties_without_slots() -> None:
     assert isinstance(Accelerator.sync_gradients, property)
     assert isinstance(Accelerator.optimizer_step_was_skipped, property)
-    # Its class is changed: nothing may be laid out differently.
+    # The instance's `__class__` is assigned: both layouts must be equal.
     assert not hasattr(Accelerator, "__slots__")
 
 
 def test_trainer_calls_of_accelerator() -> None:
-    """The calls that `OffloadAccelerator` answers."""
+    """The calls that `OffloadAccelerator` implements."""
     epoch = inspect.getsource(hf.Trainer._run_epoch)
     assert "gradient_state._set_sync_gradients(do_sync_step)" in epoch
     assert "self.accelerator.optimizer_step_was_skipped" in epoch
@@ -112,7 +112,7 @@ def test_trainer_calls_of_accelerator() -> None:
 
 
 def test_prepare_for_training_source_unchanged() -> None:
-    """`_prepare_for_training` is replaced whole: what it does there is what we know of."""
+    """`_prepare_for_training` is replaced completely: the original must do nothing else."""
     source = inspect.getsource(hf.Trainer._prepare_for_training)
     for line in (
         "self.create_optimizer()",

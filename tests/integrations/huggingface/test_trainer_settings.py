@@ -1,4 +1,4 @@
-"""TrainingArguments and a configuration, made one: filled in, compared, refused."""
+"""Tests of merging TrainingArguments and a configuration: filled in, compared, refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_auto_values_filled_from_arguments(tmp_path: Path) -> None:
         (group,) = trainer.optimizer.param_groups  # DeepSpeed's optimizer: one group
         assert group["weight_decay"] == 0.2
         rates = [entry["learning_rate"] for entry in history(trainer)[:-1]]
-    # DeepSpeed steps its schedule after the first update, to where it began.
+    # DeepSpeed's first schedule step, after the first update, sets the initial value again.
     assert rates == pytest.approx([0, 0, 1.5e-4, 3e-4, 2.25e-4, 1.5e-4])
 
 

@@ -1,6 +1,6 @@
-"""`class Trainer(InfinityTrainer, DPOTrainer)` and its like against TRL's own: same data, fp32.
+"""Tests of TRL trainers derived from InfinityTrainer against TRL's own: same data, fp32.
 
-TRL and what it needs are no part of the development extra: `make test-doors` installs them.
+TRL and its dependencies are not in the development extra; `make test-doors` installs them.
 Tolerance: as against `transformers.Trainer`, see `test_trainer.py`.
 """
 
@@ -39,7 +39,7 @@ def trainer_for(
 ) -> Any:
     head = "SequenceClassification" if kind == "reward" else "CausalLM"
     more = {"num_labels": 1} if kind == "reward" else {}
-    torch.manual_seed(5)  # of a head that is new
+    torch.manual_seed(5)  # for a new head
     model = getattr(hf, f"LlamaFor{head}").from_pretrained(source, dtype=torch.float32, **more)
     told = {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True, **changed}
     given = example.given_to(kind, model, source, out, **told)
@@ -112,7 +112,7 @@ def test_lazy_models_as_positional_arguments(tmp_path: Path, source: Path) -> No
         model, load_model(source), args, **given, infinity_config=disk
     ) as trainer:
         trainer.train()
-        assert history(trainer)[0][0] == pytest.approx(0.693147, abs=1e-5)  # ln 2: both are alike
+        assert history(trainer)[0][0] == pytest.approx(0.693147, abs=1e-5)  # ln 2: equal models
 
 
 def test_sync_ref_model_raises(tmp_path: Path, source: Path) -> None:

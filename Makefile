@@ -99,7 +99,7 @@ test-doors: setup  ## run the tests beside TRL, Lightning, bitsandbytes, ... wit
 	for one in $(OTHERS); do $(DOORS)/bin/python -m pip show $$one | head -n 2 | paste - -; done
 	$(DOORS)/bin/python -m pytest -q -m "not big and not clock" tests/integrations/huggingface \
 	  tests/integrations/test_doors.py tests/integrations/test_lightning.py \
-	  tests/unit/model/test_quantised.py tests/train/test_runs_data.py \
+	  tests/unit/model/test_quantized.py tests/train/test_runs_data.py \
 	  tests/parity/test_any_optimizer.py $(ARGS)
 
 bench: setup  ## time a step against plain torch and against the bounds

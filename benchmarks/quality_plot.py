@@ -46,7 +46,7 @@ def draw(losses: dict[str, list[float]], title: str, window: int) -> str:
     for row, name in enumerate(losses):
         y = PANELS[0][0] + 20 * row + 12
         x = WIDTH - RIGHT + 12
-        parts.append(f'<path d="M{x} {y - 4}h20" stroke="{_colour(name)}" stroke-width="2"/>')
+        parts.append(f'<path d="M{x} {y - 4}h20" stroke="{_color(name)}" stroke-width="2"/>')
         parts.append(f'<text x="{x + 26}" y="{y}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>\n"])
 
@@ -77,7 +77,7 @@ def _panel(panel: tuple[int, int], curves: dict[str, list[tuple[float, float]]],
         path = "L".join(f"{LEFT + x * across:.1f} {top + (high - y) * up:.1f}" for x, y in curve)
         if path:
             yield (
-                f'<path d="M{path}" fill="none" stroke="{_colour(name)}" stroke-width="1.6" '
+                f'<path d="M{path}" fill="none" stroke="{_color(name)}" stroke-width="1.6" '
                 'stroke-opacity="0.85"/>'
             )
 
@@ -91,5 +91,5 @@ def _ticks(low: float, high: float) -> list[float]:
     return [round(index * step, 12) for index in range(first, last + 1)]
 
 
-def _colour(name: str) -> str:
+def _color(name: str) -> str:
     return COLOURS.get(name, "#e7298a")

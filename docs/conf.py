@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import infinity
-from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE
+from infinity.integrations.deepspeed.key_table import RENAMED_SECTIONS, TABLE
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tools"))
 
@@ -52,7 +52,7 @@ def write_deepspeed_keys() -> None:
         "may be infinite; a share is between 0 and 1; numbers are one, or one for each parameter",
         "group.",
         "",
-        *(f"The section `{new}` may be called `{old}`." for old, new in OLD_SECTIONS.items()),
+        *(f"The section `{new}` may be called `{old}`." for old, new in RENAMED_SECTIONS.items()),
         "",
         "| key | kind | DeepSpeed's default | here | note |",
         "| --- | --- | --- | --- | --- |",

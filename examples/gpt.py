@@ -40,7 +40,7 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Attention and a two-layer perceptron, each added to its normalised input."""
+    """Attention and a two-layer perceptron, each added to its normalized input."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()

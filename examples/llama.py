@@ -52,7 +52,7 @@ PRESETS = {
 
 
 class Block(nn.Module):
-    """Attention and a gated perceptron, each added to its normalised input."""
+    """Attention and a gated perceptron, each added to its normalized input."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

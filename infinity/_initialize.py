@@ -32,22 +32,22 @@ from infinity.model.meta_init import InitialValues
 from infinity.model.partition import Partition, partition_model
 from infinity.model.partitioner import UnitSpec
 from infinity.optim.adapter_probe import OptimizerMaker
-from infinity.optim.from_torch import choose_given
+from infinity.optim.from_torch import choose_optimizer
 from infinity.optim.lr_schedules import make_schedule
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
-from infinity.optim.param_groups import check_same, make_optimizer
+from infinity.optim.param_groups import check_parameters_match, make_optimizer
 from infinity.plan.plan import Plan
 from infinity.profiling.step_log import StepLog
 from infinity.storage.device import Device
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 from infinity.storage.os_errors import checked_root, refusal
-from infinity.storage.run_dir import of_rank, remove_dead_ranks
-from infinity.training.checkpoints import check_committed
+from infinity.storage.run_dir import of_rank, remove_dead_runs_of_ranks
+from infinity.training.checkpoints import check_buffer_sizes
 from infinity.training.components import EngineComponents
 from infinity.training.initial_write import Progress
 from infinity.training.resumable_loader import ResumableLoader
 from infinity.training.run_plan import plan_for
-from infinity.training.stored_weights import take_over
+from infinity.training.stored_weights import take_over_stored_weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,22 +169,22 @@ def _make_engine(
     model = arguments.model
     client = arguments.optimizer
     _check_settings(arguments.settings, ranks)
-    device = find_device(device_for(arguments.device, ranks))
+    device = resolve_device(device_for(arguments.device, ranks))
     undo.callback(device.close)
     make_current(device.torch_device, ranks)
     ranks.check(device.torch_device)
     if config.seed is not None:
         torch.manual_seed(config.seed)
-    reads = take_over(model, ranks, undo)
+    reads = take_over_stored_weights(model, ranks, undo)
     if config.durable:
-        check_committed(model)
+        check_buffer_sizes(model)
     initial_values = InitialValues(model, _meta_seed(config, ranks), reads)
     groups = arguments.model_parameters
     if groups is not None:
         groups = list(groups)
     if isinstance(client, torch.optim.Optimizer):
-        check_same(client, groups)
-    choice = choose_given(config, client, groups)
+        check_parameters_match(client, groups)
+    choice = choose_optimizer(config, client, groups)
     settings = replace(arguments.settings, config=choice.config)
     config = settings.config
     offloaded = make_optimizer(
@@ -195,7 +195,7 @@ def _make_engine(
     partition = partition_model(
         model, config, trained_groups, arguments.units, ranks.count, needs_full=rule.needs_full
     )
-    offloaded.split_stacks(partition.pieces)
+    offloaded.set_stack_rows(partition.pieces)
     if ranks.count > 1:
         check_equal(ranks, "the model", _model_facts(partition, initial_values))
         check_equal(ranks, "the optimizer", _optimizer_facts(offloaded))
@@ -211,7 +211,7 @@ def _make_engine(
         undo.callback(step_log.close)
     initial_values.check()
     for path in config.nvme_path if not ranks.local_rank else ():
-        remove_dead_ranks(path, ranks.local_ranks, ranks.count)
+        remove_dead_runs_of_ranks(path, ranks.local_ranks, ranks.count)
     local = config if ranks.count == 1 else _config_of_rank(config, ranks)
     undo.callback(_close_rank, config, local, ranks)
     components = EngineComponents(
@@ -233,7 +233,7 @@ def _make_engine(
     if isinstance(client, torch.optim.Optimizer):
         components.add_cleanup(_redirect_to_engine(client, offloaded))
     if ranks.rank == 0:
-        origin = settings.start_record()
+        origin = settings.step_log_header()
         reports = any(partition.trained) and not origin
         unset_defaults = _unset_defaults(config, groups, client) if reports else ""
         _report_start(engine, config, origin, unset_defaults, step_log)

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from infinity.config.settings import Settings
 from infinity.errors import ConfigError, EngineClosedError, TrainingError
-from infinity.model.offloaded_parameter import name_engine, unname_engine
-from infinity.model.parameters import freeze, move_buffers, zero_grad_of
+from infinity.model.offloaded_parameter import attach_engine, detach_engine
+from infinity.model.parameters import freeze, make_zero_grad, move_buffers
 from infinity.offload.call_guard import engine_call
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.optim.offloaded import OffloadedOptimizer
@@ -29,8 +29,8 @@ from infinity.plan.plan import Plan
 from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import StepReport
 from infinity.training.adapted_parameters import AdaptedParameters
-from infinity.training.batches import LossFn, micro_batches_of, train_one
-from infinity.training.checkpoints import Checkpoints, Wanted
+from infinity.training.batches import LossFn, iter_micro_batches, train_micro_batch
+from infinity.training.checkpoints import Checkpoints, LoadSelection
 from infinity.training.components import EngineComponents
 from infinity.training.inputs import Inputs
 from infinity.training.loss_scale import ScaleRules
@@ -128,7 +128,7 @@ class Engine:
         self._attach(module)
         self._guard.fail = partial(_mark_interrupted, weakref.ref(self))
         self._finalizer = weakref.finalize(self, components.drop, weakref.ref(self))
-        optimizer.connect(self.step, self._drop_arrivals)
+        optimizer.connect(self.step, self._discard_window)
         _after_fork(self)
         if isinstance(loader, ResumableLoader):
             self.register_state("training_data", loader)
@@ -140,16 +140,16 @@ class Engine:
     def _attach(self, module: nn.Module) -> None:
         components, parameters = self._components, self._partition.parameters
         hooks = ModuleStateHooks(module, self._values, self._index_of)
-        self._installation.on_new = hooks.add
+        self._installation.on_new_module = hooks.add
         components.add_cleanup(hooks.remove)
         components.add_cleanup(AdaptedParameters(module).remove)
         components.add_cleanup(MergeGuard(module, self._values, self._index_of).remove)
         if not any(self._partition.trained):
             components.add_cleanup(freeze(parameters))
-        vars(module)["zero_grad"] = zero_grad_of(module, self._drop_arrivals)
+        vars(module)["zero_grad"] = make_zero_grad(module, self._discard_window)
         components.add_cleanup(partial(vars(module).pop, "zero_grad", None))
-        name_engine(parameters, self, components.access)
-        components.add_cleanup(partial(unname_engine, parameters))
+        attach_engine(parameters, self, components.access)
+        components.add_cleanup(partial(detach_engine, parameters))
         if self._step_log is not None:
             components.add_cleanup(self._step_log.close, last=True)
 
@@ -199,9 +199,9 @@ class Engine:
         self._check_usable()
         with self._step_runner.together("a forward", loses=False):
             args, kwargs = self._inputs.prepare((args, kwargs))
-            self._run_state.first_forward()
+            self._run_state.warn_if_rng_used()
             self._values.release_all_materialized()
-            self._end_users_backward()
+            self._finish_external_backward()
             self._cycles.begin(last_micro_batch=self._window.is_last)
             return self._forward(args, kwargs)
 
@@ -218,7 +218,7 @@ class Engine:
             hooks.release(result)
             return result
         except Exception as error:
-            self._step_runner.end_forward(error)
+            self._step_runner.clean_up_forward(error)
             self._inputs.annotate_error(error, (args, kwargs))
             raise
         finally:
@@ -323,7 +323,7 @@ class Engine:
         self._check_usable()
         self._window.updated = False
         self._check_trains("step()")
-        self._end_users_backward()
+        self._finish_external_backward()
         self._window.check_step()
         if not self._window.is_last:
             self._step_runner.end_micro_batch()
@@ -368,16 +368,16 @@ class Engine:
         """
         self._check_usable()
         self._check_trains("train_batch()")
-        self._end_users_backward()
+        self._finish_external_backward()
         self._window.check_full()
         count = self._window.length
         total = torch.zeros((), dtype=torch.float32, device=self.device)
         try:
             with self.ranks.propagate_errors("a batch"):
-                for batch in micro_batches_of(data, count):
-                    total += train_one(self, batch, loss_fn)
+                for batch in iter_micro_batches(data, count):
+                    total += train_micro_batch(self, batch, loss_fn)
         except Exception:
-            if self._window.is_open or self._window.has_news:
+            if self._window.is_open or self._window.has_external_gradients:
                 self._step_runner.roll_back()
             raise
         return total / count
@@ -459,9 +459,9 @@ class Engine:
         scale_state = self._counters.loss_scale
         return loss if scale_state is None else loss.float() * scale_state.scale
 
-    def _end_users_backward(self) -> None:
+    def _finish_external_backward(self) -> None:
         """Finish a `loss.backward()` of the caller as `backward` does at its end."""
-        if not self._window.has_news:
+        if not self._window.has_external_gradients:
             return
         self._require_scaled()
         self._window.check()
@@ -473,7 +473,7 @@ class Engine:
     def _require_scaled(self) -> None:
         """Discard the window and raise if an fp16 gradient comes from a loss without loss scale."""
         scaling = self._counters.loss_scale is not None
-        if self._window.has_news and scaling and not self._window.scaled:
+        if self._window.has_external_gradients and scaling and not self._window.scaled:
             self._step_runner.roll_back()
             raise TrainingError(
                 "gradients came from loss.backward(), and the loss was not scaled",
@@ -484,9 +484,9 @@ class Engine:
             )
 
     @engine_call
-    def _drop_arrivals(self) -> None:
+    def _discard_window(self) -> None:
         """Discard the window, if it has a backward; `zero_grad()` of the optimizer and module."""
-        if self._window.has_news or self._window.backwards:
+        if self._window.has_external_gradients or self._window.backwards:
             self._step_runner.roll_back()
 
     # --- values ----------------------------------------------------------------------------------
@@ -582,7 +582,7 @@ class Engine:
         Args:
             parameter: A parameter of the module.
         """
-        return self._index_of.get(id(parameter)) in self._values.materialized_now
+        return self._index_of.get(id(parameter)) in self._values.materialized_dtypes
 
     @engine_call
     def gradient(self, parameter: nn.Parameter) -> Tensor:
@@ -621,7 +621,7 @@ class Engine:
         scaled = value.float() * self.loss_scale
         handover = self._components.prefetcher.handover
         for unit in self._values.units_of(index):
-            handover.await_consumed(unit)
+            handover.wait_gradients_read(unit)
         for piece, rows in self._values.rows(index):
             self._gradients.replace(piece, scaled[rows].reshape(-1))
 
@@ -682,7 +682,7 @@ class Engine:
         self._values.settle()
         store = self._components.store
         for unit in range(len(self.plan.units)):
-            store.settle_writes(unit)
+            store.wait_writes(unit)
 
     # --- checkpoints -----------------------------------------------------------------------------
 
@@ -726,7 +726,7 @@ class Engine:
                 `save_checkpoint`, `finish_saving` or `close`.
         """
         self._check_usable(every=True)
-        self._end_users_backward()
+        self._finish_external_backward()
         return self._checkpoints.save(
             Path(directory).expanduser(), tag, client_state or {},
             save_latest=save_latest, keep_last=keep_last, wait=wait,
@@ -790,7 +790,7 @@ class Engine:
                 because="it would copy values into parameters that are not there",
                 remedy="load with load_module_only=True, then edit inside engine.materialized(...)",
             )
-        wanted = Wanted(
+        wanted = LoadSelection(
             load_optimizer_states, load_lr_scheduler_states, load_module_only, load_module_strict
         )
         result = self._checkpoints.load(Path(directory).expanduser(), tag, wanted)
@@ -877,7 +877,7 @@ class Engine:
     def forecast(self) -> dict[str, int]:
         """Return the predicted bytes of a step by direction, for the recorded access order."""
         sizes = getattr(self._components.activations, "learnt", None)
-        summed = self._hooks.summed_units if self._window.arrived else None
+        summed = self._hooks.slice_summed_units if self._window.arrived else None
         return forecast_bytes(self.plan, self._cycles.training.sequence, sizes, summed)
 
     def counters(self) -> dict[str, int]:
@@ -906,7 +906,7 @@ class Engine:
             DoesNotFitError, MachineError: The last checkpoint could not be written. All resources
                 are released nevertheless.
         """
-        if self._guard.is_here() and not (self._closed and self._components.closed):
+        if self._guard.in_creating_process() and not (self._closed and self._components.closed):
             self._close(restore)
 
     @engine_call
@@ -931,7 +931,7 @@ class Engine:
                 failure = failure or error
         self._closed = True
         try:
-            self._installation.gone = values is None
+            self._installation.values_lost = values is None
             self._components.close()
         finally:
             if self._components.closed:

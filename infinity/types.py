@@ -96,7 +96,7 @@ NF4_BLOCK = 64  # elements that share a scale
 DOUBLE_BLOCK = 256  # scales that share a scale, if scales are quantized too
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128  # rows and columns of a square that shares a scale
-QUANTISED_PIECE = 1 << 22  # elements that are processed at a time; full blocks
+QUANTIZED_CHUNK = 1 << 22  # elements that are processed at a time; full blocks
 
 
 class FrozenFormat(StrEnum):
@@ -158,7 +158,7 @@ class FrozenFormat(StrEnum):
     @staticmethod
     def work_bytes(numel: int) -> int:
         """Return the bytes of temporaries on the device to dequantize a matrix."""
-        return 7 * min(numel, QUANTISED_PIECE)
+        return 7 * min(numel, QUANTIZED_CHUNK)
 
 
 # Formats of published models: the bytes of a file are stored unchanged.

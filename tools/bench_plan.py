@@ -37,7 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import gpt
 import presets
-from support.rough import initialize, rough_io
+from support.fault_injection import faulty_io, initialize
 
 import infinity
 from infinity.config.schema import IoConfig
@@ -47,7 +47,7 @@ from infinity.plan.machine import read_machine
 from infinity.plan.plan import DIRECTIONS, Plan
 from infinity.plan.rates import COMPUTE, Rates
 from infinity.profiling.processor_rates import measure_processors
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 from infinity.storage.disk_rates import measure_disk
 
 STEADY = 1.25  # largest factor between rates before and after a turn that counts
@@ -175,11 +175,11 @@ def rates_now(rough: dict[str, Any], path: Path, seconds: float, plain: Plain) -
 
     The additional key "plain" is the FLOP per second of plain torch on the model.
     """
-    device = find_device("cpu")
+    device = resolve_device("cpu")
     threads = read_machine().num_cpus
     numbers = measure_processors(device, threads, seconds)
     device.close()
-    with rough_io(**rough):
+    with faulty_io(**rough):
         numbers |= measure_disk([path], IoConfig(), seconds)
     return numbers | {"plain": plain.flop_per_s()}
 

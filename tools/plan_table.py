@@ -51,7 +51,7 @@ def cell(options: SearchOptions) -> tuple[str, str]:
         speed, binds = chosen.best.tokens_per_s, chosen.best.cost.binds.replace("_", " ")
         return f"predicted {speed:,.0f} ({binds})", ""
     try:
-        price(chosen.smallest).require_room()
+        price(chosen.smallest).require_fit()
     except DoesNotFitError as error:
         return "predicted not to fit", error.what
     raise AssertionError("what fits has a schedule")

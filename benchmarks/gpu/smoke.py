@@ -86,7 +86,7 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
     import torch
 
     from infinity.optim.cpu import CpuKernels
-    from infinity.profiling.processor_rates import pieces_bytes, pieces_in
+    from infinity.profiling.processor_rates import arena_bytes_for_pieces, make_pieces
     from infinity.storage.host_arena import HostArena
     from infinity.types import MomentFormat
 
@@ -95,9 +95,9 @@ def kernels(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         raise AssertionError(f"no kernels: {reason}")
     with CpuKernels() as cpu:
         for kind in (MomentFormat.FP32, MomentFormat.INT8):
-            nbytes = pieces_bytes(1)
-            (cpu_piece,) = pieces_in(HostArena(nbytes), 1, kind)
-            (device_piece,) = pieces_in(device.reserve(nbytes), 1, kind)
+            nbytes = arena_bytes_for_pieces(1)
+            (cpu_piece,) = make_pieces(HostArena(nbytes), 1, kind)
+            (device_piece,) = make_pieces(device.reserve(nbytes), 1, kind)
             for _ in range(3):
                 cpu.update_all([cpu_piece])
                 device.update([device_piece], device.compute_event()).wait()
@@ -282,7 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     import torch
 
-    from infinity.storage.devices import find_device
+    from infinity.storage.devices import resolve_device
 
     def say(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
@@ -290,7 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with contextlib.ExitStack() as stack:
 
         def make() -> Device:
-            return stack.enter_context(contextlib.closing(find_device(torch.device("cuda", 0))))
+            return stack.enter_context(contextlib.closing(resolve_device(torch.device("cuda", 0))))
 
         faulthandler.dump_traceback_later(STUCK_S)
         results = run_parts(make, say)

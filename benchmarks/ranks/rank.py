@@ -20,7 +20,7 @@ from step.contender import main as serve
 from torch import Tensor, nn
 
 from infinity.profiling.link_rates import measure_links
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 
 STAGES = (0, 1, 2, 3)
 
@@ -34,7 +34,7 @@ class Ours(Infinity):
 
     def links(self) -> dict[str, float]:
         """Measure the rates of collectives between the ranks, with the device of a run."""
-        with closing(find_device(self.device)) as device:
+        with closing(resolve_device(self.device)) as device:
             return measure_links(self.engine.ranks, device)
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from infinity.config.schema import IoConfig
 from infinity.plan.cost import computing, step_cost
-from infinity.plan.layout import MOMENTS, REST_DTYPES
+from infinity.plan.layout import MOMENTS, STATE_DTYPES
 from infinity.plan.plan import Plan
 from infinity.plan.rates import DISK_PER_CPU_S, Rates
 from infinity.profiling.trace_shares import Shares, length, union, without
@@ -19,7 +19,7 @@ from infinity.storage.disk_rates import measure_disk
 
 MEASURE_S = 2.0
 # Kinds that only an update copies: masters (beyond the weights) and moments.
-_STATE = {kind.value for kind in (*REST_DTYPES, *MOMENTS)}
+_STATE = {kind.value for kind in (*STATE_DTYPES, *MOMENTS)}
 
 
 @dataclass(frozen=True)

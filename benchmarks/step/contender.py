@@ -42,7 +42,7 @@ from infinity.plan.plan_machine import PlanMachine
 from infinity.profiling.calibration import KnownRates, cached_rates
 from infinity.profiling.trace_reader import read_timeline
 from infinity.profiling.trace_shares import Shares, step_data
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 from step.bound import compute_in, links_in_pass
 from step.case import device_bytes, priced_of, recomputed_share, schedule_line, unscheduled_job
 from step.config import HYPER_PARAMETERS, deepspeed_config, engine_config, trace_of
@@ -179,7 +179,9 @@ class Infinity(Contender):
         if self.device.type == "cuda":
             if job["device_budget"] is not None:
                 cap_device(parse_size(job["device_budget"]), self.device)
-            with closing(find_device(self.device)) as device:  # cached: measured once per machine
+            with closing(
+                resolve_device(self.device)
+            ) as device:  # cached: measured once per machine
                 self.rates = cached_rates(config.nvme_path, device, io=config.io)
             torch.cuda.reset_peak_memory_stats(self.device)
         model = outline(job)  # the model may exceed RAM
@@ -377,9 +379,11 @@ class Planned(Infinity):
         """Choose the fastest schedule that fits, by measured rates, and print it to stderr."""
         job = unscheduled_job(job)
         config = load_config(engine_config(job, job["contender"]))
-        with closing(find_device(torch.device(job["device"]))) as device:
+        with closing(resolve_device(torch.device(job["device"]))) as device:
             known_rates = cached_rates(config.nvme_path, device, io=config.io)
-            machine = PlanMachine.here(config.nvme_path, device.memory_bytes(), known_rates.rates)
+            machine = PlanMachine.this_machine(
+                config.nvme_path, device.memory_bytes(), known_rates.rates
+            )
         self.rates = known_rates
         base = max(read_machine(config.nvme_path).process_rss_bytes, PROCESS_BASE_BYTES)
         estimate = priced_of(job, job["contender"], machine, base)

@@ -22,7 +22,7 @@ from typing import Any
 from infinity import _aio
 from infinity.cli.terminal import say
 from infinity.common.files import refused
-from infinity.storage.drives import look_at
+from infinity.storage.drives import probe_path
 from infinity.storage.run_dir import Scratch
 from infinity.swap_benchmark.rounds import usable_backends
 
@@ -73,7 +73,7 @@ def check_faults(paths: Sequence[Path], seed: int) -> dict[str, Any]:
     `ok` is False if a request silently transferred wrong bytes, raised an error that its fault does
     not permit, or hung. Raises `MachineError` or `DoesNotFitError` if a path cannot be used.
     """
-    backends = usable_backends([look_at(path).backends for path in paths])
+    backends = usable_backends([probe_path(path).backends for path in paths])
     kinds = [*RIGHT_ERRORS, _ALL_KINDS]
     say("injecting faults ...")
     outcomes: list[Outcome] = []

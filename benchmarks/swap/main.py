@@ -21,16 +21,16 @@ from typing import Annotated, Any
 import typer
 
 from infinity.cli.doctor import machine_facts
-from infinity.cli.terminal import ProgressLine, command, stdout_is_ours
+from infinity.cli.terminal import ProgressLine, command, library_stdout_to_stderr
 from infinity.common.sizes import parse_size
 from infinity.errors import ConfigError
-from infinity.storage.drives import look_at, shared_drives
+from infinity.storage.drives import probe_path, shared_drives
 from infinity.swap_benchmark.contenders import Contender, EngineContender
 from infinity.swap_benchmark.load import MODES, Mode, Testbed, region_bytes_of
 from infinity.swap_benchmark.rounds import (
     DEFAULTS,
-    loads_of,
-    rates_alone,
+    make_loads,
+    measure_drives_alone,
     take_turns,
     usable_backends,
 )
@@ -85,7 +85,7 @@ def measure_disk(options: Options, line: ProgressLine, command: Sequence[str]) -
     """
     options.check()
     region_bytes = region_bytes_of(options.file_bytes, options.chunk_bytes)
-    drives = [look_at(path) for path in options.paths]
+    drives = [probe_path(path) for path in options.paths]
     before = machine_facts()
     with Testbed(options.paths, region_bytes, options.chunk_bytes) as testbed:
         testbed.prepare(lambda done, total: line.progress(done, total, "writing test files"))
@@ -111,8 +111,8 @@ class _Measurement:
     def run(self, backends: Sequence[str]) -> Findings:
         self._line.note("a first look ...")
         target_s = self._options.sample_s
-        rates = rates_alone(self._testbed, DEFAULTS[backends[0]], target_s)
-        brief = loads_of(self._testbed, rates, target_s / 3)
+        rates = measure_drives_alone(self._testbed, DEFAULTS[backends[0]], target_s)
+        brief = make_loads(self._testbed, rates, target_s / 3)
         self._line.note("trying settings ...")
         tuned = tune(self._testbed, backends, brief)
         field = gather(self._testbed, self._options.compare, list(tuned.settings.values()))
@@ -130,7 +130,7 @@ class _Measurement:
                 contenders[mode] = list(
                     {contender.name: contender for contender in everyone}.values()
                 )
-            loads = loads_of(self._testbed, rates, target_s)
+            loads = make_loads(self._testbed, rates, target_s)
             total = self._options.num_rounds * sum(map(len, contenders.values()))
             self._line.note(f"measuring, {total} samples ...")
             paired = take_turns(
@@ -220,7 +220,7 @@ def main(
             sample_s=sample_s,
             compare=COMPARABLE if names == ["all"] else tuple(dict.fromkeys(names)),
         )
-        with stdout_is_ours(), ProgressLine() as line:
+        with library_stdout_to_stderr(), ProgressLine() as line:
             report = measure_disk(options, line, [sys.executable, *sys.orig_argv[1:]])
         if as_json:
             print(json.dumps(report), flush=True)

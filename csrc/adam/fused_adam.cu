@@ -186,7 +186,7 @@ struct Blocks {  // a byte each, and a scale for the 128 elements of a warp
 
 // --- the update ----------------------------------------------------------------------------------
 
-// Four neighbours may lie on both sides of a multiple of 2^32.
+// Four neighbors may lie on both sides of a multiple of 2^32.
 INFINITY_FUNCTION Randoms randoms_of(const Segment& s, u64 index) {
   const u64 first = s.first + index;
   const u32 high = static_cast<u32>(first >> 32);

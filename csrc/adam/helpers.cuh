@@ -13,10 +13,10 @@ constexpr u32 kUnroll = 16;
 constexpr u32 kSquareTile = kSquareBlock * (kThreads / kSquareLanes);
 constexpr u32 kFoldThreads = 1024;
 
-// Neighbours first: s[2i] + s[2i+1], and so on, over the values of all threads of a block. Values
+// Neighbors first: s[2i] + s[2i+1], and so on, over the values of all threads of a block. Values
 // that are missing are +0, which changes no sum of squares. The result is thread 0's.
 template <u32 kCount>
-INFINITY_FUNCTION double fold_neighbours(double value) {
+INFINITY_FUNCTION double fold_neighbors(double value) {
   __shared__ double of_warp[kWarp];
   constexpr u32 kNumWarps = kCount / kWarp;
   for (u32 step = 1; step < kWarp; step *= 2) value = value + __shfl_xor_sync(kAll, value, step);
@@ -55,7 +55,7 @@ INFINITY_FUNCTION void square_tile(const SumTable& table) {
   for (u32 half = kSquareLanes / 2; half > 0; half /= 2) {
     sum = sum + __shfl_xor_sync(kAll, sum, half);
   }
-  // Every lane has its block's sum; neighbours of blocks are 16 threads apart.
+  // Every lane has its block's sum; neighbors of blocks are 16 threads apart.
   __shared__ double of_block[kThreads / kSquareLanes];
   if (threadIdx.x % kSquareLanes == 0) of_block[threadIdx.x / kSquareLanes] = sum;
   __syncthreads();
@@ -68,7 +68,7 @@ INFINITY_FUNCTION void square_tile(const SumTable& table) {
   if (threadIdx.x == 0) table.partials[blockIdx.x] = sum;
 }
 
-// One block of threads folds the partial sums of one segment, 1024 neighbours at a time, in place:
+// One block of threads folds the partial sums of one segment, 1024 neighbors at a time, in place:
 // what round r writes was read in round 0.
 INFINITY_FUNCTION void fold_partials(const SumTable& table) {
   const SumSegment& s = table.segments[blockIdx.x];
@@ -76,7 +76,7 @@ INFINITY_FUNCTION void fold_partials(const SumTable& table) {
   for (u32 count = s.num_tiles; count > 1; count = (count + kFoldThreads - 1) / kFoldThreads) {
     for (u32 first = 0; first < count; first += kFoldThreads) {
       const u32 index = first + threadIdx.x;
-      const double sum = fold_neighbours<kFoldThreads>(index < count ? partials[index] : 0.0);
+      const double sum = fold_neighbors<kFoldThreads>(index < count ? partials[index] : 0.0);
       if (threadIdx.x == 0) partials[first / kFoldThreads] = sum;
     }
     __syncthreads();

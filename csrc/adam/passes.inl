@@ -6,7 +6,7 @@
 //   2. in a block, lane j of 16 adds the fp64 squares of elements j, j+16, j+32, ... in that order
 //      (the square of an fp32 value is exact in fp64, so fma changes nothing);
 //   3. lanes fold by halves: lane j += lane j+8, then j+4, j+2, j+1;
-//   4. blocks fold by neighbours: s[i] = s[2i] + s[2i+1], an odd last one moves up unchanged, until
+//   4. blocks fold by neighbors: s[i] = s[2i] + s[2i+1], an odd last one moves up unchanged, until
 //      one is left (dispatch.cpp, `fold_blocks`).
 
 namespace infinity {

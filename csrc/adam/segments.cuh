@@ -85,7 +85,7 @@ INFINITY_FUNCTION u32 find_segment(const Table& table, u32 tile) {
   return low;
 }
 
-// --- four neighbours at once ---------------------------------------------------------------------
+// --- four neighbors at once ---------------------------------------------------------------------
 
 template <class T>
 struct Four {
@@ -113,7 +113,7 @@ struct VectorOf<u8> {
   using Type = uchar4;
 };
 
-// Which of four neighbours exist, and whether they may be moved as one vector.
+// Which of four neighbors exist, and whether they may be moved as one vector.
 template <bool kVector>
 struct Range {
   u64 index;

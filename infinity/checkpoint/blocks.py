@@ -262,7 +262,7 @@ class WrongBytesError(Exception):
         super().__init__(f"its CRC32C is {found:08x}, not {expected:08x}")
 
 
-def check_regular(path: Path, nbytes: int | None = None) -> int:
+def regular_file_size(path: Path, nbytes: int | None = None) -> int:
     """Return the size of a regular file, not a link. Raises `OSError` or `ChangedError`."""
     info = os.lstat(path)
     _check_stat(info, nbytes)

@@ -47,7 +47,7 @@ from infinity.common.parsed_json import Count, Counts, Text, Texts, made
 from infinity.errors import CheckpointError, MachineError
 
 COMMIT_NAMES = ("commit-a.bin", "commit-b.bin")
-OF_EACH_RANK = ("rng", "registered")  # keys of the run state that differ between ranks
+PER_RANK_KEYS = ("rng", "registered")  # keys of the run state that differ between ranks
 _FORMAT, _VERSION = "torch-infinity-commit", 4
 _RESERVED_BYTES = 64 << 10
 
@@ -108,7 +108,7 @@ class Document:
             raise CheckpointError(f"the document of a commit cannot be read: {error}") from error
 
 
-def with_kept(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_optimizer_state(document: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a JSON document with `kept`, the optimizer state by parameter name, replaced."""
     run = {**document["run"], "kept": encode(dict(kept), "the optimizer's state")}
     return {**document, "run": run}
@@ -159,7 +159,7 @@ class CommitRecord:
         """Identity of the commit."""
         return CommitKey(self.sequence, self.step, self.session)
 
-    def is_of(self, run: str, num_units: int) -> bool:
+    def belongs_to_run(self, run: str, num_units: int) -> bool:
         """Return True if the record can belong to this run, which has `num_units` units."""
         return (
             self.run == run
@@ -301,12 +301,12 @@ def read_commits(directory: Path, run: str, num_units: int) -> dict[Path, Commit
             results[path] = f"cannot be used: {error}"
         else:
             results[path] = record or "is torn or damaged: its checksum does not match"
-            if record is not None and not record.is_of(run, num_units):
+            if record is not None and not record.belongs_to_run(run, num_units):
                 results[path] = f"is of another run, {record.run}"
     return results
 
 
-def foreign_checksums(path: Path, record: CommitRecord, unit: str) -> CheckpointError:
+def checksum_mismatch_error(path: Path, record: CommitRecord, unit: str) -> CheckpointError:
     """Return the error for a file of page checksums that does not match a commit."""
     return CheckpointError(
         f"{path} does not hold the checksums of {unit} that update {record.step} committed",
@@ -331,7 +331,7 @@ def intact_records(
     return {record.key: record for record in records}
 
 
-def last_common(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKey:
+def newest_common_commit(records: Sequence[Iterable[CommitKey]], where: Path) -> CommitKey:
     """Return the newest commit of which every rank has an intact record.
 
     Args:

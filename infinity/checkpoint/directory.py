@@ -15,7 +15,7 @@ from infinity.checkpoint.manifest import (
     MANIFEST_NAME,
     TEMPORARY_SUFFIX,
     check_tag,
-    is_our_file,
+    is_checkpoint_file_name,
 )
 from infinity.common.files import LockFile, read_small, refused
 from infinity.common.sizes import format_size
@@ -113,7 +113,7 @@ def remove_files(directory: Path) -> bool:
         if os.fstat(descriptor).st_uid != os.geteuid():
             raise PermissionError(errno.EPERM, "it belongs to another user")
         with os.scandir(descriptor) as scan:
-            entries = [entry for entry in scan if is_our_file(entry.name)]
+            entries = [entry for entry in scan if is_checkpoint_file_name(entry.name)]
         for entry in entries:
             if not entry.is_dir(follow_symlinks=False):
                 with suppress(FileNotFoundError):
@@ -132,13 +132,13 @@ _PREFIX = f'{{\n"format": "{FORMAT_NAME}"'.encode()
 class Found:
     """Checkpoint below a root: its tag, the time its manifest was written, and its size.
 
-    `is_ours`: the manifest begins like one of this format.
+    `has_infinity_manifest`: the manifest begins like one of this format.
     """
 
     tag: str
     written_ns: int
     nbytes: int
-    is_ours: bool
+    has_infinity_manifest: bool
 
 
 def find_tag(root: Path, tag: str | None) -> str | None:
@@ -167,7 +167,7 @@ def find_tag(root: Path, tag: str | None) -> str | None:
         raise refusal("reading", path, error) from error
 
 
-def no_latest(root: Path) -> str:
+def missing_latest_message(root: Path) -> str:
     """Describe why `find_tag` found no checkpoint; suggest a call if `root` is one itself."""
     why = f"{root} has no checkpoint that is called the latest"
     if not (root / MANIFEST_NAME).is_file():
@@ -190,7 +190,9 @@ def checkpoints(root: Path, *, any_manifest: bool = False) -> list[Found]:
                     result.append(_checkpoint_info(Path(entry.path)))
     except OSError as error:
         raise refusal("reading", root, error) from error
-    result = [checkpoint for checkpoint in result if checkpoint.is_ours or any_manifest]
+    result = [
+        checkpoint for checkpoint in result if checkpoint.has_infinity_manifest or any_manifest
+    ]
     return sorted(result, key=lambda checkpoint: (-checkpoint.written_ns, checkpoint.tag))
 
 
@@ -207,33 +209,37 @@ def tags(root: Path) -> list[str]:
 def _checkpoint_info(directory: Path) -> Found:
     """Describe a directory with a manifest; raises `OSError` if it has none."""
     try:
-        is_ours = read_small(directory / MANIFEST_NAME, nbytes=len(_PREFIX)) == _PREFIX
+        has_infinity_manifest = (
+            read_small(directory / MANIFEST_NAME, nbytes=len(_PREFIX)) == _PREFIX
+        )
     except OSError:
-        is_ours = False
+        has_infinity_manifest = False
     written_ns = os.lstat(directory / MANIFEST_NAME).st_mtime_ns
     with os.scandir(directory) as entries:
         sizes = [entry.stat(follow_symlinks=False).st_size for entry in entries]
-    return Found(directory.name, written_ns, sum(sizes), is_ours)
+    return Found(directory.name, written_ns, sum(sizes), has_infinity_manifest)
 
 
 def prune(
-    root: Path, keep: int, *, keep_too: Sequence[str] = (), dry_run: bool = False
+    root: Path, keep: int, *, protected_tags: Sequence[str] = (), dry_run: bool = False
 ) -> list[Found]:
     """Remove all but the last `keep` checkpoints and return them; with `dry_run` only list them.
 
-    Never removes the checkpoint that `latest` names, tags in `keep_too`, or directories that hold
-    other files. Raises `ConfigError` for `keep` below 1, `MachineError` if the system refuses;
+    Never removes the checkpoint that `latest` names, tags in `protected_tags`, or directories that
+    hold other files. Raises `ConfigError` for `keep` below 1, `MachineError` if the system refuses;
     checkpoints that were removed before the error stay removed.
     """
     if keep < 1:
         raise ConfigError(f"at least 1 checkpoint must be kept, not {keep}")
     root = Path(root).expanduser()
-    protected = {find_tag(root, None), *keep_too}
+    protected = {find_tag(root, None), *protected_tags}
     existing = checkpoints(root)
     candidates = [checkpoint for checkpoint in existing if checkpoint.tag not in protected]
     num_left = max(keep - (len(existing) - len(candidates)), 0)
     removed = [
-        checkpoint for checkpoint in candidates[num_left:] if is_ours_alone(root / checkpoint.tag)
+        checkpoint
+        for checkpoint in candidates[num_left:]
+        if holds_only_checkpoint_files(root / checkpoint.tag)
     ]
     if not dry_run:
         for checkpoint in removed:
@@ -248,14 +254,16 @@ def discard(root: Path, tag: str) -> None:
     """
     with suppress(FileNotFoundError):
         checkpoint = _checkpoint_info(root / tag)
-        if checkpoint.is_ours and is_ours_alone(root / tag):
+        if checkpoint.has_infinity_manifest and holds_only_checkpoint_files(root / tag):
             _remove(root, checkpoint)
 
 
-def is_ours_alone(directory: Path) -> bool:
+def holds_only_checkpoint_files(directory: Path) -> bool:
     """Return True if a directory holds only files of a checkpoint."""
     with os.scandir(directory) as entries:
-        return all(is_our_file(e.name) and e.is_file(follow_symlinks=False) for e in entries)
+        return all(
+            is_checkpoint_file_name(e.name) and e.is_file(follow_symlinks=False) for e in entries
+        )
 
 
 def _remove(root: Path, checkpoint: Found) -> None:

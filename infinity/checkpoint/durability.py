@@ -27,21 +27,21 @@ from infinity.checkpoint.commits import (
     CommitKey,
     CommitRecord,
     SmallFile,
-    foreign_checksums,
+    checksum_mismatch_error,
     intact_records,
-    last_common,
+    newest_common_commit,
     read_commits,
 )
 from infinity.checkpoint.durable_plan import PLAN_NAME, plan_checksum, state_tag, write_plan
 from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun
-from infinity.checkpoint.kept_files import KeptFiles
+from infinity.checkpoint.kept_files import WatchedFiles
 from infinity.common.crc32c import crc32c
 from infinity.common.files import refused
 from infinity.distributed.context import DistContext
 from infinity.errors import CheckpointError
 from infinity.offload.state import ExtentCopies, StateStore, UnitState
 from infinity.offload.transfers import Label, Transfers
-from infinity.plan.budget import FROZEN_PIECE, NUM_COMMIT_BUFFERS, commit_buffer_bytes
+from infinity.plan.budget import FROZEN_COPY_BYTES, NUM_COMMIT_BUFFERS, commit_buffer_bytes
 from infinity.plan.plan import Plan
 from infinity.profiling.trace_recorder import NO_UNIT, Laps
 from infinity.storage.device import Event
@@ -82,7 +82,7 @@ class Durability:
         self._buffers = BufferPool(NUM_COMMIT_BUFFERS, commit_buffer_bytes(plan), transfers.device)
         self._records = CommitFiles(self._primary.directory)
         self._checksum_file: SmallFile | None = None
-        self._watched_files = KeptFiles()
+        self._watched_files = WatchedFiles()
         self._checksums: dict[int, int] = {}  # those of a record, by position
         try:
             if self._disk.checksums is not None:
@@ -152,9 +152,9 @@ class Durability:
         except OSError as error:
             raise refused(f"{error.filename} cannot be opened", error) from error
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the commit buffers."""
-        self._buffers.forget()
+        self._buffers.free()
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -269,7 +269,7 @@ class Durability:
                 break
             while len(writes) >= _WRITES_IN_FLIGHT:
                 writes.popleft().wait()
-            source = source_range.reached(by_device=False)
+            source = source_range.addressable_view(by_device=False)
             if source is not None:
                 writes.append(self.transfers.write([(extent, source)], label=_LABEL))
                 continue
@@ -301,8 +301,8 @@ class Durability:
                     layout.trained_bytes, layout.frozen_bytes
                 )
                 step = (
-                    FROZEN_PIECE
-                    if source_range.reached(by_device=False) is None
+                    FROZEN_COPY_BYTES
+                    if source_range.addressable_view(by_device=False) is None
                     else source_range.nbytes
                 )
                 for first in range(0, source_range.nbytes, step):
@@ -344,7 +344,7 @@ class Durability:
             self._checksums[position] = crc32c(b"".join(stored))
             if self._checksums[position] != record.checksums[position]:
                 name = self.store.units[position // 2].layout.name
-                raise foreign_checksums(file.path, record, name)
+                raise checksum_mismatch_error(file.path, record, name)
             for extent, data in zip(extents, stored, strict=True):
                 sums.restore(extent.offset, extent.nbytes, data)
         if not record.checksums:
@@ -361,7 +361,7 @@ class Durability:
         self._ranks.synchronize("looks for the last commit")
         reports = self._ranks.all_gather_object([sorted(records), _new_session()])
         keys = [[CommitKey(*key) for key in rank_keys] for rank_keys, _ in reports]
-        record = records[last_common(keys, stored.directory)]
+        record = records[newest_common_commit(keys, stored.directory)]
         self._session = reports[0][1]
         for path, problem in results.items():
             if isinstance(problem, str):
@@ -380,14 +380,14 @@ class Durability:
         self._restore_checksums(record)
         self._watch_files()
 
-    def fill_memory(self, progress: Callable[[int, int, str], None] | None) -> None:
+    def load_memory_tiers(self, progress: Callable[[int, int, str], None] | None) -> None:
         """Read state in RAM and on devices from the committed copies; raises as reads do."""
         units = self.store.units
         total, done = self.plan.commit_bytes, 0
         for state in units:
             reads: list[Event] = []
             for extent, source_range in self._memory_ranges([state], [state]):
-                target = source_range.reached(by_device=False)
+                target = source_range.addressable_view(by_device=False)
                 if target is not None:
                     reads.append(self.transfers.read([(extent, target)]))
                 else:

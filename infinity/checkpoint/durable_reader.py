@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.commits import (
-    OF_EACH_RANK,
+    PER_RANK_KEYS,
     CommitKey,
     CommitRecord,
     Document,
-    foreign_checksums,
+    checksum_mismatch_error,
     intact_records,
-    last_common,
+    newest_common_commit,
     read_commits,
 )
 from infinity.checkpoint.directory import refusal
-from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, read_parts
+from infinity.checkpoint.durable_runs import SUMS_NAME, StoredRun, read_all_ranks
 from infinity.checkpoint.manifest import BUFFERS, BufferRecord, Manifest, ParameterRecord
 from infinity.checkpoint.plain import encode
 from infinity.checkpoint.reader import StateReader, damaged
-from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces, state_streams
+from infinity.checkpoint.streams import StreamRange, frozen_ranges, pieces, state_streams
 from infinity.common.crc32c import crc32c
 from infinity.common.files import LockFile
 from infinity.errors import CheckpointError, MachineError, listed
-from infinity.offload.state import ExtentAllocator, UnitState, promise_extents
+from infinity.offload.state import ExtentAllocator, UnitState, request_extents
 from infinity.plan.plan import Plan
 from infinity.storage.disk import STATE_NAME, Extent, stored_checksums, wrong_pages
 from infinity.storage.run_dir import lock_durable
@@ -65,11 +65,11 @@ class DurableReader(StateReader):
         """
         self._rank_readers: list[_RankReader] = []
         try:
-            for run in read_parts(Path(directory).expanduser().absolute(), roots):
+            for run in read_all_ranks(Path(directory).expanduser().absolute(), roots):
                 self._rank_readers.append(_RankReader(run))
             first = self._rank_readers[0]
             super().__init__(first.directory)
-            last_key = last_common(
+            last_key = newest_common_commit(
                 [list(reader.records) for reader in self._rank_readers], first.directory
             )
             for reader in self._rank_readers:
@@ -103,7 +103,7 @@ class DurableReader(StateReader):
             return self.record.document.get("run", {})
         first_buffers = self.document.buffers
         rank_states = [
-            {n: reader.document.run[n] for n in OF_EACH_RANK}
+            {n: reader.document.run[n] for n in PER_RANK_KEYS}
             | {"buffers": _differing(reader.document.buffers, first_buffers)}
             for reader in self._rank_readers
         ]
@@ -188,7 +188,7 @@ class _RankReader:
         groups = list(committed(self.plan, self.record, self))
         self.extents = [item for group in groups for item in group]
         sizes = [os.fstat(file).st_size for file in self._state_fds]
-        self._stripes.distribute_again(self._striping, sizes)
+        self._stripes.redistribute(self._striping, sizes)
         sums = zip(groups, self.record.checksums, strict=True) if self.verified else ()
         for group, crc in sums:
             extents = [extent for extent, _ in group]
@@ -196,7 +196,7 @@ class _RankReader:
             if crc32c(b"".join(stored)) != crc:
                 for extent in extents:
                     path = self.directory / SUMS_NAME
-                    self._checksum_errors[extent.offset] = foreign_checksums(
+                    self._checksum_errors[extent.offset] = checksum_mismatch_error(
                         path, self.record, extent.owner
                     )
 
@@ -301,7 +301,7 @@ def committed(
     """
     units = [UnitState(layout, plan.record(layout)) for layout in plan.local_units]
     for unit in units:
-        promise_extents(plan, unit, disk)
+        request_extents(plan, unit, disk)
     for layout, placement in zip(plan.local_units, plan.placements, strict=True):
         if layout.numel and placement.gradient is Tier.DISK:  # after all state, as in a run
             disk.extent(layout.numel * plan.gradient_itemsize)
@@ -319,7 +319,7 @@ def committed(
         yield trained_extents
         layout = plan.units[unit.layout.index]
         extents = [unit.frozen_copies[frozen]] if unit.frozen_copies else []
-        yield [(extent, list(frozen_pieces(layout, plan.rank))) for extent in extents]
+        yield [(extent, list(frozen_ranges(layout, plan.rank))) for extent in extents]
 
 
 def _manifest(

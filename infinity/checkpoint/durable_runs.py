@@ -21,23 +21,23 @@ from infinity.checkpoint.durable_plan import (
     state_tag,
 )
 from infinity.common.files import json_lines, read_small
-from infinity.distributed.context import SINGLE_PROCESS, DistContext, named_ranks
+from infinity.distributed.context import SINGLE_PROCESS, DistContext, format_ranks
 from infinity.errors import CheckpointError, ConfigError, InfinityError
 from infinity.plan.plan import Plan
 from infinity.plan.planner import Stored
 from infinity.storage.disk import STATE_NAME
 from infinity.storage.run_dir import (
     RECORD_NAME,
-    disown,
+    died_while_marking,
+    directories_by_rank,
     durable_records,
+    foreign_reason,
     has_commits,
     is_live,
-    never_began,
-    not_ours,
     of_rank,
-    ranks_below,
     read_record,
     run_records,
+    unmark_durable,
 )
 from infinity.storage.striping import Striping
 from infinity.types import PAGE
@@ -104,7 +104,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     return StoredRun(directory, facts, plan_of(facts), striping, commit, sequences)
 
 
-def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
+def read_all_ranks(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
     """Read the directories of all ranks of a run, in order of rank, given any of them.
 
     Those of other ranks are searched for next to it and next to `roots`. Raises as `read_run` does.
@@ -127,7 +127,7 @@ def read_parts(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
     if missing := [rank for rank in range(count) if rank not in runs]:
         raise CheckpointError(
             f"the durable run in {run.directory} is of {count} ranks; the directories "
-            f"of {named_ranks(missing)} are missing",
+            f"of {format_ranks(missing)} are missing",
             because=f"none of them is below {', '.join(map(str, bases))}",
             remedy="mount that drive, or copy them from the other node",
         )
@@ -262,7 +262,7 @@ def find_run(
     missing = [r for r, report in enumerate(reports) if group not in (None, *report.fitting)]
     if missing:
         raise ConfigError(
-            f"the durable run {group} cannot be resumed: {named_ranks(missing)} found no "
+            f"the durable run {group} cannot be resumed: {format_ranks(missing)} found no "
             f"directory of it below {', '.join(map(str, roots))} that fits",
             because="; ".join(sign for report in reports for sign in report.signs)
             or "a drive is not mounted, or the ranks of a node have other numbers than before",
@@ -271,7 +271,7 @@ def find_run(
         )
     for other, run in runs.items():
         if other not in started:  # its start died while marking the directories: it has no state
-            disown(run.striping.directories, run.facts["run"])
+            unmark_durable(run.striping.directories, run.facts["run"])
     return None if group is None else runs[group]
 
 
@@ -345,7 +345,7 @@ def _search_directories(
 
     Only the first rank of a machine gets the last two.
     """
-    others = [item for root in roots for item in ranks_below(root).items()]
+    others = [item for root in roots for item in directories_by_rank(root).items()]
     if ranks.count == 1:
         return list(roots), [path for _, path in others], []
     local = [path for root in roots if (path := of_rank(root, ranks.rank)).is_dir()]
@@ -392,7 +392,7 @@ def survey(roots: Iterable[Path], current: Mapping[str, Any]) -> Survey:
             reason = "its run.json is an older copy, from before the run's first step"
             result.doubtful.append((directory, reason))
         is_sign = record.get("durable") is not False and (record or _may_be_durable(directory))
-        if not is_sign or never_began(directory, record):
+        if not is_sign or died_while_marking(directory, record):
             continue
         try:
             first = _first_directory(directory, record, roots)
@@ -401,7 +401,7 @@ def survey(roots: Iterable[Path], current: Mapping[str, Any]) -> Survey:
             facts = read_plan(first)
             if parameter_shapes(facts) != parameter_shapes(current):
                 result.foreign.append((directory, "; ".join(differences(facts, current))))
-            elif reason := not_ours(directory):
+            elif reason := foreign_reason(directory):
                 result.doubtful.append((directory, reason))
             elif is_live(first):
                 process = f"process {record.get('pid')} on {record.get('hostname')}"
@@ -414,7 +414,7 @@ def survey(roots: Iterable[Path], current: Mapping[str, Any]) -> Survey:
             else:
                 result.fitting.append(read_run(directory, roots))
         except InfinityError as error:
-            result.doubtful.append((directory, not_ours(directory) or error.what))
+            result.doubtful.append((directory, foreign_reason(directory) or error.what))
     return result
 
 
@@ -431,7 +431,7 @@ def remarks(roots: Sequence[Path], resume: str | Path, current: Mapping[str, Any
     result = survey(roots, current)
     fitting = result.fitting
     left_alone = result.foreign + [
-        (path, reason) for path, reason in result.doubtful if not not_ours(path)
+        (path, reason) for path, reason in result.doubtful if not foreign_reason(path)
     ]
     notes = [f"a durable run in {path} is left unchanged: {reason}" for path, reason in left_alone]
     if resume == "never" and len(fitting) == 1:

@@ -11,7 +11,7 @@ from infinity.common.files import atomic_write
 from infinity.errors import RemovedError
 
 
-class KeptFiles:
+class WatchedFiles:
     """Open files that are written once; one that was removed is written again."""
 
     def __init__(self) -> None:

@@ -57,7 +57,7 @@ class TensorSpec(NamedTuple):
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
-    def quantised(self, form: str) -> TensorSpec:
+    def quantized(self, form: str) -> TensorSpec:
         """Return the spec of its bytes in a `FrozenFormat`; for "" the spec itself."""
         if not form:
             return self
@@ -123,7 +123,7 @@ def file_names(stream: str, count: int, *, numbered: bool) -> list[str]:
     return [f"{stream}-{i + 1:05}-of-{count:05}.safetensors" for i in range(count)]
 
 
-def is_our_file(name: str) -> bool:
+def is_checkpoint_file_name(name: str) -> bool:
     """Return True if a checkpoint may contain a file of this name."""
     return name in (MANIFEST_NAME, INDEX_NAME) or _FILE_NAME.fullmatch(name) is not None
 
@@ -176,7 +176,7 @@ class ParameterRecord:
     @property
     def spec(self) -> TensorSpec:
         """Spec of its tensor in a stream."""
-        return TensorSpec(self.name, self.shape, DTYPES[self.dtype]).quantised(self.form)
+        return TensorSpec(self.name, self.shape, DTYPES[self.dtype]).quantized(self.form)
 
 
 @dataclass(frozen=True)

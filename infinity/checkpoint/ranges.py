@@ -139,7 +139,7 @@ class RangeWriter:
                 os.close(file)
 
 
-def records_of(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, ...]]:
+def combine_file_records(ranges: Tensor, streams: Streams) -> dict[str, tuple[FileRecord, ...]]:
     """Return the files of each stream with the checksums of their blocks, from all ranks' rows.
 
     Raises `CheckpointError` if bytes were written by no rank, or twice.

@@ -20,7 +20,7 @@ from infinity.checkpoint.blocks import (
     BlockReader,
     ChangedError,
     WrongBytesError,
-    check_regular,
+    regular_file_size,
 )
 from infinity.checkpoint.directory import refusal, remove_stale
 from infinity.checkpoint.manifest import (
@@ -45,9 +45,9 @@ from infinity.common.crc32c import crc32c
 from infinity.common.files import read_small
 from infinity.common.sizes import format_size
 from infinity.errors import CheckpointError, ConfigError, DoesNotFitError, MachineError, listed
-from infinity.model.quantised import dequantise
-from infinity.model.safetensors_file import SafetensorsFile, TensorFacts
-from infinity.model.weight_files import Outgoing
+from infinity.model.quantized import dequantize
+from infinity.model.safetensors_file import SafetensorsFile, TensorEntry
+from infinity.model.weight_files import TensorToWrite
 from infinity.types import FrozenFormat
 
 
@@ -145,18 +145,18 @@ class StateReader:
     # --- the model ---------------------------------------------------------------------------
 
     @cached_property
-    def quantised(self) -> Mapping[str, ParameterRecord]:
-        """Parameters that are stored quantised, by name."""
+    def quantized(self) -> Mapping[str, ParameterRecord]:
+        """Parameters that are stored quantized, by name."""
         return {record.name: record for record in self.manifest.parameters if record.form}
 
     def weight(self, name: str) -> Tensor:
         """Return the weight of a parameter in its compute dtype."""
         stored = self.read(FROZEN if name in self._specs.get(FROZEN, ()) else MODEL, name)
-        record = self.quantised.get(name)
+        record = self.quantized.get(name)
         if record is None:
             return stored
         value = _allocate(name, prod(record.shape), DTYPES[record.dtype]).view(record.shape)
-        dequantise(stored, FrozenFormat(record.form), value)
+        dequantize(stored, FrozenFormat(record.form), value)
         return value
 
     def master(self, name: str) -> Tensor:
@@ -180,7 +180,7 @@ class StateReader:
             master[first : first + count] = join(weight[:count], residual[:count])
         return master.view(facts.shape)
 
-    def outgoing(self, dtype: torch.dtype | None) -> Sequence[Outgoing]:
+    def outgoing(self, dtype: torch.dtype | None) -> Sequence[TensorToWrite]:
         """Return the tensors of the model's state dict, tied ones once; each is read when needed.
 
         Parameters are converted to `dtype`: fp32 gives the exact masters, other dtypes are rounded
@@ -194,11 +194,11 @@ class StateReader:
             )
             read = self.master if out_dtype is not compute_dtype else self.weight
             get = partial(read, parameter.name)
-            tensors.append(Outgoing(parameter.name, parameter.shape, out_dtype, get))
+            tensors.append(TensorToWrite(parameter.name, parameter.shape, out_dtype, get))
         for buffer in self.manifest.buffers:
             if buffer.persistent:
                 get = partial(self.read, BUFFERS, buffer.name)
-                tensors.append(Outgoing(buffer.name, buffer.shape, DTYPES[buffer.dtype], get))
+                tensors.append(TensorToWrite(buffer.name, buffer.shape, DTYPES[buffer.dtype], get))
         return tensors
 
 
@@ -236,7 +236,7 @@ class CheckpointReader(StateReader):
         self.manifest_crc32c = 0  # distinguishes checkpoints of the same name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
-        self._tensor_facts: dict[str, dict[str, TensorFacts]] = {}
+        self._tensor_facts: dict[str, dict[str, TensorEntry]] = {}
         for record in self.manifest.files:
             self._check_file(record)
         self._specs = {
@@ -265,7 +265,7 @@ class CheckpointReader(StateReader):
     def _read_manifest(self) -> Manifest:
         path = self.directory / MANIFEST_NAME
         try:
-            if (size := check_regular(path)) > MAX_MANIFEST_BYTES:
+            if (size := regular_file_size(path)) > MAX_MANIFEST_BYTES:
                 raise ChangedError(f"it has {size} bytes, more than {MAX_MANIFEST_BYTES}")
             data = read_small(path, nbytes=MAX_MANIFEST_BYTES)
         except FileNotFoundError:
@@ -285,7 +285,7 @@ class CheckpointReader(StateReader):
     def _check_file(self, record: FileRecord) -> None:
         path = self.directory / record.name
         try:
-            check_regular(path, record.nbytes)
+            regular_file_size(path, record.nbytes)
             if record.stream == INDEX:
                 return
             file = SafetensorsFile(path)
@@ -444,7 +444,7 @@ def _allocate(name: str, numel: int, dtype: torch.dtype) -> Tensor:
 _JOIN_ELEMENTS = 1 << 20  # joined at once
 _NAN = 0x7FC00000  # the only NaN in masters
 _INFINITY = 0x7F800000
-# Parameters of these dtypes are converted on request; others are codes of a quantised model.
+# Parameters of these dtypes are converted on request; others are codes of a quantized model.
 _CONVERTED = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 

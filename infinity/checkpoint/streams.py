@@ -42,7 +42,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
         for segment in filter(lambda s: s.begins, layout.segments):
             name, shape = segment.name, segment.full_shape
             spec = TensorSpec(name, shape, getattr(torch, segment.dtype))
-            streams[MODEL if segment.trained else FROZEN].append(spec.quantised(segment.form))
+            streams[MODEL if segment.trained else FROZEN].append(spec.quantized(segment.form))
             for kind in filter(segment.keeps, plan.precision.kinds[1:]):
                 dtype = _dtype_of(plan, kind)
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, dtype))
@@ -75,7 +75,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[S
             )
 
 
-def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[StreamRange]:
+def frozen_ranges(layout: UnitLayout, rank: int | None = None) -> Iterator[StreamRange]:
     """Yield the ranges of tensors in a unit's frozen bytes; with `rank`, in that rank's shard."""
     start, nbytes = 0, layout.frozen_bytes
     if rank is not None:
@@ -85,11 +85,11 @@ def frozen_pieces(layout: UnitLayout, rank: int | None = None) -> Iterator[Strea
         first = max(segment.offset, start)
         last = min(segment.offset + segment.nbytes, start + nbytes)
         if first < last:
-            byte = first_frozen_byte(segment) + first - segment.offset
+            byte = frozen_segment_offset(segment) + first - segment.offset
             yield StreamRange(FROZEN, segment.name, byte, first - start, last - first)
 
 
-def first_frozen_byte(segment: Segment) -> int:
+def frozen_segment_offset(segment: Segment) -> int:
     """Return the offset of a frozen segment in the bytes of the model's parameter.
 
     Nonzero only for rows of a stack: in every format all its experts have equal sizes in bytes.

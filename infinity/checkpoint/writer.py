@@ -80,7 +80,7 @@ def files_of(
     }
 
 
-def temporary_of(root: Path, tag: str) -> Path:
+def temporary_directory(root: Path, tag: str) -> Path:
     """Return the directory of a checkpoint while it is written."""
     return root.expanduser().absolute() / f"{tag}{TEMPORARY_SUFFIX}"
 
@@ -119,7 +119,7 @@ class CheckpointWriter:
         self.root = Path(root).expanduser().absolute()
         self.tag = tag
         self.path = self.root / tag
-        self._temporary = temporary_of(root, tag)
+        self._temporary = temporary_directory(root, tag)
         self._specs = {stream: tuple(specs) for stream, specs in streams.items()}
         files = files_of(self._specs, max_shard_bytes)
         self._streams = {stream: _StreamFiles(shards) for stream, shards in files.items()}
@@ -177,7 +177,7 @@ class CheckpointWriter:
         files = self._streams.get(stream)
         return files is not None and files.shared is not None
 
-    def unshare(self, stream: str) -> None:
+    def discard_shared_files(self, stream: str) -> None:
         """Remove the shared files of a stream, which is written instead. Raises like `write`."""
         with self._aborting():
             files = self._streams[stream]
@@ -185,7 +185,7 @@ class CheckpointWriter:
                 (self._temporary / record.name).unlink()
             files.shared = None
 
-    def make_files(self, streams: Iterable[str]) -> None:
+    def create_sparse_files(self, streams: Iterable[str]) -> None:
         """Create sparse files for streams that `RangeWriter`s fill; raises like `write`.
 
         Their records must be passed to `adopt` before `finish`.
@@ -283,7 +283,7 @@ class CheckpointWriter:
         self.written = Written(self.root, self.tag, self._specs, tuple(records), files)
         if keep_last is not None:
             try:
-                prune(self.root, keep_last, keep_too=(self.tag,))
+                prune(self.root, keep_last, protected_tags=(self.tag,))
             except InfinityError as error:
                 raise MachineError(
                     f"{self.path} was saved, but older checkpoints are left: {error.what}",

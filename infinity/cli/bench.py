@@ -18,10 +18,10 @@ from infinity.cli.terminal import (
     Page,
     ProgressLine,
     command,
-    stdout_is_ours,
+    library_stdout_to_stderr,
 )
 from infinity.common.sizes import format_duration, format_rate, format_size
-from infinity.storage.drives import Drive, look_at
+from infinity.storage.drives import Drive, probe_path
 from infinity.swap_benchmark.comparison import CHUNK_BYTES, Comparison, Pairs, compare
 from infinity.swap_benchmark.contenders import Sample
 from infinity.swap_benchmark.load import Testbed, region_bytes_of
@@ -94,7 +94,7 @@ def bench(
     with command():
         directories = [part.expanduser() for part in [*(paths or []), *(path or [])]]
         quiet = not sys.stderr.isatty()
-        with stdout_is_ours(), ProgressLine(quiet=quiet, transient=True) as line:
+        with library_stdout_to_stderr(), ProgressLine(quiet=quiet, transient=True) as line:
             swap = _measure(directories, gib, rounds, line) if directories else None
             line.show("measuring the rates for plans", 0, 1, edge=True)
             machine = doctor.describe(directories, True)
@@ -117,7 +117,7 @@ def bench(
 def _measure(paths: Sequence[Path], gib: float, num_rounds: int, line: ProgressLine) -> _SwapResult:
     """Compare infinity's I/O engine with plain threads on test files, and remove the files."""
     region_bytes = region_bytes_of(int(gib * 2**30), CHUNK_BYTES)
-    drives = [look_at(path) for path in paths]
+    drives = [probe_path(path) for path in paths]
     (backend, *_) = usable_backends([drive.backends for drive in drives])
     with Testbed(paths, region_bytes, CHUNK_BYTES) as testbed:
         testbed.prepare(lambda done, total: line.progress(done, total, "writing test files"))

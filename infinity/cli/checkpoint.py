@@ -22,10 +22,10 @@ from infinity.checkpoint.reader import StateReader
 from infinity.cli.saved_state import (
     Directory,
     ModelSource,
-    Opener,
+    StateOpener,
     Tag,
-    checkpoints_of,
-    find_all,
+    checkpoint_root,
+    find_all_states,
     find_state,
 )
 from infinity.cli.terminal import Page, ProgressLine, command, say
@@ -244,7 +244,7 @@ def verify(
                 raise ConfigError(
                     "--tag and --all exclude each other", remedy="leave one of them out"
                 )
-            states = find_all(directory)
+            states = find_all_states(directory)
         else:
             states = [find_state(directory, tag)]
         are_sound = [_is_sound(location, opener) for location, opener in states]
@@ -252,7 +252,7 @@ def verify(
             raise typer.Exit(CheckpointError.exit_code)
 
 
-def _is_sound(path: Path, opener: Opener) -> bool:
+def _is_sound(path: Path, opener: StateOpener) -> bool:
     """Verify all checksums, print damages, and return True if none was found."""
     problems: list[str] = []
     verdict = ""
@@ -381,7 +381,7 @@ def prune(
     Never removes the checkpoint that `latest` names, nor a directory that holds other files.
     """
     with command():
-        root = checkpoints_of(directory.expanduser())
+        root = checkpoint_root(directory.expanduser())
         removed = checkpoints.prune(root, keep, dry_run=dry_run)
         for entry in removed:
             print(f"{'would remove' if dry_run else 'removed'} {root / entry.tag}, ", end="")

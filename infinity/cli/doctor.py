@@ -17,7 +17,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from infinity._version import __version__
-from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
+from infinity.cli.terminal import AsJson, Drives, command, library_stdout_to_stderr
 from infinity.common.files import atomic_write
 from infinity.common.sizes import format_count, format_rate, format_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
@@ -41,7 +41,7 @@ NEARLY_FULL = 0.1  # share of a drive that is free
 T = TypeVar("T")
 
 
-def examine(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
+def collect_facts(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, Any]:
     """Return facts about this machine and reasons why a run cannot start, JSON-able.
 
     Sizes are in bytes. A check that fails adds an entry `{what, because, remedy, exit_code}` to
@@ -103,10 +103,10 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
         return None
     from infinity._initialize import device_for
     from infinity.profiling.link_rates import cached_links
-    from infinity.storage.devices import find_device
+    from infinity.storage.devices import resolve_device
 
     with closing(find_ranks()) as ranks:
-        opened = find_device(device_for(None, ranks))
+        opened = resolve_device(device_for(None, ranks))
         with closing(opened) as device, ranks.collective_section("measures links"):
             ranks.check(device.torch_device)
             rates, date = cached_links(ranks, device, refresh=refresh)
@@ -125,12 +125,12 @@ def describe(
     # Imported locally so that a machine without a working torch can still be examined.
     from infinity.profiling.calibration import cached_rates
     from infinity.profiling.rate_cache import device_name
-    from infinity.storage.devices import find_device
+    from infinity.storage.devices import resolve_device
 
-    with closing(find_device(None)) as device:
+    with closing(resolve_device(None)) as device:
         known = cached_rates(paths, device, refresh=refresh)
         links = links or {"rates": {}, "gpus": 1, "nodes": 1}
-        machine = PlanMachine.here(
+        machine = PlanMachine.this_machine(
             paths,
             device.memory_bytes(),
             Rates.of(known.rates.numbers() | links["rates"]),
@@ -219,9 +219,9 @@ def _io() -> dict[str, Any]:
 
 
 def _drive(path: Path) -> dict[str, Any]:
-    from infinity.storage.drives import look_at
+    from infinity.storage.drives import probe_path
 
-    drive = look_at(path)
+    drive = probe_path(path)
     return drive.as_dict() | {"parameters": drive.free_bytes // STATE_BYTES}
 
 
@@ -298,14 +298,14 @@ def doctor(
     """
     with command():
         paths = [part.expanduser() for part in path or []]
-        with stdout_is_ours():
+        with library_stdout_to_stderr():
             links = measured_links(refresh)
             if links is not None and links.pop("rank"):
                 return  # the first rank says it
             if refresh and machine_file is None and links is None:
                 remedy = "add --machine-file OUT.json"
                 raise ConfigError("--refresh measures nothing", remedy=remedy)
-            facts = examine(paths)
+            facts = collect_facts(paths)
             if links is not None:
                 facts["links"] = links
             if machine_file is not None and facts["ok"]:
@@ -330,7 +330,7 @@ def _write(path: Path, text: str) -> None:
 
 
 def text_of(facts: dict[str, Any]) -> str:
-    """Return the facts of `examine` as plain text, one per line."""
+    """Return the facts of `collect_facts` as plain text, one per line."""
     lines = [f"infinity   {facts['infinity']}"]
     lines += _machine_lines(facts)
     lines += [line for drive in facts["drives"] if drive for line in _drive_lines(drive)]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
 import typer
 
 from infinity.cli.plan_machine import SearchOptions, assumed_disk, machine_of
-from infinity.cli.terminal import AsJson, Drives, command, stdout_is_ours
+from infinity.cli.terminal import AsJson, Drives, command, library_stdout_to_stderr
 from infinity.common.sizes import format_size, parse_size
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.model.named_models import NAMED
@@ -250,7 +250,7 @@ def plan(
         def with_text(text: str) -> SearchOptions:
             return _search_options(_appended_params(ctx, text))
 
-        with stdout_is_ours(), _no_garbage_collection():
+        with library_stdout_to_stderr(), _no_garbage_collection():
             report = report_of(options, rated_bytes, with_text)
         if as_json:
             print(json.dumps(report), flush=True)
@@ -335,12 +335,12 @@ def report_of(
     given, every suggestion has the numbers of the command with its text appended.
     """
     from infinity.cli.plan_report import report
-    from infinity.cli.remedies import for_plan
+    from infinity.cli.remedies import plan_command_text
     from infinity.plan.inputs import price
 
     search = find_schedule(options)
     case, machine = search.chosen.case, search.machine
-    command_text = for_plan(of_run=options.run is not None)
+    command_text = plan_command_text(of_run=options.run is not None)
 
     def replan(changes: Sequence[Change]) -> PlanEstimate | None:
         text = command_text(changes)
@@ -378,8 +378,8 @@ def find_schedule(options: SearchOptions, like: PlanInput | None = None) -> Foun
         case_for,
         finer_units,
         groups_of,
-        other_ranges,
         partition_model,
+        range_size_variants,
     )
     from infinity.plan.batch_schedule import choose_schedule
 
@@ -387,7 +387,7 @@ def find_schedule(options: SearchOptions, like: PlanInput | None = None) -> Foun
     machine = machine_of(options, source)
     if options.drives is not None:
         num_drives = max(len(options.paths or source.nvme_path), 1)
-        machine = machine.with_drives(options.drives / num_drives)
+        machine = machine.with_scaled_disk_rates(options.drives / num_drives)
     run = options.run
     if run is not None:  # tokens of a step do not depend on the ranks
         from infinity.train.preparation import context_of
@@ -396,7 +396,7 @@ def find_schedule(options: SearchOptions, like: PlanInput | None = None) -> Foun
         length = run.length_for(context_of(model_config) if model_config is not None else None)
         source = _with_overrides(run.engine_for(length, machine.ranks), options)
         options = replace(
-            options, sequence=length, tokens=options.tokens or run.tokens_of_a_step(length)
+            options, sequence=length, tokens=options.tokens or run.tokens_per_step_with(length)
         )
     config = _for_machine(_with_trainer_logits(source, options, target), options, machine)
     groups = groups_of(target.module, config)
@@ -415,13 +415,13 @@ def find_schedule(options: SearchOptions, like: PlanInput | None = None) -> Foun
         machine,
         tokens,
         recompute=options.run is not None and options.run.model.gradient_checkpointing,
-        made=target.made_bytes(quantises=config.frozen.format != "as_is"),
+        made=target.max_initial_bytes(quantizes=config.frozen.format != "as_is"),
         length=length,
     )
     _check_divisible(requested, samples)
     if like is not None and like.units == case.units:
         case = replace(case, units=like.units, model=like.model, facts=like.facts)
-    other_cases = () if options.finer_units else other_ranges(case, target)
+    other_cases = () if options.finer_units else range_size_variants(case, target)
     chosen = choose_schedule(case, requested, samples, other_cases)
     return FoundSchedule(target, partition, machine, chosen, translation)
 
@@ -470,10 +470,10 @@ def _requested_schedule(options: SearchOptions, config: Config) -> BatchSchedule
     """Return the batch schedule set by options and configuration; other fields are None."""
     from infinity.plan.batch_schedule import BatchSchedule
 
-    schedule, run = BatchSchedule.named_by(config.activations), options.run
+    schedule, run = BatchSchedule.explicit_in(config.activations), options.run
     sets_micro_batches = "gradient_accumulation_steps" in config.model_fields_set
     if run is not None:
-        sets_micro_batches = not run.leaves_batches_to_the_plan
+        sets_micro_batches = not run.plans_batch_schedule
         if run.model.gradient_checkpointing:  # recomputed by the model itself
             schedule = replace(schedule, slices=config.activations.slices, recompute="all")
     if sets_micro_batches:
@@ -509,11 +509,11 @@ def _find_config_and_model(options: SearchOptions) -> tuple[Config, Target, Tran
     from infinity.config.schema import load_config
     from infinity.integrations.deepspeed.config import find_translation
     from infinity.integrations.deepspeed.source import find_source
-    from infinity.model.targets import names_a_model
+    from infinity.model.targets import is_model_name
 
     run = options.run
     is_deepspeed = run is None and find_source(options.target) is not None
-    is_model = run is None and not is_deepspeed and names_a_model(options.target)
+    is_model = run is None and not is_deepspeed and is_model_name(options.target)
     if is_model and options.model is not None:
         raise ConfigError(
             f"two models: {options.target} and --model {options.model}",
@@ -576,12 +576,12 @@ def _with_overrides(config: Config, options: SearchOptions) -> Config:
 def _find_model(text: str, options: SearchOptions) -> Target:
     """Return the model that `text` names, without values."""
     from infinity.model.named_models import SIZES
-    from infinity.model.targets import named_target, names_a_model
+    from infinity.model.targets import is_model_name, named_target
 
     _reject_class(options, text, text.lower() in NAMED)
     if text.lower() in SIZES:
         return named_target(text, options.lora)
-    if not names_a_model(text):
+    if not is_model_name(text):
         raise ConfigError(
             f"{text} is not the config.json of a model",
             remedy=f"--model {', '.join(NAMED)}, or a model's",
@@ -618,7 +618,7 @@ def _model_of_run(run: RunConfig) -> Target:
 
 def _for_machine(config: Config, options: SearchOptions, machine: PlanMachine) -> Config:
     """Return the configuration with `nvme_path` set if and only if the machine has a disk."""
-    from infinity.plan.advice import SOME_DISK
+    from infinity.plan.advice import PLACEHOLDER_DISK
 
     budget = config.budget.host
     if budget is not None and budget > machine.host_bytes:
@@ -633,7 +633,7 @@ def _for_machine(config: Config, options: SearchOptions, machine: PlanMachine) -
             "--disk 0, but placement or activations.offload is disk",
             remedy="leave --disk out, or give its size; or change placement and activations",
         )
-    paths = options.paths or config.nvme_path or SOME_DISK
+    paths = options.paths or config.nvme_path or PLACEHOLDER_DISK
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
 
 

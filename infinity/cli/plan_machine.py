@@ -69,24 +69,26 @@ def machine_of(options: SearchOptions, config: Config) -> PlanMachine:
     assumed = assumed_disk(options)
     unmeasured = options.device is not None and not paths
     if unmeasured and not may_have_gpu():
-        return _with_sizes(PlanMachine.here(assumed, None, name=_COMMON_MACHINE), options)
-    from infinity.storage.devices import find_device
+        return _with_sizes(PlanMachine.this_machine(assumed, None, name=_COMMON_MACHINE), options)
+    from infinity.storage.devices import resolve_device
 
-    with closing(find_device(None)) as device:
+    with closing(resolve_device(None)) as device:
         if unmeasured and device.unified:
-            machine = PlanMachine.here(assumed, None, name=_COMMON_MACHINE)
+            machine = PlanMachine.this_machine(assumed, None, name=_COMMON_MACHINE)
         else:
-            from infinity.profiling.calibration import cached_rates, kept_rates
-            from infinity.profiling.link_rates import kept_links
+            from infinity.profiling.calibration import cached_or_nominal_rates, cached_rates
+            from infinity.profiling.link_rates import read_cached_links
 
             known = cached_rates(paths, device, io=config.io, refresh=options.refresh)
             gpus, nodes = options.gpus or 1, options.nodes or 1
-            links, _ = kept_links(device, gpus, nodes) or ({}, "")
+            links, _ = read_cached_links(device, gpus, nodes) or ({}, "")
             rates = Rates.of(known.rates.numbers() | links)
             memory = device.memory_bytes()
-            machine = PlanMachine.here(paths or assumed, memory, rates, measured=known.measured)
+            machine = PlanMachine.this_machine(
+                paths or assumed, memory, rates, measured=known.measured
+            )
             if assumed:  # not measured: the user did not name a directory to write to
-                cached = kept_rates(assumed, device, io=config.io)
+                cached = cached_or_nominal_rates(assumed, device, io=config.io)
                 rates = replace(machine.rates, **{n: getattr(cached.rates, n) for n in DISK})
                 nominal = (*machine.nominal, *(name for name in cached.nominal if name in DISK))
                 machine = replace(machine, rates=rates, nominal=nominal)

@@ -23,7 +23,7 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
         _print_details(page, report)
     page.say()
     if not report["fits"]:
-        show_ways(page, report)
+        show_suggestions(page, report)
     else:
         _print_faster(page, report)
     if not verbose:
@@ -207,7 +207,7 @@ def _print_faster(page: Page, report: dict[str, Any]) -> None:
         _print_suggestion(page, suggestion, f"{suggestion['speed_up']:.2f}x", batch)
 
 
-def show_ways(page: Page, report: dict[str, Any]) -> None:
+def show_suggestions(page: Page, report: dict[str, Any]) -> None:
     """Print the changes that make the run fit, with the text to type."""
     if not report["ways"]:
         page.entry("try", report["problem"]["remedy"])

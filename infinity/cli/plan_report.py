@@ -46,11 +46,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from infinity._version import __version__
-from infinity.cli.remedies import Typed
+from infinity.cli.remedies import CommandText
 from infinity.errors import DoesNotFitError, InfinityError
 from infinity.model.partition import (
     Partition,
-    adapter_case,
+    adapter_plan_input,
     finer_units,
     groups_of,
     partition_model,
@@ -62,12 +62,12 @@ from infinity.plan.advice import (
     Change,
     Suggestion,
     faster,
+    filter_gains,
     round_size,
     size_of,
     sized,
-    way_of,
-    ways_to_fit,
-    worth_it,
+    suggestion_of,
+    suggestions_to_fit,
 )
 from infinity.plan.batch_schedule import (
     BatchSchedule,
@@ -99,7 +99,7 @@ def report(
     rated_bytes: int,
     chosen: ScheduleResult | None = None,
     *,
-    command_text: Typed,
+    command_text: CommandText,
     assumed_tokens: bool = False,
     replan: Answer | None = None,
 ) -> dict[str, Any]:
@@ -159,25 +159,25 @@ def report(
     try:
         estimate = best if best is not None and best.case is case else price(case)
         facts |= _plan_sections(estimate, rated_bytes)
-        facts["activations"] |= {"room": estimate.room, "missing": estimate.missing}
-        estimate.require_room()
+        facts["activations"] |= {"room": estimate.activation_headroom, "missing": estimate.missing}
+        estimate.require_fit()
         tokens_per_s = estimate.tokens_per_s
         suggestions = _first_of_each_kind(faster(estimate, chosen))
         if replan is not None:  # takes long: no more than are printed
-            with_adapters = worth_it(_adapters(case, replan), tokens_per_s)
+            with_adapters = filter_gains(_adapters(case, replan), tokens_per_s)
             suggestions = [
                 *with_adapters,
-                *_replanned(case, suggestions[: MOST_PROPOSALS - len(with_adapters)], replan),
+                *_replanned(case, suggestions[: MAX_SUGGESTIONS - len(with_adapters)], replan),
             ]
         facts["faster"] = _suggestion_rows(
-            worth_it(suggestions, tokens_per_s), command_text, tokens_per_s
+            filter_gains(suggestions, tokens_per_s), command_text, tokens_per_s
         )
     except DoesNotFitError as error:
         facts["fits"] = False
         facts["problem"] = {"what": error.what, "because": error.because, "remedy": error.remedy}
         # Smaller units are of use for large buffers, not for activations.
         finer_layouts = _finer_layouts(case, target, partition) if facts["plan"] is None else ()
-        suggestions = ways_to_fit(case, finer_layouts, chosen=chosen)
+        suggestions = suggestions_to_fit(case, finer_layouts, chosen=chosen)
         if replan is not None:
             suggestions = _replanned(case, suggestions, replan)
         suggestions += _adapters(case, replan or partial(_plan_with_adapters, case, target, chosen))
@@ -216,15 +216,15 @@ def _variants(case: PlanInput, suggestion: Suggestion) -> Iterator[Suggestion]:
     for _ in range(_MAX_ENLARGEMENTS if names & {*TIERS} else 0):
         for tier in (tier for tier in TIERS if tier.value in names):
             larger = sized(larger, tier, round_size(int(1.06 * (size_of(larger, tier) or 0))))
-        yield way_of(case, replace(suggestion.priced, case=larger))
+        yield suggestion_of(case, replace(suggestion.priced, case=larger))
 
 
 def _first_of_each_kind(suggestions: Sequence[Suggestion]) -> list[Suggestion]:
-    """Return the first suggestion of each kind, at most `MOST_PROPOSALS`: a search takes long."""
+    """Return the first suggestion of each kind, at most `MAX_SUGGESTIONS`: a search takes long."""
     first: dict[tuple[str, bool], Suggestion] = {}
     for suggestion in suggestions:
         first.setdefault((suggestion.changes[0].name, suggestion.changes_batch), suggestion)
-    return list(first.values())[:MOST_PROPOSALS]
+    return list(first.values())[:MAX_SUGGESTIONS]
 
 
 def _adapters(case: PlanInput, replan: Answer) -> list[Suggestion]:
@@ -256,15 +256,17 @@ def _plan_with_adapters(
     if change.name != "adapter":
         return None
     full_batch = case.with_step(case.work.tokens * case.micro_batches, 1)
-    requested, samples = (chosen.wish, chosen.samples) if chosen else (BatchSchedule.of(case), None)
+    requested, samples = (
+        (chosen.requested, chosen.samples) if chosen else (BatchSchedule.of(case), None)
+    )
     with suppress(InfinityError):  # no linear layers, or an optimizer that is not for them
-        adapted = adapter_case(full_batch, target, LORA_RANK, change.value[1] or "as_is")
+        adapted = adapter_plan_input(full_batch, target, LORA_RANK, change.value[1] or "as_is")
         return choose_schedule(adapted, requested, samples).best
     return None
 
 
 _MAX_ENLARGEMENTS = 3
-MOST_PROPOSALS = 3
+MAX_SUGGESTIONS = 3
 LORA_RANK = 16  # peft's examples have 8 to 64; `AdapterSection.r`
 _ADAPTERS = {
     None: f"LoRA: adapters of rank {LORA_RANK} are trained, the model itself is frozen",
@@ -421,7 +423,7 @@ def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:
 
 
 def _suggestion_rows(
-    suggestions: Sequence[Suggestion], command_text: Typed, tokens_per_s: float
+    suggestions: Sequence[Suggestion], command_text: CommandText, tokens_per_s: float
 ) -> list[dict[str, Any]]:
     return [
         {

@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from infinity.config.schema import checkpoint_of
+from infinity.config.schema import checkpoint_setting
 from infinity.plan.advice import Change
 from infinity.train.settings import RunConfig
 
-Typed = Callable[[Sequence[Change]], "str | None"]  # text to type for all changes of a suggestion
+CommandText = Callable[
+    [Sequence[Change]], "str | None"
+]  # text to type for all changes of a suggestion
 
 # Keys of the engine's configuration by the name of a change; placement has one key per kind.
 _KEYS = {
@@ -41,17 +43,17 @@ _OPTIONS: dict[str, Callable[[Any], str]] = {
     "gpus": "--gpus {}".format,
     "recompute": lambda blocks: _RECOMPUTE.get(blocks) or f"--recompute-blocks {blocks}",
     "batch": lambda step: f"--tokens {step[0]} --micro-batches {step[1]}",
-    "drives": lambda more: f"--drives {more[0]} --disk {size_text(more[1])}",
-    "device": lambda nbytes: f"--device {size_text(nbytes)}",
-    "host": lambda nbytes: f"--host {size_text(nbytes)}",
-    "disk": lambda nbytes: f"--disk {size_text(nbytes)}",
+    "drives": lambda more: f"--drives {more[0]} --disk {exact_size(more[1])}",
+    "device": lambda nbytes: f"--device {exact_size(nbytes)}",
+    "host": lambda nbytes: f"--host {exact_size(nbytes)}",
+    "disk": lambda nbytes: f"--disk {exact_size(nbytes)}",
     "adapter": lambda kind: f"--lora {kind[0]}" + (f" --rest {kind[1]}" if kind[1] else ""),
 }
 _RECOMPUTE: dict[Any, str] = {"all": "--recompute", 0: "--no-recompute", None: "--no-recompute"}
 NAMES = frozenset({*_KEYS, *_OPTIONS})  # of all kinds of changes
 
 
-def for_plan(*, of_run: bool) -> Typed:
+def plan_command_text(*, of_run: bool) -> CommandText:
     """Return the texts for `infinity plan`.
 
     Args:
@@ -68,7 +70,7 @@ def for_plan(*, of_run: bool) -> Typed:
     return lambda changes: " ".join(map(text_of, changes))
 
 
-def for_train(run: RunConfig, length: int) -> Typed:
+def train_command_text(run: RunConfig, length: int) -> CommandText:
     """Return the texts for `infinity train` of a run with windows of `length` tokens."""
 
     def text_of(change: Change) -> str | None:
@@ -94,9 +96,9 @@ def _key_text(prefix: str, change: Change) -> str:
     if change.name == "placement":
         return " ".join(f"{key}.{name}=auto" for name in value)
     if change.name == "recompute":
-        value = checkpoint_of(value or 0)
+        value = checkpoint_setting(value or 0)
     elif change.name.startswith("budget."):
-        value = "null" if value is None else size_text(value)
+        value = "null" if value is None else exact_size(value)
     return f"{key}={value}"
 
 
@@ -113,7 +115,7 @@ def _batch_keys(run: RunConfig, length: int, tokens: int, micro_batch_tokens: in
     return f"{windows} engine.gradient_accumulation_steps={tokens // micro_batch_tokens}"
 
 
-def size_text(nbytes: int) -> str:
+def exact_size(nbytes: int) -> str:
     """Return an exact size as an option takes it, as "64GiB" or "1536MiB"."""
     for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
         if nbytes and nbytes % unit == 0:

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from infinity.cli.terminal import command, say, without_bars
+from infinity.cli.terminal import command, progress_bar_environment, say
 from infinity.errors import ConfigError
 
 # Arguments after the script belong to the script.
@@ -38,7 +38,7 @@ def run(
     --deepspeed ds_config.json; infinity run accelerate launch --use_deepspeed train.py
     """
     with command():
-        from infinity.integrations.deepspeed.door import WORDS, environment_of_children
+        from infinity.integrations.deepspeed.door import WORDS, child_environment
 
         script = _python_arguments(target, module)
         if gpus > 1 and script is None:
@@ -49,8 +49,8 @@ def run(
         if local_rank:  # torch's launcher substitutes the rank
             rank = "${local_rank}" if gpus > 1 else "0"
             arguments = [*(arguments or ()), f"--local_rank={rank}"]
-        environment = environment_of_children(alone=gpus == 1 and script is not None)
-        environment |= without_bars()
+        environment = child_environment(alone=gpus == 1 and script is not None)
+        environment |= progress_bar_environment()
         say(f"infinity run: {WORDS}")
         if gpus > 1:
             from infinity.cli.launch import launch

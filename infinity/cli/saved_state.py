@@ -15,10 +15,10 @@ from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.manifest import LATEST_NAME, MANIFEST_NAME
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.errors import CheckpointError, ConfigError, listed
-from infinity.storage.run_dir import RECORD_NAME, durable_records, ranks_below
+from infinity.storage.run_dir import RECORD_NAME, directories_by_rank, durable_records
 from infinity.train.directory import CHECKPOINTS, run_record, state_directories
 
-Opener = Callable[[], StateReader]
+StateOpener = Callable[[], StateReader]
 
 Directory = Annotated[
     Path,
@@ -45,7 +45,7 @@ ModelSource = Annotated[
 ]
 
 
-def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
+def find_state(directory: Path, tag: str | None) -> tuple[Path, StateOpener]:
     """Return the directory of a checkpoint or durable run, and a function that opens it.
 
     Args:
@@ -56,7 +56,7 @@ def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
         ConfigError: The directory does not exist, or holds several durable runs.
         CheckpointError: It holds no state, or not that of `tag`.
     """
-    directory = checkpoints_of(directory.expanduser().absolute())
+    directory = checkpoint_root(directory.expanduser().absolute())
     if not directory.is_dir():
         raise ConfigError(f"{directory} is not a directory")
     if (directory / MANIFEST_NAME).exists():
@@ -82,14 +82,14 @@ def find_state(directory: Path, tag: str | None) -> tuple[Path, Opener]:
     return directory / name, partial(CheckpointReader, directory, name)
 
 
-def find_all(directory: Path) -> list[tuple[Path, Opener]]:
+def find_all_states(directory: Path) -> list[tuple[Path, StateOpener]]:
     """Return all checkpoints and durable runs of a directory, each as `find_state` returns it.
 
     Raises:
         CheckpointError: There are none.
     """
-    root = checkpoints_of(directory.expanduser().absolute())
-    states: list[tuple[Path, Opener]] = [
+    root = checkpoint_root(directory.expanduser().absolute())
+    states: list[tuple[Path, StateOpener]] = [
         (root / tag, partial(CheckpointReader, root, tag)) for tag in tags(root)
     ]
     states += [(run, partial(DurableReader, run, [root])) for run in durable_runs(root)]
@@ -98,7 +98,7 @@ def find_all(directory: Path) -> list[tuple[Path, Opener]]:
     return states
 
 
-def checkpoints_of(directory: Path) -> Path:
+def checkpoint_root(directory: Path) -> Path:
     """Return the directory of checkpoints below that of a run; `directory` if it is not one."""
     below = directory / CHECKPOINTS
     return below if below.is_dir() and not tags(directory) else directory
@@ -134,8 +134,8 @@ def durable_runs(root: Path) -> list[Path]:
     """
     by_run: dict[object, Path] = {}
     directories = (path for path in root.iterdir() if path.is_dir()) if root.is_dir() else ()
-    roots = sorted({*directories} - {*ranks_below(root).values()})
-    rank_roots = [list(ranks_below(directory).values())[:1] for directory in (root, *roots)]
+    roots = sorted({*directories} - {*directories_by_rank(root).values()})
+    rank_roots = [list(directories_by_rank(directory).values())[:1] for directory in (root, *roots)]
     for directory in dict.fromkeys((root, *roots, *chain(*rank_roots))):
         for path, record in durable_records(directory).items():
             by_run.setdefault(record.get("run", path), path)

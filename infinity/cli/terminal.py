@@ -69,7 +69,7 @@ def command() -> Iterator[None]:
             received.append(signum)
             raise Stopped(signum)
 
-    with handling(on_signal), warnings_as_lines(say), hub_retries_as_a_warning():
+    with handling(on_signal), show_warnings_with(say), hub_retries_as_warning():
         try:
             yield
         except (InfinityError, OSError, RuntimeError, UnicodeError, MemoryError) as error:
@@ -85,7 +85,7 @@ def command() -> Iterator[None]:
 
 
 @contextmanager
-def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
+def show_warnings_with(show: Callable[[str], None]) -> Iterator[None]:
     """Pass warnings to `show` as "warning: ..."; each text once."""
     shown: set[str] = set()
 
@@ -101,7 +101,7 @@ def warnings_as_lines(show: Callable[[str], None]) -> Iterator[None]:
 
 
 @contextmanager
-def hub_retries_as_a_warning() -> Iterator[None]:
+def hub_retries_as_warning() -> Iterator[None]:
     """Replace log messages of the Hugging Face Hub's client about retries with one warning."""
 
     def keep(record: logging.LogRecord) -> bool:
@@ -126,7 +126,7 @@ def hub_retries_as_a_warning() -> Iterator[None]:
 BARS = ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_DATASETS_DISABLE_PROGRESS_BARS", "TQDM_DISABLE")
 
 
-def without_bars() -> dict[str, str]:
+def progress_bar_environment() -> dict[str, str]:
     """Return environment variables that turn off the progress bars of other libraries.
 
     They are read when those are imported; transformers reads that of the Hub. Empty if stderr is a
@@ -217,7 +217,7 @@ def _wrapped(console: Console, text: str, first: str, following: str) -> list[st
 
 
 @contextmanager
-def stdout_is_ours() -> Iterator[None]:
+def library_stdout_to_stderr() -> Iterator[None]:
     """Redirect file descriptor 1 to stderr, so that stdout carries the output of the command only.
 
     Other packages and their compilers write to stdout; `--json` promises one object on it.

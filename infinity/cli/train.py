@@ -24,9 +24,9 @@ from infinity.cli.terminal import (
     Stopped,
     command,
     handling,
-    stdout_is_ours,
-    warnings_as_lines,
-    without_bars,
+    library_stdout_to_stderr,
+    progress_bar_environment,
+    show_warnings_with,
 )
 from infinity.common.sizes import format_count, format_duration
 from infinity.errors import DoesNotFitError, EngineFailedError, InfinityError, MachineError
@@ -93,14 +93,14 @@ def train(
     130 or 143 if it was stopped.
     """
     with command():
-        os.environ.update(without_bars())
+        os.environ.update(progress_bar_environment())
         if gpus is not None and gpus > 1:
             from infinity.cli.launch import launch
 
             options = ["--resume", resume, *(["--json"] if as_json else [])]
             launch(gpus, ["-m", "infinity.cli", "train", str(config), *(overrides or []), *options])
         elif as_json:
-            with stdout_is_ours(), redirect_stdout(sys.stderr):
+            with library_stdout_to_stderr(), redirect_stdout(sys.stderr):
                 result = _train(config, overrides or [], resume)
             if os.environ.get("RANK", "0") == "0":
                 print(json.dumps(result.as_dict()), flush=True)
@@ -148,11 +148,11 @@ def _train_on(
         command_line += ["--gpus", str(ranks.count)]
     resume_command = shlex.join([*command_line, "--resume", "auto"])
     recorded_command = command_line if resume == "never" else [*command_line, "--resume", resume]
-    with warnings_as_lines(page.note), page, Run(settings, resume, ranks, recorded_command) as run:
+    with show_warnings_with(page.note), page, Run(settings, resume, ranks, recorded_command) as run:
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)
-            if not run.continues_state:
+            if not run.resumes_state_in_place:
                 _show_plan(run, page)
             with handling(_StopHandler(page)):
                 result = run.train(page, page.progress)
@@ -185,18 +185,18 @@ def _show_plan(run: Run, page: TrainPage) -> None:
     """Plan the run, write and show its plan; raise `typer.Exit` if it does not fit."""
     from infinity._initialize import device_for
     from infinity.cli.plan import DEFAULT_ENDURANCE
-    from infinity.cli.plan_page import show_answer, show_plan, show_ways
+    from infinity.cli.plan_page import show_answer, show_plan, show_suggestions
     from infinity.cli.plan_report import report
-    from infinity.cli.remedies import for_train
+    from infinity.cli.remedies import train_command_text
     from infinity.common.sizes import parse_size
-    from infinity.storage.devices import find_device
+    from infinity.storage.devices import resolve_device
     from infinity.train.preparation import case_of
 
     assert run.prepared is not None
     ranks, fits = run.ranks, True
     with ranks.collective_section("plans a run"):
         if not ranks.rank:
-            with closing(find_device(device_for(None, ranks))) as device:
+            with closing(resolve_device(device_for(None, ranks))) as device:
                 case, target, partition = case_of(run.prepared, device, ranks)
                 plan_data = report(
                     case,
@@ -204,7 +204,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
                     partition,
                     parse_size(DEFAULT_ENDURANCE),
                     run.chosen,
-                    command_text=for_train(run.prepared.config, run.prepared.length),
+                    command_text=train_command_text(run.prepared.config, run.prepared.length),
                 )
             text = io.StringIO()
             with redirect_stdout(text):
@@ -215,7 +215,7 @@ def _show_plan(run: Run, page: TrainPage) -> None:
             summary = Page()
             show_answer(summary, plan_data, no_disk="engine.nvme_path=DIR")
             if not plan_data["fits"]:
-                show_ways(summary, plan_data)
+                show_suggestions(summary, plan_data)
             summary.entry("details", str(run.directory.path / "plan.txt"))
             fits = plan_data["fits"]
     if not ranks.all_gather_object(fits)[0]:

@@ -41,7 +41,7 @@ def _parse_integer(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-_MIN_BYTES_WITHOUT_UNIT = 1 << 16  # a smaller budget lacks its unit
+MIN_BYTES_WITHOUT_UNIT = 1 << 16  # a smaller budget lacks its unit
 _MAX_NAME_BYTES = 255  # bytes; limit of a file name on Linux
 
 
@@ -86,7 +86,7 @@ def _directory_key(path: Path) -> Any:
     return status.st_dev, status.st_ino
 
 
-def as_pair(value: Any) -> Any:
+def as_tuple(value: Any) -> Any:
     """Convert a list to a tuple: YAML and JSON have only lists."""
     return tuple(value) if isinstance(value, list) else value
 
@@ -102,7 +102,7 @@ Paths: TypeAlias = Annotated[
 ]
 Weight: TypeAlias = Annotated[Number, Field(gt=0)]
 Beta: TypeAlias = Annotated[Number, Field(ge=0, lt=1)]
-OnePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
+SinglePath: TypeAlias = Annotated[Path, BeforeValidator(as_path)]
 
 
 class Section(BaseModel):

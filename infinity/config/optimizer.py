@@ -14,9 +14,9 @@ from pydantic import (
     field_validator,
 )
 
-from infinity.config.fields import Beta, Integer, Number, Section, as_pair
+from infinity.config.fields import Beta, Integer, Number, Section, as_tuple
 from infinity.errors import did_you_mean
-from infinity.optim.rules import ENTRY_TEXTS, RULES
+from infinity.optim.rules import ENTRY_DESCRIPTIONS, RULES
 from infinity.types import FrozenFormat, MomentFormat
 
 _RULE_OF = {name.lower(): name for name in RULES}
@@ -89,7 +89,7 @@ def _description_of(name: str) -> str:
         if name in defaults:
             by_default.setdefault(json.dumps(defaults[name]), []).append(rule)
     defaults_text = "; ".join(f"{', '.join(names)}: {value}" for value, names in by_default.items())
-    return f"{ENTRY_TEXTS[name]} {defaults_text}."
+    return f"{ENTRY_DESCRIPTIONS[name]} {defaults_text}."
 
 
 def _field_of(name: str) -> tuple[Any, Any]:
@@ -108,7 +108,7 @@ def _field_of(name: str) -> tuple[Any, Any]:
         return Literal[choices], field
     if isinstance(example, tuple):
         each = (Number if signed else Beta,) * len(example)
-        return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_pair)], field
+        return Annotated[tuple.__class_getitem__(each), BeforeValidator(as_tuple)], field
     minimum = None if signed else 0
     number_type = Integer if isinstance(example, int) else Number
     return number_type, Field(default_factory=default, ge=minimum, description=description)
@@ -158,7 +158,7 @@ class LossScaleConfig(Section):
         return value
 
 
-NEEDED = inspect.Parameter.empty
+REQUIRED = inspect.Parameter.empty
 # Arguments of DeepSpeed's schedules, with defaults; see `infinity.optim.lr_schedules`.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "LRRangeTest": {
@@ -166,7 +166,7 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "lr_range_test_step_rate": 1.0, "lr_range_test_staircase": False,
     },
     "OneCycle": {
-        "cycle_min_lr": NEEDED, "cycle_max_lr": NEEDED, "decay_lr_rate": 0.0,
+        "cycle_min_lr": REQUIRED, "cycle_max_lr": REQUIRED, "decay_lr_rate": 0.0,
         "cycle_first_step_size": 2000, "cycle_second_step_size": None,
         "cycle_first_stair_count": 0, "cycle_second_stair_count": None, "decay_step_size": 0,
         "cycle_momentum": True, "cycle_min_mom": 0.8, "cycle_max_mom": 0.9, "decay_mom_rate": 0.0,
@@ -176,11 +176,11 @@ SCHEDULES: dict[str, dict[str, Any]] = {
         "warmup_type": "log",
     },
     "WarmupDecayLR": {
-        "total_num_steps": NEEDED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
+        "total_num_steps": REQUIRED, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001,
         "warmup_num_steps": 1000, "warmup_type": "log",
     },
     "WarmupCosineLR": {
-        "total_num_steps": NEEDED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
+        "total_num_steps": REQUIRED, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000,
         "cos_min_ratio": 0.0001, "warmup_type": "log",
     },
 }  # fmt: skip
@@ -246,7 +246,7 @@ class SchedulerConfig(Section):
         if defaults is None:
             return params
         unknown = [name for name in params if name not in defaults]
-        required = [name for name, default in defaults.items() if default is NEEDED]
+        required = [name for name, default in defaults.items() if default is REQUIRED]
         missing = [name for name in required if name not in params]
         if unknown or missing:
             problem = f"does not take {', '.join(unknown)}" if unknown else ""

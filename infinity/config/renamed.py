@@ -38,7 +38,7 @@ RENAMED = {
 }
 
 
-def with_current_names(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def migrate_keys(raw: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return a copy of a configuration with the current names of keys.
 
     Args:
@@ -79,7 +79,7 @@ def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> t
     return new_name, new_value
 
 
-def stored_with_current_names(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def migrate_stored_keys(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Return values that an earlier release stored, by current dotted names."""
     return dict(current(name, value, prefix, warns=False) for name, value in stored.items())
 

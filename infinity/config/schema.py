@@ -23,19 +23,19 @@ from pydantic import (
 
 from infinity.config.explain import explain
 from infinity.config.fields import (
-    _MIN_BYTES_WITHOUT_UNIT,
+    MIN_BYTES_WITHOUT_UNIT,
     Integer,
     Number,
-    OnePath,
     Paths,
     Section,
+    SinglePath,
     Size,
     Weight,
-    as_pair,
     as_path,
+    as_tuple,
 )
 from infinity.config.optimizer import FrozenName, LossScaleConfig, OptimizerConfig, SchedulerConfig
-from infinity.config.renamed import current, with_current_names
+from infinity.config.renamed import current, migrate_keys
 from infinity.config.source import apply_overrides, read_source
 from infinity.errors import ConfigError
 
@@ -43,7 +43,7 @@ Recompute: TypeAlias = int | Literal["all"]
 Offload: TypeAlias = Literal["none", "host", "disk"]
 
 
-def checkpoint_of(recompute: Recompute) -> Literal["none", "units"] | int:
+def checkpoint_setting(recompute: Recompute) -> Literal["none", "units"] | int:
     """Return the `ActivationsConfig.checkpoint` that results in this `recompute`."""
     if recompute == "all":
         return "units"
@@ -123,7 +123,7 @@ def _parse_resume(value: Any) -> Any:
 
 
 def _parse_trace_steps(value: Any) -> Any:
-    pair = (1, value) if type(value) is int else as_pair(value)
+    pair = (1, value) if type(value) is int else as_tuple(value)
     is_int_pair = isinstance(pair, tuple) and len(pair) == 2 and all(type(n) is int for n in pair)
     if not is_int_pair or not 1 <= pair[0] <= pair[1]:
         raise ValueError(
@@ -175,7 +175,7 @@ class FrozenConfig(Section):
     transferred; they are dequantized to compute. All but as_is are lossy. nf4, nf4_double and int8
     are those of bitsandbytes; mxfp4 (experts only) and fp8 keep the bytes of files that have them.
     """
-    keep: Annotated[tuple[str, ...], BeforeValidator(as_pair)] = (
+    keep: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = (
         "lm_head", "embed_out", "head", "score", "classifier", "lora_A", "lora_B",
     )  # fmt: skip
     """Components of dotted names of modules and parameters that are not quantized."""
@@ -198,7 +198,7 @@ class BudgetConfig(Section):
     @classmethod
     def _check_has_unit(cls, value: Any) -> Any:
         text = str(value).strip()
-        if text.isdigit() and 0 < int(text) < _MIN_BYTES_WITHOUT_UNIT:
+        if text.isdigit() and 0 < int(text) < MIN_BYTES_WITHOUT_UNIT:
             raise ValueError(f"is {text} bytes; give a unit, as in {text}GiB")
         return value
 
@@ -226,7 +226,7 @@ class IoConfig(Section):
     """Requests in flight on each path."""
     num_threads: int = Field(default=4, ge=1, le=64)
     """Threads of the threads backend; four reach the speed of a disk."""
-    weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_pair)] = None
+    weights: Annotated[tuple[Weight, ...] | None, BeforeValidator(as_tuple)] = None
     """Relative speeds of the paths in nvme_path, in their order; null: measured at start."""
     verify: bool | Literal["auto"] = "auto"
     """Store a CRC32C of every page on disk in RAM (0.1 % of the size on disk), and check it on
@@ -300,9 +300,9 @@ class Config(Section):
     activations: ActivationsConfig = ActivationsConfig()
     compile: bool = False
     """Apply `torch.compile` to the forward of every block; weights stay offloaded."""
-    step_log: OnePath | None = None
+    step_log: SinglePath | None = None
     """File that gets one JSON line per step."""
-    trace: OnePath | None = None
+    trace: SinglePath | None = None
     """File that gets a timeline of training in Chrome's format, for ui.perfetto.dev and
     `infinity trace`, which names the bottleneck.
     """
@@ -432,7 +432,7 @@ _DEEPSPEED_KEYS = """
     wall_clock_breakdown wandb weight_quantization zero_allow_untested_optimizer
     zero_force_ds_cpu_optimizer zero_optimization
     """
-DEEPSPEED_NAMES = frozenset(_DEEPSPEED_KEYS.split())
+DEEPSPEED_KEYS = frozenset(_DEEPSPEED_KEYS.split())
 
 
 def entries(section: BaseModel, prefix: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -467,9 +467,9 @@ def load_config(
     if isinstance(source, Config):
         source = source.model_dump(exclude_unset=True)
     where, raw = read_source(source)
-    merged = apply_overrides(with_current_names(raw), overrides, current)
+    merged = apply_overrides(migrate_keys(raw), overrides, current)
     try:
         return Config.model_validate(merged)
     except ValidationError as error:
-        foreign = [name for name in merged if name in DEEPSPEED_NAMES]
+        foreign = [name for name in merged if name in DEEPSPEED_KEYS]
         raise ConfigError(explain(Config, where, error, foreign)) from None

@@ -26,7 +26,7 @@ class Settings:
     shuffles: bool = False
     trains: bool = True
 
-    def start_record(self) -> dict[str, Any]:
+    def step_log_header(self) -> dict[str, Any]:
         """Return JSON-serializable entries for the first record of the step log.
 
         Empty unless `config` was translated from another format. A translated configuration leaves

@@ -163,7 +163,7 @@ def _load_yaml(text: str) -> Any:
 
 def _parse_json(path: Path, text: str) -> Any:
     try:
-        raw, repeated = json_and_repeated(text)
+        raw, repeated = parse_json_with_duplicates(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: not valid JSON: {error}") from error
     if repeated:
@@ -172,7 +172,9 @@ def _parse_json(path: Path, text: str) -> Any:
     return raw
 
 
-def json_and_repeated(text: str, loads: Callable[..., Any] = json.loads) -> tuple[Any, list[str]]:
+def parse_json_with_duplicates(
+    text: str, loads: Callable[..., Any] = json.loads
+) -> tuple[Any, list[str]]:
     """Parse JSON; also return the keys that an object repeats. Raises like `loads`."""
     repeated: list[str] = []
 

@@ -30,9 +30,9 @@ def check_equal(ranks: DistContext, what: str, facts: Mapping[str, Any]) -> None
     for number, rank_facts in enumerate(all_facts):
         difference = _difference(all_facts[0], rank_facts)
         if difference is not None:
-            path, first_value, rank_value = difference
+            path, initial_value, rank_value = difference
             raise ConfigError(
-                f"ranks 0 and {number} differ in {what}: {path} is {first_value} on rank 0, "
+                f"ranks 0 and {number} differ in {what}: {path} is {initial_value} on rank 0, "
                 f"{rank_value} on rank {number}",
                 because="ranks train one model, with one configuration",
                 remedy="give every rank the same: build the model after the same "

@@ -305,7 +305,7 @@ def divergence_error(rank: int, reports: Sequence[Sequence[str]]) -> TrainingErr
     for number, (doing, _) in enumerate(reports):
         ranks_by_operation.setdefault(doing, []).append(number)
     operations = "; ".join(
-        f"{doing} on {named_ranks(numbers)}" for doing, numbers in ranks_by_operation.items()
+        f"{doing} on {format_ranks(numbers)}" for doing, numbers in ranks_by_operation.items()
     )
     return CollectiveError(
         f"ranks do different things: {operations}",
@@ -316,7 +316,7 @@ def divergence_error(rank: int, reports: Sequence[Sequence[str]]) -> TrainingErr
     )
 
 
-def named_ranks(numbers: Sequence[int]) -> str:
+def format_ranks(numbers: Sequence[int]) -> str:
     """Return "rank 3" or "ranks 0, 2"."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 

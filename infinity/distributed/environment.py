@@ -8,30 +8,30 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from infinity.distributed.context import named_ranks
+from infinity.distributed.context import format_ranks
 from infinity.errors import ConfigError
 
 
 def num_launched() -> int:
     """Return WORLD_SIZE, or 1 without a launcher."""
-    return number_of("WORLD_SIZE", 1)
+    return int_from_env("WORLD_SIZE", 1)
 
 
-def on_this_machine(store: Any, rank: int, count: int) -> tuple[int, int]:
+def local_rank_and_count(store: Any, rank: int, count: int) -> tuple[int, int]:
     """Return the local rank, and the number of ranks on this machine.
 
     Read from the variables of torchrun or DeepSpeed's launcher. With another launcher, such as
     srun, ranks compare machine ids through `store`, a store of torch.
     """
-    local_count = number_of("LOCAL_WORLD_SIZE", number_of("LOCAL_SIZE"))
+    local_count = int_from_env("LOCAL_WORLD_SIZE", int_from_env("LOCAL_SIZE"))
     if local_count or store is None:
-        return number_of("LOCAL_RANK", rank), local_count or count
+        return int_from_env("LOCAL_RANK", rank), local_count or count
     machine = _machine_id()
     store.set(f"machine of rank {rank}", machine)
     local = [r for r in range(count) if store.get(f"machine of rank {r}") == machine]
     if local[-1] - local[0] >= len(local):
         raise ConfigError(
-            f"{named_ranks(local)} are on one machine, and others between them are not",
+            f"{format_ranks(local)} are on one machine, and others between them are not",
             remedy="number the ranks of a machine one after the other: srun --distribution=block",
         )
     return local.index(rank), len(local)
@@ -44,7 +44,7 @@ def _machine_id() -> bytes:
     return socket.gethostname().encode()
 
 
-def number_of(name: str, default: int = 0) -> int:
+def int_from_env(name: str, default: int = 0) -> int:
     """Return the number in an environment variable, or `default` if it is unset."""
     text = os.environ.get(name) or str(default)
     if not text.isdecimal():
@@ -53,7 +53,7 @@ def number_of(name: str, default: int = 0) -> int:
 
 
 @contextmanager
-def by_loopback(one_machine: bool) -> Iterator[None]:
+def gloo_over_loopback(one_machine: bool) -> Iterator[None]:
     """Make gloo groups created in the block use the loopback interface if on `one_machine`.
 
     By default gloo resolves the host's name, which fails in some containers.

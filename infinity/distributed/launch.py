@@ -16,8 +16,13 @@ from typing import Any
 
 from infinity.common.accelerators import backend
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
-from infinity.distributed.environment import by_loopback, num_launched, number_of, on_this_machine
-from infinity.distributed.torch_context import HELD_UP, OF_OUR_GROUP, TorchDistContext
+from infinity.distributed.environment import (
+    gloo_over_loopback,
+    int_from_env,
+    local_rank_and_count,
+    num_launched,
+)
+from infinity.distributed.torch_context import DEFAULT_TIMEOUT, OWNED_CONTEXTS, TorchDistContext
 from infinity.errors import ConfigError, InfinityWarning, MachineError, first_lines
 
 _WARN_AFTER_S = 10.0  # wait after which a rank warns
@@ -41,7 +46,7 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
     """
     dist: Any = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():
-        owned = any(user._world is dist.group.WORLD for user in OF_OUR_GROUP)
+        owned = any(user._world is dist.group.WORLD for user in OWNED_CONTEXTS)
         return TorchDistContext(owned=owned) if dist.get_world_size() > 1 else SINGLE_PROCESS
     count = num_launched()
     if count <= 1:
@@ -55,14 +60,14 @@ def find_ranks(timeout: timedelta | None = None) -> DistContext:
         )
     import torch.distributed as dist
 
-    timeout = timeout or HELD_UP
+    timeout = timeout or DEFAULT_TIMEOUT
     try:
-        if number_of("RANK"):
+        if int_from_env("RANK"):
             _wait_until(_accepts_connections, "rank 0", timeout)
         store, rank = _rendezvous(dist, timeout)
         _check_count(store, rank, count, timeout)
-        one_machine = on_this_machine(store, rank, count)[1] == count
-        with by_loopback(one_machine):
+        one_machine = local_rank_and_count(store, rank, count)[1] == count
+        with gloo_over_loopback(one_machine):
             if one_machine:  # torchrun's store outlives restarts, with addresses of dead ranks
                 restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
                 store = dist.PrefixStore(f"restart-{restart}", store)
@@ -120,7 +125,7 @@ def _wait_until(is_ready: Callable[[], bool], awaited: str, timeout: timedelta) 
         if waited_s > warn_after_s:
             warn_after_s = timeout_s  # once
             warnings.warn(
-                f"rank {number_of('RANK')} of {num_launched()} waits for {awaited} at {address}",
+                f"rank {int_from_env('RANK')} of {num_launched()} waits for {awaited} at {address}",
                 InfinityWarning,
                 stacklevel=4,
             )
@@ -129,7 +134,7 @@ def _wait_until(is_ready: Callable[[], bool], awaited: str, timeout: timedelta) 
 
 def _accepts_connections() -> bool:
     """Return True if rank 0, or its launcher, accepts connections."""
-    address = os.environ["MASTER_ADDR"], number_of("MASTER_PORT")
+    address = os.environ["MASTER_ADDR"], int_from_env("MASTER_PORT")
     with contextlib.suppress(OSError), socket.create_connection(address, timeout=1):
         return True
     return False

@@ -79,7 +79,7 @@ def _as_machine_error(nbytes: int) -> Iterator[None]:
         ) from error
 
 
-def can_share(ranks: DistContext) -> bool:
+def can_share_memory(ranks: DistContext) -> bool:
     """Return True if the ranks of a node can share memory, and nodes have equal numbers of ranks.
 
     All ranks call this together.
@@ -147,7 +147,7 @@ class SharedWeights:
     def _keys(self, unit: int) -> list[_Key]:
         return [key for key in ((unit, False), (unit, True)) if key in self._peer_shards]
 
-    def is_here(self, unit: int) -> bool:
+    def is_up_to_date(self, unit: int) -> bool:
         """Return True if no peer's shard of a unit is stale or in flight.
 
         Raises:
@@ -159,7 +159,7 @@ class SharedWeights:
         self.settle(unit)  # `done()` is True for a failed transfer, too
         return True
 
-    def bring(self, unit: int) -> int:
+    def fetch_stale(self, unit: int) -> int:
         """Start to fetch stale shards of peers; return their bytes.
 
         All ranks call this together, once all have written their shards.
@@ -173,7 +173,7 @@ class SharedWeights:
         return sum(self._peer_shards[key][1:].numel() for key in stale)
 
     def settle(self, unit: int) -> None:
-        """Wait for the transfers that `bring` started."""
+        """Wait for the transfers that `fetch_stale` started."""
         for key in self._keys(unit):
             self._wait(key)
 

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.distributed.context import DistContext, LostRankError, Work, named_ranks
-from infinity.distributed.environment import by_loopback, on_this_machine
+from infinity.distributed.context import DistContext, LostRankError, Work, format_ranks
+from infinity.distributed.environment import gloo_over_loopback, local_rank_and_count
 from infinity.errors import ConfigError, InfinityWarning, first_lines
 
 _IN_PLACE_BYTES = 1 << 16  # shard size from which gloo is faster with a broadcast per shard
-HELD_UP = timedelta(minutes=30)  # delay after which a rank counts as lost
+DEFAULT_TIMEOUT = timedelta(minutes=30)  # delay after which a rank counts as lost
 _LOSS_REPORT_S = 5.0  # time for ranks that are alive, and may be busy, to report a lost rank
 _WARN_AFTER = timedelta(seconds=60)  # wait in a synchronization after which a rank warns
 
@@ -40,12 +40,12 @@ class TorchDistContext(DistContext):
         self._world = dist.group.WORLD
         self._owned = owned
         if owned:
-            OF_OUR_GROUP.add(self)
+            OWNED_CONTEXTS.add(self)
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
-        self.local_rank, self.local_count = on_this_machine(self._store, self.rank, self.count)
+        self.local_rank, self.local_count = local_rank_and_count(self._store, self.rank, self.count)
         self._gloo = dist.get_backend() == "gloo"
-        with by_loopback(self.local_count == self.count):
-            timeout = patience_of(dist.group.WORLD)
+        with gloo_over_loopback(self.local_count == self.count):
+            timeout = timeout_of(dist.group.WORLD)
             self._host_group: Any = dist.new_group(backend="gloo", timeout=timeout)
         number = self._store.add(f"engines of rank {self.rank}", 1) if self._store else 0
         self._closed_key = f"engine {number} closed by rank {{}}".format  # in the store
@@ -57,7 +57,7 @@ class TorchDistContext(DistContext):
 
     def new_subgroup(self, sets: Sequence[Sequence[int]], *, by_host: bool = False) -> DistContext:
         subgroup = copy.copy(self)
-        new_group = partial(self._dist.new_group, timeout=patience_of(self._dist.group.WORLD))
+        new_group = partial(self._dist.new_group, timeout=timeout_of(self._dist.group.WORLD))
         with self.connected():
             for members in sets:  # all ranks must create all groups, in the same order
                 host_group = new_group(members, backend="gloo")
@@ -136,16 +136,17 @@ class TorchDistContext(DistContext):
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             context = self._parent or self
             closed, silent = context._find_lost_ranks()
-            reason = f", {named_ranks(silent)} first" if silent else ""
+            reason = f", {format_ranks(silent)} first" if silent else ""
             operation = f"; this one {context._operation}"
             because = f"another rank has ended, was killed, hangs, or cannot be reached{operation}"
             remedy = (
                 "read the last messages of the other ranks; torchrun names the first that "
-                f"ended. One that is silent for {HELD_UP.seconds // 60} minutes counts as lost; "
-                "for less: torch.distributed.init_process_group(timeout=...) before initialize()"
+                f"ended. One that is silent for {DEFAULT_TIMEOUT.seconds // 60} minutes counts "
+                "as lost; for less: torch.distributed.init_process_group(timeout=...) before "
+                "initialize()"
             )
             if closed:
-                closed_ranks = named_ranks([*closed])
+                closed_ranks = format_ranks([*closed])
                 reason = f", for {closed_ranks} closed the engine, or ended"
                 reason += next((f" by {message}" for message in closed.values() if message), "")
                 because = f"all ranks must call the engine, and use the model, together{operation}"
@@ -206,26 +207,26 @@ class TorchDistContext(DistContext):
             return
         if self._dist.group.WORLD is not self._world:  # the user destroyed all groups
             return
-        OF_OUR_GROUP.discard(self)
+        OWNED_CONTEXTS.discard(self)
         if self._parent is None and self._store is not None:
             with suppress(RuntimeError):  # the store may have ended with its rank
                 self._store.set(self._closed_key(self.rank), self._end_message)
-        is_last = all(other._world is not self._world for other in OF_OUR_GROUP)
+        is_last = all(other._world is not self._world for other in OWNED_CONTEXTS)
         self._dist.destroy_process_group(None if self._owned and is_last else host_group)
         if self._group not in (None, host_group):
             self._dist.destroy_process_group(self._group)
 
 
-OF_OUR_GROUP: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # contexts with `owned`
+OWNED_CONTEXTS: weakref.WeakSet[TorchDistContext] = weakref.WeakSet()  # contexts with `owned`
 
 
-def patience_of(group: Any) -> timedelta:
-    """Return the timeout of a process group; `HELD_UP` if torch does not expose it."""
+def timeout_of(group: Any) -> timedelta:
+    """Return the timeout of a process group; `DEFAULT_TIMEOUT` if torch does not expose it."""
     with suppress(AttributeError, RuntimeError):  # torch has no public accessor
         timeout = group._get_backend(group._device_types[0]).options._timeout
         if isinstance(timeout, timedelta):
             return timeout
-    return HELD_UP
+    return DEFAULT_TIMEOUT
 
 
 class _TorchWork:

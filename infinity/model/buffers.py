@@ -97,7 +97,7 @@ def check_buffers(
         raise CheckpointError(f"buffers do not fit the model: {'; '.join(problems)}")
 
 
-def put_buffers(
+def restore_buffers(
     module: nn.Module, values: Mapping[str, Tensor], *, persistent_only: bool = False
 ) -> None:
     """Set buffers to saved values, in place if possible; others are unchanged.
@@ -127,7 +127,7 @@ def _is_writable(value: Tensor) -> bool:
     return not overlaps and not value.is_inference()
 
 
-class Rerun:
+class RecomputeBuffers:
     """Recomputation of one call of a module without side effects on buffers.
 
     `parts` are the module and all its submodules.

@@ -8,7 +8,7 @@ from torch import nn
 from infinity.errors import ConfigError
 from infinity.model.offloaded_parameter import engine_of
 from infinity.model.parameter_map import ParameterMap, recomputed_weights
-from infinity.model.torch_private import has_memory, storage_address
+from infinity.model.torch_private import has_storage_address, storage_address
 
 _EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (
@@ -52,7 +52,7 @@ def check_model(model: nn.Module) -> None:
                 f"parameter {name!r} has no shape yet",
                 remedy="pass a batch through the model before initialize()",
             )
-        if type(parameter) is nn.Parameter and not has_memory(parameter):
+        if type(parameter) is nn.Parameter and not has_storage_address(parameter):
             raise ConfigError(
                 f"parameter {name!r} has no memory",
                 because="its .data was taken from a weight that is still in a file",

@@ -31,17 +31,17 @@ from infinity.model.torch_calls import (
     generator_state,
     mutated_arguments,
     nbytes_of,
-    only_makes_views,
     results_on_meta,
+    returns_only_views,
     tensors_in,
 )
 from infinity.model.torch_private import (
     DispatchMode,
-    is_number_on_meta,
+    decomposed_weight_norm,
+    is_meta_scalar,
     is_weight_norm,
     tree_leaves,
     tree_map,
-    weight_norm_anywhere,
 )
 
 DEFER_FROM_BYTES = 256 << 10  # smaller tensors are created as usual
@@ -109,7 +109,7 @@ class _ReportCpuMode(TorchFunctionMode):
         if call in self._reported and self._deferral.holds(args[0]):
             return self._reported[call]
         if is_weight_norm(call):  # of a large, deferred tensor and a small, real one
-            call = weight_norm_anywhere
+            call = decomposed_weight_norm
         return call(*args, **(kwargs or {}))
 
 
@@ -156,7 +156,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         """Return the storages (see `storage_key`) written to from operation `number` on."""
         return {key for entry in self._log[number:] for key in entry.writes}
 
-    def forget_shadows(self) -> None:
+    def drop_shadows(self) -> None:
         """Drop all shadows and return their memory to the system."""
         for key in list(self._cached):
             self._set_shadow(key, None)
@@ -178,17 +178,17 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         kwargs = kwargs or {}
         logged = [_logged(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
-        if is_number_on_meta(call, kwargs):  # the scalar of `deferred[...] = 1`
+        if is_meta_scalar(call, kwargs):  # the scalar of `deferred[...] = 1`
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not logged and not self._creates_large(call, args, kwargs):
             return call(*args, **kwargs)
-        if logged and only_makes_views(call):
+        if logged and returns_only_views(call):
             return call(*args, **kwargs)  # a view of the same meta storage
         return self._run_and_log(call, args, kwargs, logged)
 
     def _creates_large(self, call: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Return True if a call without deferred arguments creates a large CPU tensor."""
-        if mutated_arguments(call, args, kwargs) or only_makes_views(call):
+        if mutated_arguments(call, args, kwargs) or returns_only_views(call):
             return False
         if any(t.is_meta for t in tensors_in((args, kwargs))):
             return False  # meta tensors that are not deferred

@@ -21,8 +21,8 @@ from infinity.errors import ConfigError
 from infinity.model.parameters import swap_parameters
 from infinity.model.torch_calls import (
     mutated_arguments,
-    only_makes_views,
     results_on_meta,
+    returns_only_views,
     tensors_in,
 )
 from infinity.model.torch_private import is_cast, tensor_without_memory, tree_map
@@ -64,7 +64,7 @@ class PackedRead(Protocol):
         """Return the bytes of the matrix if it has this format and is read in full, else None."""
 
 
-def pieces_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
+def range_reads_of(read: Read, shape: Sequence[int], first: int, count: int) -> list[Read] | None:
     """Return `ChunkedRead.pieces` of a read of a tensor of this shape; None for other reads."""
     if isinstance(read, ChunkedRead) and tuple(read.shape) == tuple(shape):
         return read.pieces(first, count)
@@ -139,7 +139,7 @@ class LazyTensor(Tensor):
                 if _only_casts(call, args[0], meta):
                     result_read = args[0].read
                 lazy = LazyTensor(shape, meta.dtype, result_read)
-                lazy.has_aliases = only_makes_views(call)
+                lazy.has_aliases = returns_only_views(call)
                 results[index] = lazy
         return results if is_sequence else results[0]
 
@@ -256,7 +256,7 @@ def _take_snapshot(leaf: Any) -> Any:
 
 def _snapshot_pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
     is_lazy = isinstance(leaf, _Snapshot)
-    return pieces_of(leaf.read, leaf.shape, first, count) if is_lazy else None
+    return range_reads_of(leaf.read, leaf.shape, first, count) if is_lazy else None
 
 
 def _is_packed(leaf: Any) -> bool:

@@ -27,8 +27,8 @@ from torch.nn.modules import module as registration
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError, ResidencyError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode
-from infinity.model.initialisers import Initialisers, tensors_of
-from infinity.model.lazy_tensor import PackedRead, Read, pieces_of, resolve_lazy_tensors
+from infinity.model.initializers import Initializers, tensors_of
+from infinity.model.lazy_tensor import PackedRead, Read, range_reads_of, resolve_lazy_tensors
 from infinity.model.targets import piece_bytes
 
 _MarkT = TypeVar("_MarkT", bound="_InitMark")
@@ -145,7 +145,7 @@ class Init:
         mark, self._mark = self._mark, None
         self._undo.close()
         assert mark is not None
-        mark.deferral.forget_shadows()
+        mark.deferral.drop_shadows()
         mark.is_open = False
         modules, self._modules = self._modules, {}
         if error_type is not None:
@@ -207,7 +207,7 @@ class InitialValues:
     """Initial values of a model's tensors.
 
     Sources in order of precedence: `remember_values`, `known` (by id of the tensor), the tensor
-    itself if it is real, its `Init`, and initializers (see `Initialisers`) with `seed`, which is
+    itself if it is real, its `Init`, and initializers (see `Initializers`) with `seed`, which is
     random if None. Sources are looked up once, by identity, so parameters may be offloaded later.
 
     Raises `ConfigError` for tensors on meta that were changed, cast or copied after their `Init`.
@@ -220,7 +220,7 @@ class InitialValues:
             remember_values(module, read)
         self._model = model
         self._reads: dict[int, Read] = dict(known or {})
-        self._initialisers: Initialisers | None = None
+        self._initializers: Initializers | None = None
         self._take_remembered()
         named: dict[int, tuple[str, Tensor]] = {}
         for name, tensor in _named_tensors(model):
@@ -231,17 +231,17 @@ class InitialValues:
         if wanted:
             if seed is None:
                 seed = int(torch.randint(2**62, ()))
-            self._initialisers = Initialisers(model, wanted, seed)
+            self._initializers = Initializers(model, wanted, seed)
             for tensor in wanted.values():
-                self._reads[id(tensor)] = partial(self._initialisers.value, tensor)
+                self._reads[id(tensor)] = partial(self._initializers.value, tensor)
 
     def check(self) -> None:
         """Raise one `ConfigError` naming every tensor on meta that no initializer fills.
 
         Runs initializers, with the memory of one module at a time.
         """
-        if self._initialisers is not None:
-            self._initialisers.check()
+        if self._initializers is not None:
+            self._initializers.check()
 
     def value(self, tensor: Tensor) -> Tensor:
         """Return the initial value of a parameter or buffer: the tensor itself if it has no source.
@@ -258,12 +258,12 @@ class InitialValues:
     def pieces(self, tensor: Tensor, first: int, count: int) -> list[Read] | None:
         """Return reads of `count` elements of the initial value from `first`; see `ChunkedRead`."""
         read = self._reads.get(id(tensor))
-        return None if read is None else pieces_of(read, tensor.shape, first, count)
+        return None if read is None else range_reads_of(read, tensor.shape, first, count)
 
-    def most_bytes(self, parameters: Iterable[Tensor], quantises: bool) -> int:
+    def largest_value_bytes(self, parameters: Iterable[Tensor], quantizes: bool) -> int:
         """Return the bytes of the largest value made at once, of the parameters on meta.
 
-        With `quantises`, frozen matrices are read in full (see `piece_bytes`).
+        With `quantizes`, frozen matrices are read in full (see `piece_bytes`).
         """
 
         def nbytes(tensor: Tensor) -> int:
@@ -271,18 +271,18 @@ class InitialValues:
             if reads is None:
                 return tensor.nbytes
             packed = any(isinstance(read, PackedRead) for read in reads[:1])
-            return piece_bytes(tensor, is_matrix=packed or (quantises and not tensor.requires_grad))
+            return piece_bytes(tensor, is_matrix=packed or (quantizes and not tensor.requires_grad))
 
         return max((nbytes(tensor) for tensor in parameters if tensor.is_meta), default=0)
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Remove all marks from the model and drop the sources, once values have been written."""
         for module in self._model.modules():
             hooks = module._forward_pre_hooks
             for key in [key for key, hook in hooks.items() if isinstance(hook, _InitMark)]:
                 del hooks[key]
         self._reads.clear()
-        self._initialisers = None
+        self._initializers = None
 
     def _take_remembered(self) -> None:
         tensors = dict(_named_tensors(self._model))
@@ -346,7 +346,7 @@ class _CheckedRead:
 
     def pieces(self, first: int, count: int) -> list[Read] | None:
         """See `ChunkedRead`."""
-        return pieces_of(self.read, self.shape, first, count)
+        return range_reads_of(self.read, self.shape, first, count)
 
 
 def _marks(module: nn.Module, mark_class: type[_MarkT]) -> list[_MarkT]:

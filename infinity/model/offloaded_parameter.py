@@ -71,7 +71,7 @@ class Access(Protocol):
     def version(self, parameter: Any) -> int:
         """Return a number that changes whenever the value does."""
 
-    def note_missing_gradient(self) -> None:
+    def on_missing_gradient(self) -> None:
         """Handle a read of `p.grad` that returned None."""
 
     def check_gradient(self, parameter: Any, what: str) -> None:
@@ -99,15 +99,17 @@ class _EngineMark:
         return self
 
 
-def name_engine(parameters: Iterable[nn.Parameter], engine: object | None, access: Access) -> None:
+def attach_engine(
+    parameters: Iterable[nn.Parameter], engine: object | None, access: Access
+) -> None:
     """Set the engine of parameters (None without one) and the access to their values."""
     mark = _EngineMark(engine, access)
     for parameter in parameters:
         setattr(parameter, _MARK_ATTRIBUTE, mark)
 
 
-def unname_engine(parameters: Iterable[nn.Parameter]) -> None:
-    """Undo `name_engine`."""
+def detach_engine(parameters: Iterable[nn.Parameter]) -> None:
+    """Undo `attach_engine`."""
     for parameter in parameters:
         vars(parameter).pop(_MARK_ATTRIBUTE, None)
 
@@ -139,7 +141,7 @@ class OffloadedParameter:
             with without_torch_function():
                 result = func(*args, **kwargs)
             if name == "grad" and result is None and not is_set and (access := _access_of(args[0])):
-                access.note_missing_gradient()
+                access.on_missing_gradient()
             return result
         parameters = [p for p in _tensors((args, kwargs)) if isinstance(p, OffloadedParameter)]
         for parameter in parameters:
@@ -254,7 +256,7 @@ def offload_class(kind: type[nn.Parameter]) -> type:
     return offloaded_class
 
 
-def gone() -> EngineClosedError:
+def released_error() -> EngineClosedError:
     """Return the error for parameters whose engine was released without restoring them."""
     return EngineClosedError(
         "the engine of this module was released without close(restore=True), and the values of "
@@ -273,7 +275,7 @@ def _access_of(tensor: Tensor) -> Access | None:
 def _access(parameter: Any) -> Access:
     access = _access_of(parameter)
     if access is None:
-        raise gone()
+        raise released_error()
     return access
 
 

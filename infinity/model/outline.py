@@ -46,7 +46,7 @@ class Outline:
     its first name.
     """
 
-    is_table = False  # stands for a `torch.nn.Embedding`
+    is_embedding_table = False  # stands for a `torch.nn.Embedding`
     infinity_stacks: tuple[str, ...] = ()  # see `model/stacks.py`
 
     def __init__(self) -> None:
@@ -91,10 +91,10 @@ class Outline:
         return (parameter for _, parameter in self.named_parameters(recurse=recurse))
 
 
-def is_lookup(module: nn.Module | Outline) -> bool:
+def is_embedding(module: nn.Module | Outline) -> bool:
     """Return True for an embedding."""
     if isinstance(module, Outline):
-        return module.is_table
+        return module.is_embedding_table
     from torch import nn  # imported already if there is a module
 
     return isinstance(module, nn.Embedding)
@@ -104,7 +104,7 @@ def is_linear(module: nn.Module | Outline) -> bool:
     """Return True for a linear layer."""
     if isinstance(module, Outline):
         weight = module.direct.get("weight")
-        return weight is not None and weight.dim() == 2 and not module.is_table
+        return weight is not None and weight.dim() == 2 and not module.is_embedding_table
     from torch import nn
 
     return isinstance(module, nn.Linear)

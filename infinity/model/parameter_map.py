@@ -21,8 +21,8 @@ from torch import Tensor, nn
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from infinity.errors import InfinityWarning, ResidencyError, listed
-from infinity.model.offloaded_parameter import EDIT, gone
-from infinity.model.parameters import CHANGE_BEFORE, placeholder
+from infinity.model.offloaded_parameter import EDIT, released_error
+from infinity.model.parameters import CHANGE_REMEDY, placeholder
 
 Touch = Callable[[nn.Parameter], Tensor]  # returns the parameter, or a view to read instead
 
@@ -70,20 +70,20 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         raise ResidencyError(
             f"parameter {name!r} cannot be replaced or added while an engine owns the module "
             "(torch.func transforms and functional_call do that too)",
-            remedy=f"{EDIT}; or {CHANGE_BEFORE}",
+            remedy=f"{EDIT}; or {CHANGE_REMEDY}",
         )
 
     def __delitem__(self, name: str) -> None:
         raise ResidencyError(
             f"parameter {name!r} cannot be removed while an engine owns the module",
-            remedy=CHANGE_BEFORE,
+            remedy=CHANGE_REMEDY,
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise for changes that bypass `__setitem__` and `__delitem__`."""
         raise ResidencyError(
             "parameters cannot be replaced, added or removed while an engine owns the module",
-            remedy=CHANGE_BEFORE,
+            remedy=CHANGE_REMEDY,
         )
 
     clear = pop = popitem = setdefault = update = __ior__ = _refuse_change
@@ -99,14 +99,14 @@ class ParameterMap(dict[str, nn.Parameter | None]):
         refuse_copy()
 
 
-class GoneParameters(dict[str, nn.Parameter | None]):
+class LostParameters(dict[str, nn.Parameter | None]):
     """`module._parameters` after its engine was closed without `restore`, or dropped.
 
     Access raises: values are lost, and placeholders (NaN) would be trained or saved.
     """
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise gone()
+        raise released_error()
 
     __getitem__ = get = items = values = copy = __deepcopy__ = __reduce_ex__ = _refuse
 
@@ -176,7 +176,7 @@ class ModuleMap(dict[str, nn.Module | None]):
         super().__setitem__(name, module)
 
 
-class RefusedApply:
+class GuardedApply:
     """Replacement for `module._apply` (`.to()`, `.half()`, `.cpu()`, ...) of an owned module.
 
     A call without effect, such as a move to the current device, is allowed. With `stays`, for
@@ -237,9 +237,9 @@ class Installation:
     """Replacement of `_parameters`, `_modules` and `_apply` on a module tree, until `remove`."""
 
     def __init__(self, root: nn.Module, touch: Touch) -> None:
-        self.gone = False  # whether values are lost at `remove`
+        self.values_lost = False  # whether values are lost at `remove`
         self.stored: StoredValues | None = None  # where values stay stored otherwise
-        self.on_new: Callable[[nn.Module], None] = lambda module: None
+        self.on_new_module: Callable[[nn.Module], None] = lambda module: None
         self._touch = touch
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self.modules: list[nn.Module] = []
@@ -252,14 +252,14 @@ class Installation:
                 admit = partial(self._admit, name)
                 module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
-                module.__dict__["_apply"] = RefusedApply(module)
+                module.__dict__["_apply"] = GuardedApply(module)
                 if isinstance(module, nn.RNNBase):  # this moves weights: see `torch_private.py`
                     module.__dict__["flatten_parameters"] = _leave_as_is
                 for attribute in recomputed_weights(module):  # may share the parameter's old memory
                     old = getattr(module, attribute)
                     setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
                 self.modules.append(module)
-                self.on_new(module)
+                self.on_new_module(module)
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
         """Raise `ResidencyError` for a module with new parameters: they would not be trained."""
@@ -271,13 +271,13 @@ class Installation:
                 f"the engine does not hold: {listed(unknown, 3)}",
                 because="adapters, new or larger embeddings and other layers that come after "
                 "initialize() have no optimizer state: they would never be trained",
-                remedy=CHANGE_BEFORE,
+                remedy=CHANGE_REMEDY,
             )
         self._install(path, module)
 
     def remove(self) -> None:
         """Restore methods and plain dicts; of parameters unless values are lost or stored."""
-        dict_class: Callable[..., Any] = GoneParameters if self.gone else dict
+        dict_class: Callable[..., Any] = LostParameters if self.values_lost else dict
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
                 plain = module._parameters

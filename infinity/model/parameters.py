@@ -35,7 +35,7 @@ from infinity.model.torch_private import without_torch_function
 from infinity.plan.layout import Segment, UnitLayout
 
 
-def zero_grad_of(module: nn.Module, drop: Callable[[], None]) -> Callable[..., None]:
+def make_zero_grad(module: nn.Module, drop: Callable[[], None]) -> Callable[..., None]:
     """Return a `module.zero_grad` that also calls `drop`; both objects are referenced weakly."""
     owned, dropped = weakref.ref(module), weakref.WeakMethod(drop)
 
@@ -83,7 +83,7 @@ def _cannot_swap(name: str, state: str, because: str) -> ConfigError:
 
 
 _ON_META = "is on the meta device"
-CHANGE_BEFORE = (
+CHANGE_REMEDY = (
     "change the module before initialize(); or engine.close(restore=True), change it, and "
     "initialize() anew"
 )
@@ -129,7 +129,7 @@ class Edit:
         return ResidencyError(
             f"parameter {self.name!r} was {change} while the engine owned it; {result}",
             because="offloaded parameters are views into reused slots, or placeholders",
-            remedy=CHANGE_BEFORE if resized else EDIT,
+            remedy=CHANGE_REMEDY if resized else EDIT,
         )
 
 
@@ -169,8 +169,8 @@ class ParameterBinding:
 
     # --- initial write ---------------------------------------------------------------------------
 
-    def to_meta(self, indices: Iterable[int]) -> None:
-        """Swap offloaded parameters for meta tensors; raise as `leave_meta`, which undoes it."""
+    def swap_to_meta(self, indices: Iterable[int]) -> None:
+        """Swap offloaded parameters for meta tensors; undone by `offload_from_meta`."""
         for index in indices:
             parameter = self.parameters[index]
             parameter.__class__ = self._classes[index]
@@ -178,8 +178,8 @@ class ParameterBinding:
             empty = torch.empty(parameter.shape, dtype=self.dtypes[index], device="meta")
             self._swap(index, parameter, nn.Parameter(empty, parameter.requires_grad))
 
-    def leave_meta(self) -> None:
-        """Offload the parameters that are on meta; `return_to_meta` undoes it.
+    def offload_from_meta(self) -> None:
+        """Offload the parameters that are on meta; `restore_meta` undoes it.
 
         Each stays the same Python object, which groups and tied modules hold: torch refuses to set
         the data of a meta tensor, but swaps tensors. Raises `ConfigError` for a parameter with
@@ -192,7 +192,7 @@ class ParameterBinding:
                 self._meta[index] = stand_in  # holds the meta tensor after the swap
                 self._swap(index, parameter, stand_in)
 
-    def return_to_meta(self) -> None:
+    def restore_meta(self) -> None:
         """Swap parameters back to meta, after a failed initial write."""
         for index, meta in self._meta.items():
             if meta.is_meta:  # False for one that could not be swapped
@@ -222,7 +222,7 @@ class ParameterBinding:
     def _view_spec(self, layout: UnitLayout, segment: Segment) -> _ViewSpec:
         start = segment.offset * layout.weight_itemsize
         if segment.form:
-            start = layout.dequantised[segment.parameter]
+            start = layout.dequantized[segment.parameter]
         elif not segment.trained:
             start = layout.trained_bytes + segment.offset
         dtype, shape = self.dtypes[segment.parameter], segment.shape
@@ -252,12 +252,12 @@ class ParameterBinding:
         """
         edit = self.edited(unit)
         if edit is not None:
-            self.forget(unit)
+            self.free(unit)
             raise edit.error()
         for index, view in zip(self._indices[unit], views, strict=True):
             self._set(index, view)
 
-    def forget(self, unit: int) -> None:
+    def free(self, unit: int) -> None:
         """Offload the unit's parameters, from any state and without checking for edits."""
         indices = self._indices[unit]
         torch.autograd.graph.increment_version([self.parameters[i] for i in indices])
@@ -312,7 +312,7 @@ class ParameterBinding:
 
 
 def move_buffers(
-    root: nn.Module, device: torch.device, first_value: Callable[[Tensor], Tensor]
+    root: nn.Module, device: torch.device, initial_value: Callable[[Tensor], Tensor]
 ) -> None:
     """Move buffers with their initial values to the device, keeping their dtype.
 
@@ -323,6 +323,6 @@ def move_buffers(
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 if id(buffer) not in moved:
-                    value = first_value(buffer).to(device, buffer.dtype)
+                    value = initial_value(buffer).to(device, buffer.dtype)
                     moved[id(buffer)] = (buffer, value)  # the old one, so that its id is not reused
                 module._buffers[name] = moved[id(buffer)][1]

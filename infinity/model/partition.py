@@ -42,9 +42,9 @@ PROCESS_BASE_BYTES = 320 << 20  # RAM of a process that has imported torch and r
 AUTO_DEVICE_BUDGET = 0.9  # share of the device memory that is free at start
 _CASTABLE = ("float32", "float16", "bfloat16", "float64")
 # Bounds of the bytes of a range with experts_per_unit: auto. Within them, the limit is the bytes of
-# all experts / MANY_RANGES.
+# all experts / MAX_AUTO_RANGES.
 EXPERTS_BYTES = 512 << 20, 1 << 30
-MANY_RANGES = 256
+MAX_AUTO_RANGES = 256
 RANGE_BYTES = 256 << 20, 2 << 30  # bounds of the slot of a range that a plan chooses
 
 
@@ -154,7 +154,7 @@ def partition_model(
                            needs_full=is_muon and group >= 0 and groups[group]["use_muon"])
         )  # fmt: skip
     if config.frozen.format != "as_is":
-        facts = _quantised(cutter, facts, config)
+        facts = _quantized(cutter, facts, config)
     stacks, notes = _stacks_to_cut(cutter, facts, config, needs_full=needs_full)
     cuts, rows = cutter.cut_stacks(
         cutter.cut(units), _range_sizes(stacks, facts, config, precision)
@@ -273,7 +273,7 @@ def _range_sizes(
 
     total = sum(expert_bytes(experts) * experts.count for experts in stacks)
     lower, upper = EXPERTS_BYTES
-    limit = min(max(lower, total // MANY_RANGES), upper)
+    limit = min(max(lower, total // MAX_AUTO_RANGES), upper)
     sizes = []
     for experts in stacks:
         num_fitting = max(limit // max(expert_bytes(experts), 1), 1)
@@ -283,7 +283,7 @@ def _range_sizes(
     return sizes
 
 
-def _quantised(
+def _quantized(
     cutter: Partitioner, facts: list[ParameterFacts], config: Config
 ) -> list[ParameterFacts]:
     """Return `facts` with the storage format of frozen matrices and stacks of matrices set."""
@@ -304,11 +304,11 @@ def _quantised(
     layer = "stack of experts" if form is FrozenFormat.MXFP4 else "nn.Linear layer"
     if not chosen:
         raise ConfigError(
-            f"frozen.format is {form}, but nothing is frozen that could be quantised: "
+            f"frozen.format is {form}, but nothing is frozen that could be quantized: "
             f"all {len(matrices)} matrices of {layer}s are trained"
             if matrices
-            else f"frozen.format is {form}, but no {layer} is left to quantise",
-            because="trained weights are never quantised: updates would be lost in the rounding"
+            else f"frozen.format is {form}, but no {layer} is left to quantize",
+            because="trained weights are never quantized: updates would be lost in the rounding"
             if matrices
             else "frozen.keep names them, or there are none",
             remedy="freeze the base, e.g. with peft.get_peft_model, before initialize(), and leave "
@@ -379,7 +379,7 @@ def finer_units(cut: Partition) -> list[str]:
     return names
 
 
-def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
+def range_size_variants(case: PlanInput, target: Target) -> Iterator[PlanInput]:
     """Yield the case with twice, half and a quarter of the ranges of experts in a layer.
 
     Larger ranges are fetched less often, since a backward that recomputes finds them in their
@@ -411,7 +411,7 @@ def other_ranges(case: PlanInput, target: Target) -> Iterator[PlanInput]:
         yield replace(case, config=config, units=partition.layouts)
 
 
-def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str) -> PlanInput:
+def adapter_plan_input(case: PlanInput, target: Target, rank: int, frozen_format: str) -> PlanInput:
     """Return the case of the same step with adapters trained on a frozen base.
 
     Args:
@@ -437,7 +437,7 @@ def adapter_case(case: PlanInput, target: Target, rank: int, frozen_format: str)
         case.work.tokens,
         recompute=case.work.recompute == "all",
         base=case.base,
-        made=adapted.made_bytes(quantises=frozen_format != "as_is"),
+        made=adapted.max_initial_bytes(quantizes=frozen_format != "as_is"),
         length=case.work.context,
     )
     return replace(changed, device_share=case.device_share)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 # A module outside blocks is a unit if it has 1/16 of all elements, or half of the largest block.
 ALONE_SHARE = 16
 OUTSIDE = "outside blocks"  # name of the units of packed modules
-REST_SHARE = 8  # packed units have at most 1/8 of all elements, and at most the largest block
+PACKED_SHARE = 8  # packed units have at most 1/8 of all elements, and at most the largest block
 
 
 @dataclass
@@ -193,7 +193,7 @@ class Partitioner:
         `block_numel` is that of the largest unit so far, 0 if there is none.
         """
         min_alone = self._total_numel / ALONE_SHARE
-        max_packed = self._total_numel / REST_SHARE
+        max_packed = self._total_numel / PACKED_SHARE
         if block_numel:
             min_alone = min(min_alone, block_numel / 2)
             max_packed = min(max_packed, block_numel)

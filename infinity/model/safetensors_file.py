@@ -55,7 +55,7 @@ _MAX_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
-class TensorFacts:
+class TensorEntry:
     """Header entry of one tensor; `offset` is the position of its first byte in the file."""
 
     shape: tuple[int, ...]
@@ -120,7 +120,7 @@ class SafetensorsFile:
             self.close()
             raise
 
-    def _read_header(self) -> dict[str, TensorFacts]:
+    def _read_header(self) -> dict[str, TensorEntry]:
         status = os.fstat(self._descriptor)
         if not stat.S_ISREG(status.st_mode):
             raise _FormatError("it is no regular file")
@@ -233,17 +233,17 @@ def _reject_constant(text: str) -> NoReturn:
 
 def _parse_entries(
     header: dict[str, Any], path: Path, data_start: int, file_bytes: int
-) -> dict[str, TensorFacts]:
+) -> dict[str, TensorEntry]:
     """Validate all header entries; tensors must fill the file from `data_start` on."""
     metadata = header.pop("__metadata__", None)
     values = metadata.values() if isinstance(metadata, dict) else [metadata or ""]
     if not all(isinstance(value, str) for value in values):
         raise _FormatError("its __metadata__ holds more than texts")
-    facts: dict[str, TensorFacts] = {}
+    facts: dict[str, TensorEntry] = {}
     ranges: list[tuple[int, int, str]] = []
     for name, entry in header.items():
         shape, dtype, (begin, end) = _parse_entry(name, entry)
-        facts[name] = TensorFacts(shape, dtype, path, data_start + begin)
+        facts[name] = TensorEntry(shape, dtype, path, data_start + begin)
         ranges.append((begin, end, name))
     position = 0
     for begin, end, name in sorted(ranges):

@@ -68,7 +68,7 @@ class Bounds(Protocol):
 
 
 Compute = Callable[..., "Tensor"]  # takes a `StackRange` and the token rows of its experts
-Computer = Callable[["RangeCall"], "Tensor"]
+RangeExecutor = Callable[["RangeCall"], "Tensor"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +113,7 @@ def compute_ranges(
         The concatenated results.
     """
     call = RangeCall(compute, counts, rows)
-    computer: Computer | None = vars(module).get(_COMPUTER_ATTRIBUTE)
+    computer: RangeExecutor | None = vars(module).get(_COMPUTER_ATTRIBUTE)
     return compute_full(module, call) if computer is None else computer(call)
 
 
@@ -124,7 +124,7 @@ def compute_full(module: nn.Module, call: RangeCall) -> Tensor:
     return call.compute(experts, *call.rows)
 
 
-def no_full_gradient(name: str, what: str) -> ResidencyError:
+def full_gradient_error(name: str, what: str) -> ResidencyError:
     """Return the error for a use of the gradient of a stack that is cut into ranges."""
     return ResidencyError(
         f"{what} of {name!r}, a stack of experts that is cut into ranges: its gradient arrives "
@@ -141,7 +141,7 @@ def gradient_hooks(parameter: Any) -> list[Any]:
     return [hook for hooks in hook_dicts for hook in hooks.values()]
 
 
-def set_computer(module: nn.Module, computer: Computer | None) -> None:
+def set_range_executor(module: nn.Module, computer: RangeExecutor | None) -> None:
     """Set the function that `compute_ranges` calls for a module; None resets it."""
     if computer is None:
         vars(module).pop(_COMPUTER_ATTRIBUTE, None)
@@ -149,8 +149,8 @@ def set_computer(module: nn.Module, computer: Computer | None) -> None:
         vars(module)[_COMPUTER_ATTRIBUTE] = computer
 
 
-def has_computer(module: nn.Module) -> bool:
-    """Return True if an engine has set a function with `set_computer`."""
+def has_range_executor(module: nn.Module) -> bool:
+    """Return True if an engine has set a function with `set_range_executor`."""
     return _COMPUTER_ATTRIBUTE in vars(module)
 
 

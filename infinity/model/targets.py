@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from infinity.errors import ConfigError, did_you_mean
 from infinity.model.named_models import NAMED, SIZES
-from infinity.model.outline import Outline, Shape, is_linear, is_lookup
+from infinity.model.outline import Outline, Shape, is_embedding, is_linear
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ _REMEDY = (
 )
 
 
-def names_a_model(text: str) -> bool:
+def is_model_name(text: str) -> bool:
     """Return True if `text` refers to a model, False for the configuration of a run.
 
     Reads the file, if it is one. Raises `ConfigError` if `text` is neither a known name, a file,
@@ -134,7 +134,7 @@ def _add_embeddings(root: Outline, shapes: Mapping[str, tuple[int, ...]]) -> Non
     for name, shape in shapes.items():
         table = root.at(name)
         table.direct["weight"] = Shape(shape)
-        table.is_table = True
+        table.is_embedding_table = True
 
 
 def _llama(config: Mapping[str, Any]) -> Outline:
@@ -222,16 +222,17 @@ class Target:
         target = target_of(self.name, deepcopy(self.module), self.config, rank)
         return replace(target, from_files=self.from_files)
 
-    def made_bytes(self, *, quantises: bool) -> int:
+    def max_initial_bytes(self, *, quantizes: bool) -> int:
         """Return the bytes of the largest value in RAM while the initial state is written.
 
-        Equals `InitialValues.most_bytes`. With `quantises`, a frozen matrix is read completely.
+        Equals `InitialValues.largest_value_bytes`. With `quantizes`, a frozen matrix is read
+        completely.
         """
 
         def nbytes(parameter: Any) -> int:
             if not self.from_files:
                 return int(parameter.nbytes)
-            return piece_bytes(parameter, is_matrix=quantises and not parameter.requires_grad)
+            return piece_bytes(parameter, is_matrix=quantizes and not parameter.requires_grad)
 
         return max(map(nbytes, self.module.parameters()), default=0)
 
@@ -263,8 +264,8 @@ def target_of(
     for owner in module.modules():
         for parameter in owner.parameters(recurse=False):
             owners[index[id(parameter)]].append(owner)
-    embedded = {i for i, modules in owners.items() if any(map(is_lookup, modules))}
-    lookups = {i for i in embedded if all(map(is_lookup, owners[i]))}
+    embedded = {i for i, modules in owners.items() if any(map(is_embedding, modules))}
+    lookups = {i for i in embedded if all(map(is_embedding, owners[i]))}
     heads = embedded - lookups
     if not heads and lookups:  # the head is the last matrix with a row for each token
         parameters: list[Any] = list(module.parameters())

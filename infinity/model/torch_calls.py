@@ -30,7 +30,7 @@ def mutated_arguments(call: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return tensors
 
 
-def only_makes_views(call: Any) -> bool:
+def returns_only_views(call: Any) -> bool:
     """Return True if all results are views of arguments and no element is written."""
     returns = call._schema.returns
     aliases = bool(returns) and all(

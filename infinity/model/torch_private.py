@@ -65,7 +65,7 @@ def negated_view(tensor: Tensor) -> Tensor:
 # made contiguous: `flatten_parameters` would move them.
 
 
-def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
+def drop_flat_weight_refs(model: nn.Module) -> Callable[[], None]:
     """Drop the weak references of RNNs to their weights; return a function that restores them."""
     modules = _rnns(model)
     for module in modules:
@@ -80,7 +80,7 @@ def forget_flat_weights(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def same_flat_weights(module: nn.Module) -> Iterator[None]:
+def restore_flat_weights(module: nn.Module) -> Iterator[None]:
     """Restore the weight lists of RNNs on exit: a slice fills them with views of slots."""
     saved = [(rnn, rnn._flat_weights, rnn._flat_weight_refs) for rnn in _rnns(module)]
     try:
@@ -94,7 +94,7 @@ def _rnns(model: nn.Module) -> list[nn.RNNBase]:
     return [module for module in model.modules() if isinstance(module, nn.RNNBase)]
 
 
-def has_memory(tensor: Tensor) -> bool:
+def has_storage_address(tensor: Tensor) -> bool:
     """Return True if the address of the tensor's storage can be read.
 
     It is 0 for meta tensors, including those of `Init` that report the CPU as their device.
@@ -131,17 +131,17 @@ def after_backward(then: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(then)
 
 
-def runs_backward(code: CodeType) -> bool:
+def is_backward_code(code: CodeType) -> bool:
     """Return True for the code of the torch function that runs the autograd engine."""
     return code is torch.autograd.graph._engine_run_backward.__code__
 
 
-def checkpoint_packs(hooks: SavedTensorHooks | None) -> bool:
+def is_checkpoint_pair(hooks: SavedTensorHooks | None) -> bool:
     """Return True if the (pack, unpack) pair belongs to a non-reentrant checkpoint."""
     return hooks is not None and hooks[0].__module__ == torch.utils.checkpoint.__name__
 
 
-def end_checkpoints(error: BaseException) -> None:
+def close_checkpoints(error: BaseException) -> None:
     """Close the non-reentrant checkpoints in the traceback; each pops its saved-tensor hooks.
 
     Before torch 2.13 they are closed when their frames are collected, at any time, and pop the
@@ -154,7 +154,7 @@ def end_checkpoints(error: BaseException) -> None:
                 generator.close()
 
 
-def saved_by_checkpoint() -> bool:
+def saves_checkpoint_input() -> bool:
     """Return True in a pack hook that saves an input of a checkpoint.
 
     Slices that share ranges count as checkpoints. The caller of the hook is then the checkpoint, or
@@ -219,7 +219,7 @@ def tensor_without_memory(
     return make(cls, shape, strides=strides, dtype=dtype, device=torch.device(device))
 
 
-def below_torch_function(call: Any, args: Any, kwargs: Any) -> Any:
+def call_without_torch_function(call: Any, args: Any, kwargs: Any) -> Any:
     """Return `call(*args, **kwargs)` with `__torch_function__` of subclasses disabled."""
     with torch._C.DisableTorchFunctionSubclass():
         return call(*args, **kwargs)
@@ -235,7 +235,7 @@ def is_cast(call: Any) -> bool:
     return call.overloadpacket is torch.ops.aten._to_copy
 
 
-def is_number_on_meta(call: Any, kwargs: Any) -> bool:
+def is_meta_scalar(call: Any, kwargs: Any) -> bool:
     """Return True if an operation in a `DispatchMode` makes a meta tensor of a Python number.
 
     Assigning a number to a slice of a meta tensor does so.
@@ -250,7 +250,7 @@ def is_weight_norm(call: Any) -> bool:
     return bool(call == torch._weight_norm)
 
 
-def weight_norm_anywhere(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
+def decomposed_weight_norm(v: Tensor, g: Tensor, dim: int = 0) -> Tensor:
     """Return `torch._weight_norm(v, g, dim)`, computed by operations that dispatch modes receive.
 
     `torch._weight_norm` compares the devices of `v` and `g` before any dispatch mode is called.

@@ -48,7 +48,7 @@ def holds_weights(directory: Path) -> bool:
     return any((directory / name).exists() for name in (SINGLE_NAME, INDEX_NAME))
 
 
-def without_index(directory: Path) -> tuple[list[Path], list[Path]]:
+def files_without_index(directory: Path) -> tuple[list[Path], list[Path]]:
     """Return the complete safetensors files of a directory without an index, and the shards.
 
     Without an index the set of shards may be incomplete.

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from infinity.common.files import FILE_MODE, open_new, write_new
 from infinity.errors import ConfigError, listed
-from infinity.model.quantised import dequantise, from_parts
-from infinity.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorFacts, encode_header
+from infinity.model.quantized import dequantize, pack_parts
+from infinity.model.safetensors_file import DTYPE_NAMES, SafetensorsFile, TensorEntry, encode_header
 from infinity.model.weight_directory import (
     INDEX_NAME,
     SINGLE_NAME,
+    files_without_index,
     saving,
     shard_names,
-    without_index,
 )
 from infinity.types import DOUBLE_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, FrozenFormat
 
@@ -51,7 +51,7 @@ class _Packed:
     form: FrozenFormat
     shape: tuple[int, ...]
     names: tuple[str, ...]
-    facts: tuple[TensorFacts, ...]
+    facts: tuple[TensorEntry, ...]
     mean: Tensor | None
 
 
@@ -66,7 +66,7 @@ class WeightFiles:
 
         Raises `ConfigError` that names the file, and the tensor if one is invalid.
         """
-        self.facts: dict[str, TensorFacts] = {}
+        self.facts: dict[str, TensorEntry] = {}
         self._files: dict[Path, SafetensorsFile] = {}
         # Quantized tensors by name.
         self._packed: dict[str, _Packed] = {}
@@ -78,7 +78,7 @@ class WeightFiles:
                 self._open(path, expected)
             if expected is not None:
                 self._check_index(expected)
-            self._join_quantised()
+            self._join_quantized()
         except BaseException:
             self.close()
             raise
@@ -111,11 +111,11 @@ class WeightFiles:
             )
 
     @property
-    def quantised(self) -> bool:
+    def quantized(self) -> bool:
         """True if any matrix is quantized; `read` dequantizes it to fp32."""
         return bool(self._packed)
 
-    def _join_quantised(self) -> None:
+    def _join_quantized(self) -> None:
         """Replace the tensors of each quantized matrix by one entry. Raises `ConfigError`."""
         for name, facts in list(self.facts.items()):
             stem = name.removesuffix(_BLOCKS)
@@ -187,7 +187,7 @@ class WeightFiles:
         for key in replaced:
             del self.facts[key]
         first = facts[0]
-        self.facts[name] = TensorFacts(shape, torch.float32, first.file, first.offset)
+        self.facts[name] = TensorEntry(shape, torch.float32, first.file, first.offset)
 
     def packed(self, name: str, form: FrozenFormat, index: int) -> Tensor | None:
         """Return the packed bytes of one matrix of a tensor; None if it is not in this format."""
@@ -202,7 +202,7 @@ class WeightFiles:
             scales_fp8 = form is FrozenFormat.FP8 and part_name != packed.names[0]
             parts.append(part.float() if scales_fp8 else part)
         parts += [] if packed.mean is None else [packed.mean]
-        return from_parts(form, packed.shape[-2:], parts)
+        return pack_parts(form, packed.shape[-2:], parts)
 
     def matrix(self, name: str, index: int) -> Tensor:
         """Return the fp32 values of one matrix of a quantized tensor; the last result is cached."""
@@ -212,7 +212,7 @@ class WeightFiles:
             value = torch.empty(entry.shape[-2:], dtype=torch.float32, device="cpu")
             packed = self.packed(name, entry.form, index)
             assert packed is not None
-            dequantise(packed, entry.form, value)
+            dequantize(packed, entry.form, value)
             self._cached_matrix = (name, index, value)
         return self._cached_matrix[2]
 
@@ -323,8 +323,8 @@ class PackedMatrix:
 
 def _unknown_format(name: str, detail: str) -> ConfigError:
     return ConfigError(
-        f"tensor {name!r} is quantised in a way that is not known: {detail}",
-        because="of files that are quantised these are read: bitsandbytes' NF4 in blocks of 64, "
+        f"tensor {name!r} is quantized in a way that is not known: {detail}",
+        because="of files that are quantized these are read: bitsandbytes' NF4 in blocks of 64, "
         "MXFP4 of gpt-oss, and FP8 (e4m3) with a scale for each square of 128",
         remedy="give the original weights, and frozen.format in the configuration",
     )
@@ -337,7 +337,7 @@ def _files_of(source: Path) -> tuple[list[Path], dict[str, Path] | None]:
             return [source / SINGLE_NAME], None
         if (source / INDEX_NAME).exists():
             return _read_index(source / INDEX_NAME)
-        files, shards = without_index(source)
+        files, shards = files_without_index(source)
         if not files and shards:
             raise ConfigError(
                 f"{source} holds {len(shards)} shard(s), {listed([p.name for p in shards])}, and "
@@ -385,7 +385,7 @@ def _read_index(index: Path) -> tuple[list[Path], dict[str, Path]]:
 
 
 @dataclass(frozen=True)
-class Outgoing:
+class TensorToWrite:
     """Tensor to write: name, shape, dtype, and a function that reads its values."""
 
     name: str
@@ -401,16 +401,16 @@ class Outgoing:
 
 def write_shards(
     directory: Path,
-    tensors: Sequence[Outgoing],
+    tensors: Sequence[TensorToWrite],
     max_shard_bytes: int,
-    beside: Callable[[Path], object] | None = None,
+    write_extra: Callable[[Path], object] | None = None,
 ) -> list[Path]:
     """Write `tensors` as shards; return the files, the index last if there is one.
 
     One tensor at a time is in memory. A shard has at most `max_shard_bytes`, or a single larger
-    tensor. `beside` writes other files, such as a config.json, into the folder that it receives.
-    Older weights in the directory are replaced atomically, when the new ones are complete and on
-    stable storage; if writing fails, they are unchanged.
+    tensor. `write_extra` writes other files, such as a config.json, into the folder that it
+    receives. Older weights in the directory are replaced atomically, when the new ones are complete
+    and on stable storage; if writing fails, they are unchanged.
 
     Raises:
         ConfigError: The format has no such dtype, or a value overflows its dtype.
@@ -423,8 +423,8 @@ def write_shards(
     shards = _shards(tensors, max_shard_bytes)
     names = shard_names(len(shards))
     with saving(directory, sum(t.nbytes for t in tensors)) as folder:
-        if beside is not None:
-            beside(folder)
+        if write_extra is not None:
+            write_extra(folder)
         for name, shard in zip(names, shards, strict=True):
             _write_file(folder / name, shard)
         if len(shards) > 1:
@@ -433,8 +433,8 @@ def write_shards(
     return [directory / name for name in names]
 
 
-def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outgoing]]:
-    shards: list[list[Outgoing]] = [[]]
+def _shards(tensors: Sequence[TensorToWrite], max_shard_bytes: int) -> list[list[TensorToWrite]]:
+    shards: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
@@ -445,7 +445,7 @@ def _shards(tensors: Sequence[Outgoing], max_shard_bytes: int) -> list[list[Outg
     return shards
 
 
-def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
+def _write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
     with open_new(path) as file:
         file.write(encode_header((t.name, t.shape, t.dtype) for t in tensors))
         for tensor in tensors:
@@ -454,7 +454,7 @@ def _write_file(path: Path, tensors: Sequence[Outgoing]) -> None:
         os.fsync(file.fileno())
 
 
-def _write_tensor(file: BinaryIO, tensor: Outgoing) -> None:
+def _write_tensor(file: BinaryIO, tensor: TensorToWrite) -> None:
     """Convert and write in chunks: converting the full tensor would need a second copy."""
     value = tensor.read().detach()
     assert tuple(value.shape) == tensor.shape, (tensor.name, value.shape, tensor.shape)
@@ -468,7 +468,7 @@ def _write_tensor(file: BinaryIO, tensor: Outgoing) -> None:
         file.write(converted.contiguous().view(torch.uint8).numpy().data)
 
 
-def _check_overflow(tensor: Outgoing, chunk: Tensor, converted: Tensor) -> None:
+def _check_overflow(tensor: TensorToWrite, chunk: Tensor, converted: Tensor) -> None:
     infinite = converted.isinf()
     if not infinite.any():
         return
@@ -481,7 +481,9 @@ def _check_overflow(tensor: Outgoing, chunk: Tensor, converted: Tensor) -> None:
         )
 
 
-def _write_index(path: Path, names: Sequence[str], shards: Sequence[Sequence[Outgoing]]) -> None:
+def _write_index(
+    path: Path, names: Sequence[str], shards: Sequence[Sequence[TensorToWrite]]
+) -> None:
     total_size = sum(t.nbytes for shard in shards for t in shard)
     weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}

@@ -1,8 +1,8 @@
 """Saved tensors offloaded to a pinned pool in RAM, or to disk, until backward needs them.
 
 [Note: memory of a graph]
-Autograd is handed an `Away`, which holds a number and none of the engine's memory. A graph may be
-dropped anywhere, by any thread. The store notices that its handles are dead, and frees their
+Autograd is handed an `SavedHandle`, which holds a number and none of the engine's memory. A graph
+may be dropped anywhere, by any thread. The store notices that its handles are dead, and frees their
 memory, when the next tensor is saved or restored.
 """
 
@@ -30,7 +30,7 @@ from infinity.types import PAGE, Tier, round_up
 LABEL = (NO_UNIT, "activation")
 
 
-class Away:
+class SavedHandle:
     """Handle that autograd holds for a saved tensor; `tensor` is set if it stayed on the device."""
 
     __slots__ = ("__weakref__", "number", "tensor")
@@ -44,7 +44,7 @@ class Away:
 class SavedTensor:
     """Record of one saved tensor: its shape, location and requests."""
 
-    away: weakref.ref[Away]
+    away: weakref.ref[SavedHandle]
     order: int  # number of its last save; backward runs in reverse order
     nbytes: int
     dtype: torch.dtype
@@ -66,7 +66,7 @@ class SavedTensor:
     modified: bool = False  # in place, during the copy out
     returned: bool = False  # returned to backward at least once
 
-    def end_requests(self) -> None:
+    def wait_requests(self) -> None:
         """Wait for disk requests, ignoring their results."""
         for ticket in (self.writing, self.reading):
             if ticket is not None:
@@ -98,7 +98,7 @@ class ActivationStore:
         self._pool = Ranges(plan.host_bytes)
         self._disk = Ranges(plan.disk_bytes)
         self._records: dict[int, SavedTensor] = {}
-        self._handles: dict[TensorIdentity, weakref.ref[Away]] = {}
+        self._handles: dict[TensorIdentity, weakref.ref[SavedHandle]] = {}
         self._retired: list[tuple[Event, int | None, int, object]] = []  # see `_retire`
         self._outgoing: list[SavedTensor] = []
         self._incoming: list[SavedTensor] = []
@@ -108,7 +108,7 @@ class ActivationStore:
 
     # --- saving (forward) ------------------------------------------------------------------------
 
-    def save(self, tensor: Tensor) -> Away | None:
+    def save(self, tensor: Tensor) -> SavedHandle | None:
         """Return a handle to a tensor that autograd saves, or None if it is not offloaded.
 
         Not offloaded are small tensors, non-contiguous ones, and those that need no gradient: the
@@ -129,7 +129,7 @@ class ActivationStore:
             record = self._records[away.number]
             record.uses, record.order = record.uses + 1, number
             return away
-        away = Away(number)
+        away = SavedHandle(number)
         record = SavedTensor(
             weakref.ref(away), number, nbytes, tensor.dtype, tensor.shape, tensor._version, identity
         )
@@ -220,7 +220,7 @@ class ActivationStore:
 
     # --- restoring (backward) --------------------------------------------------------------------
 
-    def restore(self, away: Away) -> Tensor:
+    def restore(self, away: SavedHandle) -> Tensor:
         """Return the saved tensor: the original if it stayed on the device, else a restored one.
 
         Raises `EngineClosedError`, `TransferError`, or torch's error for a tensor that was modified
@@ -327,7 +327,7 @@ class ActivationStore:
     def recover(self) -> None:
         """Wait for requests in flight, after an exception in a call; later restores start anew."""
         for record in list(self._incoming):
-            record.end_requests()
+            record.wait_requests()
             record.reading = None
             self._incoming.remove(record)
             self._retire(record)
@@ -338,7 +338,7 @@ class ActivationStore:
 
     # --- records and their memory ----------------------------------------------------------------
 
-    def write_once(self) -> None:
+    def prewrite(self) -> None:
         """Write the full extent before training: the first write of reserved space is slow."""
         if self._extent is None or self._arena is None:
             return
@@ -371,7 +371,7 @@ class ActivationStore:
             self.sizes, self._new_sizes = tuple(self._new_sizes), []
 
     def _discard(self, record: SavedTensor) -> None:
-        record.end_requests()
+        record.wait_requests()
         for records in (self._outgoing, self._incoming):
             if record in records:
                 records.remove(record)
@@ -413,7 +413,7 @@ class ActivationStore:
     def close(self) -> None:
         """Wait for transfers and drop everything; remaining graphs become unusable."""
         for record in self._records.values():
-            record.end_requests()
+            record.wait_requests()
         if not self._device.unified:
             self._device.synchronize()
         self._records.clear()
@@ -422,7 +422,7 @@ class ActivationStore:
         self._outgoing.clear()
         self._incoming.clear()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the pool, which must not be pinned any more."""
         self._arena = None
 

@@ -5,9 +5,9 @@ From outside in: the module's hooks (infinity's fetch the weights), slices, the 
 compiled forward. The last three replace the block's `forward`, so users' hooks run once per call,
 and every call of the block through its module takes this path. A recomputation does not run the
 module's hooks: it calls infinity's itself, and so finds its weights. It sees the buffers with their
-values of the original call, and its writes to them are dropped (`Rerun`). Slices and the checkpoint
-are skipped in calls without gradients, and where the block is recomputed anyway: inside a backward,
-under a checkpoint of the model around the block, or inside another block.
+values of the original call, and its writes to them are dropped (`RecomputeBuffers`). Slices and the
+checkpoint are skipped in calls without gradients, and where the block is recomputed anyway: inside
+a backward, under a checkpoint of the model around the block, or inside another block.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from infinity.errors import ConfigError, InfinityWarning, TrainingError
-from infinity.model.buffers import Rerun
+from infinity.model.buffers import RecomputeBuffers
 from infinity.model.partitioner import UnitModules
 from infinity.model.torch_private import inside_backward
-from infinity.offload.call_tensors import _run_once, take_apart
+from infinity.offload.call_tensors import call_checked, flatten_tensors
 from infinity.offload.compiled_forward import CompiledForward, check_options
 from infinity.offload.hooks import Hooks
 from infinity.offload.slicer import Slicer
@@ -37,7 +37,7 @@ _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
 _CACHE_FLAGS = ("use_cache",)
 
 
-class UnitForwards:
+class BlockForwards:
     """Replaced forwards of all blocks, if the plan or `compile_units` asks for any.
 
     `recomputed` counts runs of blocks in backward since the start, each slice separately.
@@ -91,7 +91,7 @@ class UnitForwards:
                 else "the model has no blocks that repeat",
                 remedy="leave compile out, or cut it yourself: initialize(units=[...])",
             )
-        self._hooks.saved.hide_from_compiler()
+        self._hooks.saved.disable_compile()
         for block in compilable_blocks:
             block.compile(compile_options)
 
@@ -100,7 +100,7 @@ class UnitForwards:
         """Number of blocks that are, or will be, compiled."""
         return sum(block.compiled is not None for block in self._blocks)
 
-    def count_again(self) -> None:
+    def count_recomputed(self) -> None:
         """Count a recomputed slice."""
         self.recomputed += 1
 
@@ -122,7 +122,7 @@ class _Block:
 
     def __init__(
         self,
-        owner: UnitForwards,
+        owner: BlockForwards,
         hooks: Hooks,
         plan: Plan,
         module: nn.Module,
@@ -184,11 +184,11 @@ class _Block:
     def _run(self, *args: Any, **kwargs: Any) -> Any:
         if self._recomputes:
             modules = [*self._module.modules()]  # now: modules may have been added
-            run = functools.partial(self._recomputable, Rerun(modules))
+            run = functools.partial(self._recomputable, RecomputeBuffers(modules))
             return checkpointed(run, self._name, args, kwargs)
         return self._plain(*args, **kwargs)
 
-    def _recomputable(self, rerun: Rerun, *args: Any, **kwargs: Any) -> Any:
+    def _recomputable(self, rerun: RecomputeBuffers, *args: Any, **kwargs: Any) -> Any:
         recomputing, pushed = inside_backward(), False
         if recomputing:
             self._owner.recomputed += 1
@@ -259,9 +259,9 @@ def checkpointed(
     lists and dicts.
     """
     tensors: list[Tensor] = []
-    structure = take_apart((args, dict(kwargs)), tensors)
+    structure = flatten_tensors((args, dict(kwargs)), tensors)
 
     def run(*inputs: Tensor) -> Any:
-        return _run_once(function, name, structure, inputs)
+        return call_checked(function, name, structure, inputs)
 
     return checkpoint(run, *tensors, use_reentrant=False)

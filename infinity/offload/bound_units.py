@@ -54,10 +54,10 @@ class BoundUnits:
         device.sync_compute_stream()
         if not entry.bound:
             device.compute_wait(entry.ready)
-            self._ledger.dequantise(unit)
+            self._ledger.dequantize(unit)
             self.bind(unit)
 
-    def look_for_edits(self, unit: int, *, reached: bool) -> None:
+    def checksum_for_edits(self, unit: int, *, reached: bool) -> None:
         """Compute checksums of a unit that user code may edit; `reached` if outside a call.
 
         Inside a call only the first forward with gradients, and the first without, are checked; see
@@ -94,7 +94,7 @@ class BoundUnits:
                     self.release(checked)
                 error = error or unit_error
             elif (placeholder := self._binding.edited(checked)) is not None:
-                self._binding.forget(checked)
+                self._binding.free(checked)
                 error = error or placeholder.error()
         return error
 
@@ -142,7 +142,7 @@ class BoundUnits:
         entry = self._entries[unit]
         entry.bound, entry.checksums = False, None
         self._accessed_outside.discard(unit)
-        self._binding.forget(unit)
+        self._binding.free(unit)
 
     def _edit_error(self, unit: int) -> ResidencyError | None:
         """Return the error for an edit of the unit's bound parameters, if there was one.

@@ -92,14 +92,14 @@ class CallGuard:
         self.fail: Callable[[], None] = lambda: None  # called when a call is interrupted
         self._locked = False
 
-    def is_here(self) -> bool:
+    def in_creating_process(self) -> bool:
         """Return True in the process that created the engine."""
         return os.getpid() == self._pid
 
-    def computes_here(self) -> bool:
+    def in_current_call(self) -> bool:
         """Return True on the process and thread of the call in progress."""
         call = self._calls.get("call")
-        return call is not None and call.thread == get_ident() and self.is_here()
+        return call is not None and call.thread == get_ident() and self.in_creating_process()
 
     @property
     def busy(self) -> bool:
@@ -107,7 +107,7 @@ class CallGuard:
 
     def check(self) -> None:
         """Raise `ResidencyError` in a forked child, during another thread's call, and if locked."""
-        if not self.is_here():
+        if not self.in_creating_process():
             raise ResidencyError(
                 f"this engine belongs to process {self._pid}; process {os.getpid()} is a fork "
                 "of it and has neither its slots nor its threads",

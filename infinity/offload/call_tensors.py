@@ -18,7 +18,7 @@ class _TensorPosition:
     index: int
 
 
-def take_apart(value: Any, tensors: list[Tensor]) -> Any:
+def flatten_tensors(value: Any, tensors: list[Tensor]) -> Any:
     """Append the tensors in a value to `tensors`; return its structure, with indices for them.
 
     Descends into plain tuples, lists and dicts. Parameters and objects of other classes stay in the
@@ -28,20 +28,20 @@ def take_apart(value: Any, tensors: list[Tensor]) -> Any:
         tensors.append(value)
         return _TensorPosition(len(tensors) - 1)
     if type(value) in (tuple, list):
-        return type(value)(take_apart(item, tensors) for item in value)
+        return type(value)(flatten_tensors(item, tensors) for item in value)
     if type(value) is dict:
-        return {key: take_apart(item, tensors) for key, item in value.items()}
+        return {key: flatten_tensors(item, tensors) for key, item in value.items()}
     return value
 
 
-def put_together(structure: Any, tensors: Sequence[Tensor]) -> Any:
+def unflatten_tensors(structure: Any, tensors: Sequence[Tensor]) -> Any:
     """Rebuild a value from its structure and tensors."""
     if isinstance(structure, _TensorPosition):
         return tensors[structure.index]
     if type(structure) in (tuple, list):
-        return type(structure)(put_together(item, tensors) for item in structure)
+        return type(structure)(unflatten_tensors(item, tensors) for item in structure)
     if type(structure) is dict:
-        return {key: put_together(item, tensors) for key, item in structure.items()}
+        return {key: unflatten_tensors(item, tensors) for key, item in structure.items()}
     return structure
 
 
@@ -54,31 +54,31 @@ def leaves(structure: Any) -> Iterator[Any]:
         yield structure
 
 
-def is_as_given(value: Any, structure: Any, tensors: Sequence[Tensor]) -> bool:
-    """Return True if no container in the value was changed since `put_together` built it."""
+def is_unchanged(value: Any, structure: Any, tensors: Sequence[Tensor]) -> bool:
+    """Return True if no container in the value was changed since `unflatten_tensors` built it."""
     if isinstance(structure, _TensorPosition):
         return value is tensors[structure.index]
     if type(structure) is dict:
         same_keys = value.keys() == structure.keys()
         return same_keys and all(
-            is_as_given(value[key], structure[key], tensors) for key in structure
+            is_unchanged(value[key], structure[key], tensors) for key in structure
         )
     if type(structure) in (tuple, list):
         pairs = zip(value, structure, strict=False)
-        return len(value) == len(structure) and all(is_as_given(v, s, tensors) for v, s in pairs)
+        return len(value) == len(structure) and all(is_unchanged(v, s, tensors) for v, s in pairs)
     return value is structure
 
 
-def _run_once(
+def call_checked(
     function: Callable[..., Any], name: str, structure: Any, tensors: Sequence[Tensor]
 ) -> Any:
     """Call the function with copies of the containers in its arguments.
 
     Raises `TrainingError` if it changes them, since the caller would not see the change.
     """
-    args, kwargs = put_together(structure, tensors)
+    args, kwargs = unflatten_tensors(structure, tensors)
     result = function(*args, **kwargs)
-    if not is_as_given((args, kwargs), structure, tensors):
+    if not is_unchanged((args, kwargs), structure, tensors):
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
             because="a block that is recomputed, or runs in slices, would do it several times",

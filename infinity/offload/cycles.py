@@ -61,7 +61,7 @@ class Cycles:
             self._prefetcher.follow(None)
         self._open = False
 
-    def around_calls(self) -> tuple[Callable[[], None], Callable[[], None]]:
+    def call_hooks(self) -> tuple[Callable[[], None], Callable[[], None]]:
         """Return the functions to run before and after a call of the model."""
         cache_states: list[bool] = []  # autocast cache enabled, before each call in progress
 

@@ -99,7 +99,7 @@ class GradientExchange:
         self._in_flight: deque[_Exchange] = deque()
         self._error: Exception | None = None
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the buffers."""
         self.reset()
         self._buffer_pairs.clear()
@@ -133,7 +133,7 @@ class GradientExchange:
                 return 2 * (unit + 1) + self._is_wide(unit)
         return 0
 
-    def send_ready(self, ready: Collection[int]) -> None:
+    def start_ready(self, ready: Collection[int]) -> None:
         """Start to exchange the unit that all ranks reported as complete; see `ready`."""
         units = {value // 2 - 1 for value in ready}
         if len(units) == 1 and (unit := units.pop()) >= 0:

@@ -17,19 +17,19 @@ class ExpertCalls:
     """Number of calls of ranges, and token counts by module since the last step."""
 
     def __init__(self) -> None:
-        self.num_ranged = 0  # calls of ranges since the start
+        self.num_range_calls = 0  # calls of ranges since the start
         self._computer: Callable[..., Tensor] | None = None
         self._counts: dict[str, list[Sequence[int]]] = {}
         self._loss: Tensor | None = None
         self._paused = False
 
-    def begin_ranged(self) -> Callable[..., Tensor] | None:
+    def begin_range_call(self) -> Callable[..., Tensor] | None:
         """Count a call of ranges; return the function that handles it, if one is set."""
-        self.num_ranged += 1
+        self.num_range_calls += 1
         return self._computer
 
     @contextmanager
-    def computed_by(self, computer: Callable[..., Tensor]) -> Iterator[None]:
+    def handled_by(self, computer: Callable[..., Tensor]) -> Iterator[None]:
         """Handle calls of ranges in the block by `computer(experts, call)`."""
         outer, self._computer = self._computer, computer
         try:

@@ -23,16 +23,16 @@ from infinity.distributed.context import DistContext
 from infinity.errors import ResidencyError
 from infinity.model.partitioner import Rows
 from infinity.model.stacks import (
-    Computer,
     RangeCall,
+    RangeExecutor,
     StackRange,
     compute_full,
+    full_gradient_error,
     gradient_hooks,
-    no_full_gradient,
-    set_computer,
+    set_range_executor,
     stacks_of,
 )
-from infinity.offload.hooks import Hooks, is_ours
+from infinity.offload.hooks import Hooks, is_infinity_hook
 
 
 def _no_op() -> None:
@@ -51,14 +51,14 @@ class Experts:
         self._rows = rows
         self._parameters = parameters
         self._ranks = ranks
-        set_computer(self.module, self._compute)
+        set_range_executor(self.module, self._compute)
         for name, origin in rows[0].stacks.members:
             if (stack := parameters[origin]).requires_grad:
                 register: Any = stack.register_post_accumulate_grad_hook
                 hooks.keep([register(self._gradient_hook(name))])
         # Pushes the saved-tensor hooks around calls: without them, a checkpoint inside the layer
         # would keep all ranges that it recomputes in their slots.
-        hooks.watch_root(self.module, _no_op, _no_op)
+        hooks.register_call_hooks(self.module, _no_op, _no_op)
 
     def _gradient_hook(self, name: str) -> Callable[[Tensor], None]:
         """Return a hook that receives the gradient of a stack that was used while materialized."""
@@ -72,7 +72,7 @@ class Experts:
         return hook
 
     def _compute(self, call: RangeCall) -> Tensor:
-        if (computer := self._expert_calls.begin_ranged()) is not None:
+        if (computer := self._expert_calls.begin_range_call()) is not None:
             return computer(self, call)
         self.count(call)
         used = self.used([call.counts])
@@ -106,7 +106,7 @@ class Experts:
     def read(self, rows: Rows, name: str) -> Tensor:
         """Fetch a range, and return its rows of the stack `name`."""
         origins = dict(rows.stacks.members)
-        materialized = [origin in self._hooks.materialized_now for origin in origins.values()]
+        materialized = [origin in self._hooks.materialized_dtypes for origin in origins.values()]
         stack = self._parameters[origins[name]]
         if any(materialized):
             if not all(materialized):
@@ -117,14 +117,14 @@ class Experts:
                 )
             return stack[rows.first : rows.end]
         # Registered in a block in which the stack was materialized.
-        if not all(map(is_ours, gradient_hooks(stack))):
-            raise no_full_gradient(f"{rows.stacks.path}.{name}", "a hook")
+        if not all(map(is_infinity_hook, gradient_hooks(stack))):
+            raise full_gradient_error(f"{rows.stacks.path}.{name}", "a hook")
         parameter = self._parameters[rows.parameters[name]]
         parameter.requires_grad = stack.requires_grad
         return self._hooks.touch(parameter)
 
 
-def _counting(hooks: Hooks, path: str, module: nn.Module) -> Computer:
+def _counting(hooks: Hooks, path: str, module: nn.Module) -> RangeExecutor:
     """Return a function that counts tokens and computes experts stored in their layer's unit."""
 
     def compute(call: RangeCall) -> Tensor:
@@ -154,11 +154,11 @@ class ExpertRanges:
         ]
         for path, module in root.named_modules():
             if path not in by_module and stacks_of(module):
-                set_computer(module, _counting(hooks, path, module))
+                set_range_executor(module, _counting(hooks, path, module))
                 self._modules.append(module)
 
     def remove(self) -> None:
         """Reset the modules to compute their experts themselves."""
         for module in self._modules:
-            set_computer(module, None)
+            set_range_executor(module, None)
         self._modules = []

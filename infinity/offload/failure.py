@@ -33,7 +33,7 @@ class FailureLatch:
         """Store a failure of the training thread; takes no lock, as signal handlers call it."""
         self.error = self.error or error
 
-    def forgive(self, kind: type[BaseException]) -> None:
+    def clear_failure(self, kind: type[BaseException]) -> None:
         """Clear a failure of this type: the incomplete state is about to be replaced."""
         if isinstance(self.error, kind):
             self.error = None

@@ -16,7 +16,7 @@ from infinity.plan.budget import fetch_bytes, num_fetch_buffers
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED
 from infinity.storage.staging import BufferPool
-from infinity.storage.store import Priority, together
+from infinity.storage.store import Priority, merge_events
 from infinity.types import Kind
 
 
@@ -40,9 +40,9 @@ class Fetcher:
         # Host buffers between disk reads and copies to the device; none on a unified device.
         self._staging = BufferPool(num_fetch_buffers(plan), fetch_bytes(plan), transfers.device)
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the staging buffers."""
-        self._staging.forget()
+        self._staging.free()
 
     def start(self, unit: int, priority: Priority = Priority.NORMAL) -> None:
         """Start to fetch the unit's weights into a free slot."""
@@ -60,16 +60,16 @@ class Fetcher:
         if state.writes:
             with self._transfers.stall("disk_write", unit):
                 try:
-                    self._store.settle_writes(unit)
+                    self._store.wait_writes(unit)
                 except TransferError as error:  # the updated weights exist nowhere else
                     self._failure.fail(error)
                     raise
         if (stored := state.memory.get(Kind.WEIGHT)) is not None:
-            source = stored.reached(by_device=True)
+            source = stored.addressable_view(by_device=True)
             assert source is not None
             self._copy_in(unit, source)
             return
-        targets = self._store.shard_in(unit, slot.memory)
+        targets = self._store.shard_views(unit, slot.memory)
         if not self._unified:
             stall = partial(self._transfers.stall, "copy")
             entry.staging = self._staging.take(self._free_staging, stall)
@@ -124,7 +124,7 @@ class Fetcher:
         """Start to copy this rank's shard of the weights into the unit's slot."""
         entry, device, label = self._entries[unit], self._transfers.device, (unit, "weight")
         assert entry.slot is not None
-        targets = self._store.shard_in(unit, entry.slot.memory)
+        targets = self._store.shard_views(unit, entry.slot.memory)
         shard = shard[: sum(target.numel() for target in targets)]
         slices = zip(targets, self._store.cut(unit, shard), strict=True)
         pairs = [(target, source) for target, source in slices if target.numel()]
@@ -133,7 +133,7 @@ class Fetcher:
             copies = [
                 self._transfers.copy_h2d(target, source, after, label) for target, source in pairs
             ]
-            entry.ready = together(copies)
+            entry.ready = merge_events(copies)
             return
         device.compute_wait(after)  # a shard stored on the device is copied by compute
         for target, source in pairs:

@@ -57,11 +57,11 @@ class GradientCopies:
         while self._nbytes > self._limit:  # backward is ahead of the copies: bound the memory
             with self._transfers.stall("gradient"):
                 self._in_flight[0].event.wait()
-            self.let_go()
-        self.let_go()
+            self.release_done()
+        self.release_done()
         return event
 
-    def let_go(self) -> None:
+    def release_done(self) -> None:
         """Release gradients whose copies have ended."""
         while self._in_flight and self._in_flight[0].event.done():
             self._nbytes -= self._in_flight.popleft().source.numel()
@@ -77,12 +77,12 @@ class GradientCopies:
             with self._transfers.stall("gradient"):
                 event.wait()
 
-    def hand_over(self) -> dict[int, list[Copy]]:
+    def take_copies(self) -> dict[int, list[Copy]]:
         """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
         Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
-        self.let_go()
+        self.release_done()
         copies: dict[int, list[Copy]] = {}
         for copy in self._in_flight:
             copies.setdefault(copy.unit, []).append(copy)

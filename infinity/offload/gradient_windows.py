@@ -15,7 +15,7 @@ from torch import Tensor
 
 from infinity.errors import TransferError
 from infinity.offload.transfers import Transfers
-from infinity.plan.budget import largest_window, num_windows
+from infinity.plan.budget import gradient_window_bytes, num_gradient_windows
 from infinity.plan.plan import Plan
 from infinity.storage.device import Event
 from infinity.storage.staging import host_buffer
@@ -61,14 +61,14 @@ class GradientWindows:
         self._saved: set[int] = set()  # units whose ranges hold sums of earlier micro-batches
         self._expected: list[int] = []  # requested reads that wait for a buffer
         self._arrived: dict[int, int] = {}  # unit -> gradients since its buffer was opened
-        nbytes = largest_window(plan)
-        self._buffers = [_Buffer(host_buffer(nbytes)) for _ in range(num_windows(plan))]
+        nbytes = gradient_window_bytes(plan)
+        self._buffers = [_Buffer(host_buffer(nbytes)) for _ in range(num_gradient_windows(plan))]
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the buffers; nothing may be in flight."""
         self._buffers.clear()
 
-    def write_once(self) -> None:
+    def prewrite(self) -> None:
         """Write every range before training: the first write of reserved space is slow."""
         for index, unit in enumerate(self.ranges):
             buffer = self._buffers[index % len(self._buffers)]

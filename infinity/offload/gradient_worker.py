@@ -68,7 +68,7 @@ class GradientWorker:
         if self._thread.ident is not None and threading.current_thread() is not self._thread:
             self._thread.join()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the staging buffer."""
         self._staged.clear()
         self._staging = torch.empty(0, dtype=torch.uint8)

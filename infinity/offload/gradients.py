@@ -74,8 +74,8 @@ class GradientStore:
         self.on_device: dict[int, Tensor] = {}
         on_disk: dict[int, Range] = {}
         for unit, location in self.ranges.items():
-            cpu_view = location.reached(by_device=False)
-            device_view = location.reached(by_device=True)
+            cpu_view = location.addressable_view(by_device=False)
+            device_view = location.addressable_view(by_device=True)
             if cpu_view is not None:
                 self.ram[unit] = cpu_view.view(self.dtype)
             elif device_view is not None:
@@ -138,26 +138,26 @@ class GradientStore:
         """Start the thread, and write every extent once, before training."""
         if self._worker is not None and (self.ram or self._windows.ranges):
             self._worker.open()
-        self._windows.write_once()
+        self._windows.prewrite()
 
     def close(self) -> None:
         """End the thread; queued tasks are dropped."""
         if self._worker is not None:
             self._worker.close()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the reserved ranges, once copies into them have ended."""
         if self.exchange is not None:
-            self.exchange.forget()
+            self.exchange.free()
         self._copies.reset()
         self._device_squares.reset()
         self.ranges.clear()
         self._copy_targets.clear()
         self.ram.clear()
         self.on_device.clear()
-        self._windows.forget()
+        self._windows.free()
         if self._worker is not None:
-            self._worker.forget()
+            self._worker.free()
 
     # --- arrivals --------------------------------------------------------------------------
 
@@ -248,7 +248,7 @@ class GradientStore:
         complete: bool,
     ) -> Event:
         """Start the copy to the staging buffer, from which the thread adds it."""
-        self._copies.let_go()
+        self._copies.release_done()
         source = gradient.view(torch.uint8)
         offset, buffer = worker.allocate(source.numel())
         event = self.transfers.copy_d2h(buffer, source, label=(unit, "gradient"))
@@ -318,7 +318,7 @@ class GradientStore:
         self._check()
         if self.exchange is not None:
             self.exchange.finish()
-        self._copies.let_go()
+        self._copies.release_done()
         self._device_squares.flush()
         self._save_windows()
 
@@ -449,12 +449,12 @@ class GradientStore:
         self.transfers.read([(location, buffer)], label=(unit, "gradient")).wait()
         return buffer[start - aligned_start : start - aligned_start + nbytes].view(self.dtype)
 
-    def hand_over(self) -> dict[int, list[Copy]]:
+    def take_copies(self) -> dict[int, list[Copy]]:
         """Return copies in flight by unit, for the reader of a unit's range to wait for.
 
         Until then nothing may be copied to the range. Keep each copy alive until it has ended.
         """
-        copies = self._copies.hand_over()
+        copies = self._copies.take_copies()
         self.reset()
         return copies
 

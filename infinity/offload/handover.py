@@ -66,7 +66,7 @@ class UpdateHandover:
             finally:
                 self.demand = None
 
-    def await_consumed(self, unit: int) -> None:
+    def wait_gradients_read(self, unit: int) -> None:
         """Block until no optimizer pass reads the unit's gradients, before they are overwritten.
 
         A forward through the unit has waited already. Backward through a graph older than the last
@@ -84,7 +84,7 @@ class UpdateHandover:
 
     # --- called by the optimizer thread ----------------------------------------------------------
 
-    def weights_read(self, unit: int) -> Event:
+    def weights_read_event(self, unit: int) -> Event:
         """Return the event after which no copy to the device reads the unit's stored weights."""
         return self._entries[unit].ready
 

@@ -27,8 +27,8 @@ from infinity.model.torch_private import (
     backward_task,
     inside_backward,
     inside_function_transform,
+    is_backward_code,
     no_dispatch_modes,
-    runs_backward,
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import ActivationStore
@@ -64,7 +64,7 @@ class _Entered(NamedTuple):
 class Hooks:
     """Module hooks of all units and gradient hooks of all parameters.
 
-    `materialized_now` are the indices of materialized parameters. `write_edits` writes pending
+    `materialized_dtypes` are the indices of materialized parameters. `write_edits` writes pending
     edits of stored values; it runs before a unit is fetched.
     """
 
@@ -76,7 +76,7 @@ class Hooks:
         guard: CallGuard,
         watch: MemoryWatch,
         activations: ActivationStore | None,
-        materialized_now: Collection[int],
+        materialized_dtypes: Collection[int],
         write_edits: Callable[[], None],
         cuts: Sequence[UnitModules],
         parameters: Sequence[nn.Parameter],
@@ -97,7 +97,7 @@ class Hooks:
         self.saved = SavedTensors(
             prefetcher, gradients.expect, self._register_backward, activations
         )
-        self.materialized_now = materialized_now
+        self.materialized_dtypes = materialized_dtypes
         self.write_edits = write_edits
         self._call: Call | None = None  # begun by a module hook
         self._last_task = -1  # the last backward registered as a call
@@ -129,7 +129,7 @@ class Hooks:
         return self._unit_of[index]
 
     @property
-    def summed_units(self) -> set[int]:
+    def slice_summed_units(self) -> set[int]:
         """Units whose last gradients were sums of slices."""
         return {self._unit_of[index] for index in self.sums.summed}
 
@@ -143,7 +143,7 @@ class Hooks:
             self.device.sync_compute_stream()  # the current stream may have changed
             return self.sums.read(index, parameter)
         self._check_caller()
-        if index in self.materialized_now:
+        if index in self.materialized_dtypes:
             return parameter
         self._is_materialized(unit)  # raises if a sibling is
         self._use(unit)
@@ -152,7 +152,7 @@ class Hooks:
     def _cut_stack(self, parameter: nn.Parameter) -> Tensor:
         """Return a stack that is cut into ranges; raise during calls unless it is materialized."""
         self._check_caller()
-        if self.guard.busy and self._cut_stacks[id(parameter)] not in self.materialized_now:
+        if self.guard.busy and self._cut_stacks[id(parameter)] not in self.materialized_dtypes:
             raise ResidencyError(
                 f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
                 "call, and its experts travel in ranges",
@@ -171,8 +171,8 @@ class Hooks:
             and entry.bound
             and unit == self._ledger.current
             and not self.prefetcher.must_retry
-            and not self.materialized_now
-            and self.guard.computes_here()
+            and not self.materialized_dtypes
+            and self.guard.in_current_call()
             and not inside_function_transform()
         )
 
@@ -189,7 +189,7 @@ class Hooks:
             else:
                 with torch.inference_mode(False):  # views bound here may be used to train later
                     self.prefetcher.use(unit)
-            self._bound.look_for_edits(unit, reached=not self.guard.busy)
+            self._bound.checksum_for_edits(unit, reached=not self.guard.busy)
 
     # --- calls -----------------------------------------------------------------------------------
 
@@ -237,7 +237,7 @@ class Hooks:
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
             if index is not None and self._entries[self._unit_of[index]].bound:
-                self._bound.look_for_edits(self._unit_of[index], reached=True)
+                self._bound.checksum_for_edits(self._unit_of[index], reached=True)
         self._bound.release_all()
 
     def _join_backward(self) -> None:
@@ -249,7 +249,7 @@ class Hooks:
         outermost = sys._getframe(1)
         frame: FrameType | None = outermost
         while frame is not None:  # up to the outermost backward
-            outermost = frame if runs_backward(frame.f_code) else outermost
+            outermost = frame if is_backward_code(frame.f_code) else outermost
             frame = frame.f_back
         call = self.guard.enter(outermost)
 
@@ -270,7 +270,7 @@ class Hooks:
         self._join_backward()
         self._last_task = task
 
-    def watch_root(
+    def register_call_hooks(
         self, root: nn.Module, begin: Callable[[], None], end: Callable[[], None]
     ) -> None:
         """Treat calls of this module as calls of the engine; run `begin` and `end` around them."""
@@ -337,7 +337,7 @@ class Hooks:
         indices = [self._index_of[id(x)] for x in _items(arguments) if id(x) in self._index_of]
         if not indices:
             return []
-        units = {self._unit_of[i] for i in indices if i not in self.materialized_now} - {unit}
+        units = {self._unit_of[i] for i in indices if i not in self.materialized_dtypes} - {unit}
         held: list[int] = []
         try:
             for held_unit in sorted(units):
@@ -354,9 +354,9 @@ class Hooks:
             self._entries[unit].forward_depth -= 1
 
     def _is_materialized(self, unit: int) -> bool:
-        if not self.materialized_now:
+        if not self.materialized_dtypes:
             return False
-        flags = [i in self.materialized_now for i in self._cuts[unit].parameters]
+        flags = [i in self.materialized_dtypes for i in self._cuts[unit].parameters]
         if any(flags) and not all(flags):
             raise ResidencyError(
                 f"unit {self._cuts[unit].name!r} computes while some of its "
@@ -401,7 +401,7 @@ class Hooks:
         """Accumulate a parameter's gradient of the running backward."""
         self._register_backward()
         unit = self._unit_of[index]
-        self._handover.await_consumed(unit)
+        self._handover.wait_gradients_read(unit)
         self.window.arrived += 1
         if self.window.divisor != 1:
             gradient = gradient.detach() / self.window.divisor
@@ -419,7 +419,7 @@ class Hooks:
         for unit in {self._unit_of[index] for index in indices.values()}:
             self.gradients.expect(unit)
 
-    def trained_of(self, module: nn.Module) -> dict[int, nn.Parameter]:
+    def trainable_parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:
         """Return a module's parameters that require a gradient, by index, without cut stacks."""
         indexed = ((self._index_of.get(id(p)), p) for p in module.parameters())
         return {index: p for index, p in indexed if index is not None and p.requires_grad}
@@ -449,7 +449,7 @@ class Hooks:
     def drop_gradients(self) -> None:
         """Discard gradients of a failed backward that were not accumulated."""
         if (timeline := self.saved.timeline) is not None:
-            timeline.forget()
+            timeline.free()
         self.sums.drop()
         self.expert_calls.reset()
         for parameter in self._parameters:
@@ -468,7 +468,7 @@ class Hooks:
         self.sums.drop()
 
 
-def is_ours(hook: Any) -> bool:
+def is_infinity_hook(hook: Any) -> bool:
     """Return True if a hook of a module was added by this package."""
     return str(getattr(hook, "__module__", "")).startswith("infinity.")
 

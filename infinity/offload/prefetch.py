@@ -68,14 +68,14 @@ class Prefetcher:
             if not plan.units[unit].slot_bytes:  # only parameters without elements
                 ledger.add_permanent(unit, torch.empty(0, dtype=torch.uint8))
             elif plan.computes_where_stored(unit):
-                weight = store.units[unit].memory[Kind.WEIGHT].reached(by_device=True)
+                weight = store.units[unit].memory[Kind.WEIGHT].addressable_view(by_device=True)
                 assert weight is not None
                 ledger.add_permanent(unit, weight)
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the slots and staging buffers."""
-        self.ledger.forget()
-        self._fetcher.forget()
+        self.ledger.free()
+        self._fetcher.free()
 
     # --- use of units ----------------------------------------------------------------------------
 
@@ -123,7 +123,7 @@ class Prefetcher:
             with self._transfers.stall("copy", unit):
                 self._device.compute_wait(entry.ready)
         if entry.gathered:
-            self.ledger.dequantise(unit)
+            self.ledger.dequantize(unit)
         if bind and not entry.bound:
             self.bound.bind(unit)
 
@@ -188,9 +188,9 @@ class Prefetcher:
                 for wider in range(slot_class, -1, -1)
             ):
                 return
-            if not ledger.pass_fills(slot_class):
+            if not ledger.is_filled_by_optimizer(slot_class):
                 if has_waited:
-                    raise ledger.no_slot(unit, slot_class)
+                    raise ledger.no_slot_error(unit, slot_class)
                 has_waited = True
                 ledger.changed.wait(LOOK_AGAIN_S)
                 continue

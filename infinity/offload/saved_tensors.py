@@ -23,15 +23,15 @@ from torch import Tensor
 
 from infinity.model.torch_private import (
     SavedTensorHooks,
-    checkpoint_packs,
+    is_checkpoint_pair,
     negated_view,
-    saved_by_checkpoint,
+    saves_checkpoint_input,
     storage_address,
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import (
     ActivationStore,
-    Away,
+    SavedHandle,
     graph_of_closed_engine,
     modified_in_place,
 )
@@ -116,7 +116,7 @@ class SavedTensors:
             raise graph_of_closed_engine()
         return self._prefetcher
 
-    def hide_from_compiler(self) -> None:
+    def disable_compile(self) -> None:
         """Exclude the hooks from compilation: compiled code calls them at run time.
 
         Imports the compiler.
@@ -134,7 +134,7 @@ class SavedTensors:
         pack = self._pack if outer is None else partial(self._pack, outer=outer)
         pair = (pack, self._unpack)
         context = torch.autograd.graph.saved_tensors_hooks(*pair)
-        self._stack.append((context, pair, self.under_checkpoint or checkpoint_packs(outer)))
+        self._stack.append((context, pair, self.under_checkpoint or is_checkpoint_pair(outer)))
         context.__enter__()
         return True
 
@@ -173,7 +173,7 @@ class SavedTensors:
         if outer is not None:
             unit = -1 if self._ledger is None else self._ledger.current
             return _Outer(unit, outer[1], outer[0](tensor))
-        if self.activations is not None and saved_by_checkpoint():
+        if self.activations is not None and saves_checkpoint_input():
             away = self.activations.save(tensor)
             if away is not None:
                 return away
@@ -205,7 +205,7 @@ class SavedTensors:
             self._register_backward()
             self.prefetcher.bound.bind_if_resident(packed.unit)
             return packed.unpack(packed.packed)
-        assert isinstance(packed, Away)
+        assert isinstance(packed, SavedHandle)
         if self.activations is None:
             raise graph_of_closed_engine()
         if self.timeline is None:

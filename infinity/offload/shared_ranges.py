@@ -37,11 +37,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from infinity.errors import TrainingError
-from infinity.model.buffers import Rerun
+from infinity.model.buffers import RecomputeBuffers
 from infinity.model.partitioner import Rows
 from infinity.model.stacks import RangeCall, StackRange
 from infinity.offload.expert_ranges import Experts
-from infinity.offload.hooks import Hooks, is_ours
+from infinity.offload.hooks import Hooks, is_infinity_hook
 from infinity.offload.recorded_outputs import CAPTURING, active_records
 from infinity.offload.slice_sums import SlicedCall
 
@@ -107,13 +107,13 @@ class SharedSlices:
         hooks: Hooks of the engine.
         unit: Index of the block's unit.
         module: The block.
-        structure: Arguments of the block with placeholders for its tensors; see `take_apart`.
+        structure: Arguments of the block with placeholders for its tensors; see `flatten_tensors`.
         run: Runs the block on the tensors of one slice and returns its result.
         flatten: Appends the tensors of a result to a list and returns the remaining structure.
         call: Provides the parameters that slices read.
         slices: Tensors of each slice.
         refusal: Returns the error for a block that cannot run in this way.
-        count_again: Called for each slice that is recomputed.
+        count_recomputed: Called for each slice that is recomputed.
     """
 
     def __init__(
@@ -127,7 +127,7 @@ class SharedSlices:
         call: SlicedCall,
         slices: list[list[Tensor]],
         refusal: Callable[..., TrainingError],
-        count_again: Callable[[], None],
+        count_recomputed: Callable[[], None],
     ) -> None:
         self._hooks = hooks
         self._expert_calls = hooks.expert_calls
@@ -140,10 +140,10 @@ class SharedSlices:
         self._slices: list[list[Tensor]] = slices
         self._num_inputs = [len(tensors) for tensors in slices]
         self._refusal = refusal
-        self._count_again = count_again
-        self._parameters = hooks.trained_of(module)
+        self._count_again = count_recomputed
+        self._parameters = hooks.trainable_parameters(module)
         modules = [*module.modules()]
-        self._reruns = [Rerun(modules) for _ in slices]
+        self._reruns = [RecomputeBuffers(modules) for _ in slices]
         self._autocast = [
             (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
             for kind in {"cpu", hooks.device.torch_device.type}
@@ -212,7 +212,7 @@ class SharedSlices:
     def _computing(self) -> Iterator[None]:
         """Disable gradients, and let `_compute_experts` compute the calls of experts."""
         try:
-            with torch.no_grad(), self._expert_calls.computed_by(self._compute_experts):
+            with torch.no_grad(), self._expert_calls.handled_by(self._compute_experts):
                 yield
         finally:
             self._computed = self._pending = self._result_leaf = None
@@ -422,14 +422,14 @@ def _captured_tensors(function: Any) -> Iterator[Tensor]:
         yield from _captured_tensors(inner)
 
 
-def hands_out_tensors(module: nn.Module) -> bool:
+def has_output_hooks(module: nn.Module) -> bool:
     """Return True if hooks of other packages may keep tensors of the block's forward."""
     if any("hidden_states" not in key for key in active_records()):
         return True
     for child in module.modules():
         hook_dicts = (child._forward_hooks, child._forward_pre_hooks) if child is not module else ()
         for hook in (h for hooks in hook_dicts for h in hooks.values()):
-            if not is_ours(hook) and getattr(hook, "__module__", "") != CAPTURING:
+            if not is_infinity_hook(hook) and getattr(hook, "__module__", "") != CAPTURING:
                 return True
         if child is not module and (child._backward_hooks or child._backward_pre_hooks):
             return True

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 _Handler = Callable[[int, FrameType | None], object]
 
 
-class Lasting(Protocol):
+class InterruptibleCall(Protocol):
     """A call that may end without `SigintDeferral.end`."""
 
     @property
@@ -32,11 +32,11 @@ class SigintDeferral:
     """Handler of SIGINT from the outermost `begin` on the main thread to its `end`."""
 
     def __init__(self) -> None:
-        self._calls: list[tuple[Lasting, Callable[[], None]]] = []
+        self._calls: list[tuple[InterruptibleCall, Callable[[], None]]] = []
         self._previous_handler: _Handler = signal.default_int_handler
         self._count = 0  # signals since the outermost call began
 
-    def begin(self, call: Lasting, fail: Callable[[], None]) -> None:
+    def begin(self, call: InterruptibleCall, fail: Callable[[], None]) -> None:
         """Begin a call; `fail` is called if a second SIGINT interrupts it, and must not block."""
         if get_ident() != main_thread().ident:
             return
@@ -48,7 +48,7 @@ class SigintDeferral:
             self._previous_handler = previous
             signal.signal(signal.SIGINT, self)
 
-    def end(self, call: Lasting) -> None:
+    def end(self, call: InterruptibleCall) -> None:
         """End a call; after the outermost one, call the handler of a deferred SIGINT."""
         remaining = [
             entry for entry in self._calls if entry[0] is not call and not entry[0].is_over

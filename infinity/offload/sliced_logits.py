@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from infinity.losses import chunked_cross_entropy
 from infinity.model.targets import target_of
 from infinity.model.torch_private import (
-    below_torch_function,
+    call_without_torch_function,
     may_alias,
     tensor_without_memory,
     tree_map,
@@ -69,7 +69,7 @@ _MEMORY_METHODS = {
 }  # fmt: skip
 
 
-def heads_of(model: nn.Module) -> dict[str, nn.Linear]:
+def find_heads(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers that compute logits, by name, if they use `nn.Linear.forward`.
 
     In a transformers model, wrapped or not, these are the output embeddings. In any other model
@@ -104,7 +104,7 @@ def _output_layers(module: nn.Module) -> list[nn.Linear]:
     return layers if len({layer.weight.shape for layer in layers}) == 1 else []
 
 
-class SlicedHeads:
+class ChunkedHeads:
     """Heads of a model, with their `forward` replaced until `remove`."""
 
     def __init__(
@@ -117,7 +117,7 @@ class SlicedHeads:
         index_of = {id(p): i for i, p in enumerate(parameters)}
         self.heads = [
             Head(name, module, hooks, hooks.unit_of(index_of[id(module.weight)]), warn_once)
-            for name, module in heads_of(model).items()
+            for name, module in find_heads(model).items()
             if id(module.weight) in index_of
         ]
 
@@ -312,7 +312,7 @@ class Logits(Tensor):
             return call(args[0].recipe.materialize(call.__name__), *args[1:], **(kwargs or {}))
         if call in _GRADIENT_METHODS:
             args[0].recipe.watched = True
-        return below_torch_function(call, args, kwargs or {})
+        return call_without_torch_function(call, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

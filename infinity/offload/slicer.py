@@ -23,13 +23,13 @@ from torch import Tensor, nn
 
 from infinity.common.accelerators import fork_rng, is_accelerator, module_of
 from infinity.errors import TrainingError
-from infinity.model.buffers import Rerun
+from infinity.model.buffers import RecomputeBuffers
 from infinity.model.partitioner import UnitModules
-from infinity.model.torch_private import same_flat_weights
-from infinity.offload.call_tensors import _run_once, leaves, put_together, take_apart
-from infinity.offload.hooks import Hooks, is_ours
+from infinity.model.torch_private import restore_flat_weights
+from infinity.offload.call_tensors import call_checked, flatten_tensors, leaves, unflatten_tensors
+from infinity.offload.hooks import Hooks, is_infinity_hook
 from infinity.offload.recorded_outputs import SlicedRecords
-from infinity.offload.shared_ranges import SharedSlices, hands_out_tensors
+from infinity.offload.shared_ranges import SharedSlices, has_output_hooks
 from infinity.offload.slice_sums import SlicedCall
 from infinity.plan.plan import Plan
 
@@ -46,7 +46,7 @@ class Owner(Protocol):
 
     inside: int  # block forwards in progress, sliced or recomputable
 
-    def count_again(self) -> None:
+    def count_recomputed(self) -> None:
         """Count a recomputed slice."""
 
     def warn_once(self, of: str, text: str) -> None:
@@ -94,10 +94,10 @@ class Slicer:
             if isinstance(part, _BATCH_NORMS) and uses_batch_stats:
                 raise self._refusal(
                     f"{path or 'it'} is a {type(part).__name__} in training",
-                    "it normalises over the batch",
+                    "it normalizes over the batch",
                 )
         tensors: list[Tensor] = []
-        structure = take_apart((args, dict(kwargs)), tensors)
+        structure = flatten_tensors((args, dict(kwargs)), tensors)
         for leaf in leaves(structure):
             if _holds_tensors(leaf):
                 raise self._refusal(
@@ -127,9 +127,9 @@ class Slicer:
             [min(size, num_samples - first) for first in range(0, num_samples, size)], self._refusal
         )
         for number in reversed(range(len(slices))):  # backward reaches them in order
-            with call.slice(number), records.slice(number), same_flat_weights(self._module):
-                result = _run_once(run, self._name, structure, slices[number])
-            structures[number] = take_apart(result, results[number])
+            with call.slice(number), records.slice(number), restore_flat_weights(self._module):
+                result = call_checked(run, self._name, structure, slices[number])
+            structures[number] = flatten_tensors(result, results[number])
         records.join()
         if attributes_before is not None:
             self._check_attributes(attributes_before)
@@ -137,7 +137,7 @@ class Slicer:
 
     def _may_share(self, why_not: str) -> bool:
         """Return True if slices can share ranges of experts; warn otherwise."""
-        if hands_out_tensors(self._module):
+        if has_output_hooks(self._module):
             why_not = "hooks take tensors out of it (output_router_logits=True does that)"
         if why_not:
             self._owner.warn_once(
@@ -155,15 +155,15 @@ class Slicer:
         def run(tensors: Sequence[Tensor]) -> Any:
             self._owner.inside += 1
             try:
-                with same_flat_weights(self._module):
-                    return _run_once(self._forward, self._name, structure, tensors)
+                with restore_flat_weights(self._module):
+                    return call_checked(self._forward, self._name, structure, tensors)
             finally:
                 self._owner.inside -= 1
 
         call = SlicedCall(self._sums, self._unit_parameters, detached=True)
         shared = SharedSlices(
-            self._hooks, self._unit, self._module, structure, run, take_apart, call, slices,
-            self._refusal, self._owner.count_again,
+            self._hooks, self._unit, self._module, structure, run, flatten_tensors, call, slices,
+            self._refusal, self._owner.count_recomputed,
         )  # fmt: skip
         results = shared.compute()
         return shared.structures, results
@@ -233,8 +233,8 @@ class Slicer:
         self, training: bool, structure: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
     ) -> str:  # fmt: skip
-        num_ranged = self._expert_calls.num_ranged
-        rerun = Rerun([*self._module.modules()])
+        num_range_calls = self._expert_calls.num_range_calls
+        rerun = RecomputeBuffers([*self._module.modules()])
         isolated, paused = self._isolated(training), self._expert_calls.paused()
         with torch.no_grad(), fork_rng(t.device for t in tensors), rerun.again(), isolated, paused:
             random_state = _random_state(tensors)
@@ -261,7 +261,7 @@ class Slicer:
                     f"{size} samples give other results in a larger batch",
                     "its samples depend on one another, or its first dimension is not the batch",
                 )
-        num_calls = (self._expert_calls.num_ranged - num_ranged) // 3
+        num_calls = (self._expert_calls.num_range_calls - num_range_calls) // 3
         if random:
             return "it draws random numbers (dropout)"
         return "" if num_calls == 1 else f"it calls experts {num_calls} times"
@@ -277,7 +277,9 @@ class Slicer:
             for part, values in attributes:
                 part.training = part.training and training
                 for name in names[1:]:  # those of infinity fetch weights
-                    infinity_hooks = ((k, h) for k, h in values[name].items() if is_ours(h))
+                    infinity_hooks = (
+                        (k, h) for k, h in values[name].items() if is_infinity_hook(h)
+                    )
                     vars(part)[name] = OrderedDict(infinity_hooks)
             yield
         finally:
@@ -286,7 +288,7 @@ class Slicer:
 
     def _float_results(self, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
         results: list[Tensor] = []
-        take_apart(_run_once(self._forward, self._name, structure, tensors), results)
+        flatten_tensors(call_checked(self._forward, self._name, structure, tensors), results)
         return [t for t in results if t.is_floating_point() and t.dim() > 0]
 
     def _join(
@@ -312,7 +314,7 @@ class Slicer:
                         "results of slices are joined sample by sample",
                     )
             joined.append(torch.cat(tensors))
-        return put_together(structures[0], joined)
+        return unflatten_tensors(structures[0], joined)
 
     def _refusal(self, what: str, because: str, remedy: str | None = None) -> TrainingError:
         return TrainingError(
@@ -323,7 +325,7 @@ class Slicer:
 
 
 def _holds_tensors(value: Any) -> bool:
-    """Return True if an object that `take_apart` does not split holds tensors."""
+    """Return True if an object that `flatten_tensors` does not split holds tensors."""
     if isinstance(value, tuple | list):
         items: Any = value
     else:

@@ -4,7 +4,7 @@
 OFFLOADED stored in its tier only; no slot.
 FETCHING  a slot is assigned and bytes are in flight; only the training thread is involved.
 RESIDENT  the slot holds the current weights; parameters may or may not be bound to it. Weights that
-          are moved quantised are dequantised at the first use of the unit in the slot.
+          are moved quantized are dequantized at the first use of the unit in the slot.
 PENDING   the unit waits for its update by an optimizer pass; a stale copy in a slot was evicted.
           Only the optimizer thread ends this state: RESIDENT if it published, else OFFLOADED.
 
@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import MachineError, ResidencyError
-from infinity.model.quantised import dequantise
+from infinity.model.quantized import dequantize
 from infinity.model.torch_private import storage_use_count
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Device, DeviceArena, Event, after_all
@@ -64,7 +64,9 @@ class Slot:
     owner: int | None = None
     typed: dict[torch.dtype, Tensor] = field(default_factory=dict)  # see `flat`
     views: dict[int, list[Tensor]] = field(default_factory=dict)  # by layout of a unit
-    lingered: bool = False  # references outlived the eviction: compute may still read it
+    has_stale_references: bool = (
+        False  # references outlived the eviction: compute may still read it
+    )
     free_after: Event = HAPPENED
 
     def is_free(self) -> bool:
@@ -100,7 +102,7 @@ class UnitEntry:
     checksums: list[int] | None = None  # of bound parameters that user code may edit
     gathered: bool = False  # the slot holds the shards of all ranks
     gathering: Event | None = None  # end of the gather in flight
-    dequantised: bool = False  # the slot holds dequantised values of quantised weights
+    dequantized: bool = False  # the slot holds dequantized values of quantized weights
     updates: int = 0  # optimizer passes and edits that replaced the weights
     edits: int = 0  # edits among these
     forward_depth: int = 0  # forward calls of the unit's modules that have not returned
@@ -140,7 +142,7 @@ class SlotLedger:
                 offset += slot_class.slot_bytes
         self.class_of = [self.plan.class_of(u.index) for u in self.plan.units]
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free all slots, after the gathers into them have ended."""
         self.slots.clear()
         for entry in self.entries:
@@ -159,7 +161,7 @@ class SlotLedger:
         free = (slot for wider in range(slot_class, -1, -1) for slot in self.free_slots(wider))
         return next(free, None)
 
-    def pass_fills(self, slot_class: int) -> bool:
+    def is_filled_by_optimizer(self, slot_class: int) -> bool:
         """Return True if an optimizer pass is filling a slot that the unit could use."""
         return any(
             slot.slot_class is not None
@@ -181,7 +183,7 @@ class SlotLedger:
         entry = self.entries[unit]
         return entry.updates + self.is_pending(unit) if trained else entry.edits
 
-    def note_edit(self, unit: int) -> None:
+    def record_edit(self, unit: int) -> None:
         """Count an edit of the unit's stored weights: graphs made before are stale."""
         self.entries[unit].updates += 1
         self.entries[unit].edits += 1
@@ -192,12 +194,12 @@ class SlotLedger:
         self.slots.append(slot)
         entry = self.entries[unit]
         entry.slot, entry.residency, entry.gathered = slot, Residency.RESIDENT, True
-        entry.dequantised = True
+        entry.dequantized = True
 
-    def dequantise(self, unit: int) -> None:
-        """Dequantise the unit's quantised weights into the last range of its slot, once."""
+    def dequantize(self, unit: int) -> None:
+        """Dequantize the unit's quantized weights into the last range of its slot, once."""
         entry, layout = self.entries[unit], self.plan.units[unit]
-        if entry.dequantised:
+        if entry.dequantized:
             return
         assert entry.slot is not None
         memory = entry.slot.alias()
@@ -205,10 +207,10 @@ class SlotLedger:
         for segment in (s for s in layout.segments if s.form):
             start = layout.trained_bytes + segment.offset
             packed = memory[start : start + segment.nbytes]
-            start = layout.dequantised[segment.parameter]
+            start = layout.dequantized[segment.parameter]
             values = memory[start : start + segment.numel * dtype.itemsize].view(dtype)
-            dequantise(packed, FrozenFormat(segment.form), values.view(segment.shape))
-        entry.dequantised = True
+            dequantize(packed, FrozenFormat(segment.form), values.view(segment.shape))
+        entry.dequantized = True
 
     def move(self, unit: int, residency: Residency) -> UnitEntry:
         """Make a transition; the caller holds `changed`."""
@@ -223,13 +225,13 @@ class SlotLedger:
         entry = self.entries[unit]
         assert entry.slot is None
         assert slot.is_free()
-        if slot.lingered:  # the last references may have queued compute that reads it
+        if slot.has_stale_references:  # the last references may have queued compute that reads it
             slot.free_after = after_all(slot.free_after, self.device.compute_event())
-            slot.lingered = False
+            slot.has_stale_references = False
         assert self.plan.units[unit].slot_bytes <= slot.memory.numel()
         slot.owner = unit
         entry.slot, entry.gathered, entry.gathering = slot, self.plan.ranks == 1, None
-        entry.dequantised = not self.plan.units[unit].dequantised_bytes
+        entry.dequantized = not self.plan.units[unit].dequantized_bytes
 
     def evict(self, unit: int) -> None:
         """End the residency of an unbound unit; the slot is free once nothing refers to it.
@@ -246,10 +248,10 @@ class SlotLedger:
         entry.views = []
         if slot.slot_class is not None:
             entry.slot = slot.owner = None
-            slot.lingered = not slot.is_free()
+            slot.has_stale_references = not slot.is_free()
             self.move(unit, Residency.OFFLOADED)
 
-    def no_slot(self, unit: int, slot_class: int) -> ResidencyError:
+    def no_slot_error(self, unit: int, slot_class: int) -> ResidencyError:
         """Return the error for a unit without a slot; it lists the units in slots of the class."""
         lines = []
         for index, slot in enumerate(s for s in self.slots if s.slot_class == slot_class):

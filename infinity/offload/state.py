@@ -27,7 +27,8 @@ remaining copies are of weights that are about to change, and are discarded. An 
 synchronization, after each rank's copies have completed.
 
 With several nodes, each has such RAM for the shards of all ranks. Those of other nodes are fetched
-(`bring`) once all ranks have written theirs; ranks copy them once `is_here` is true on all ranks.
+(`fetch_stale`) once all ranks have written theirs; ranks copy them once `is_here` is true on all
+ranks.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.disk import Extent
 from infinity.storage.staging import host_buffer
-from infinity.storage.store import MemoryRange, Range, Store, together
+from infinity.storage.store import MemoryRange, Range, Store, merge_events
 from infinity.types import PAGE, Kind, Tier, round_up
 
 
@@ -113,7 +114,7 @@ class UnitState:
     def in_ram(self, kind: Kind) -> Tensor | None:
         """Return the stored bytes (uint8) of a kind if the CPU can access them, else None."""
         location = self.memory.get(kind)
-        return None if location is None else location.reached(by_device=False)
+        return None if location is None else location.addressable_view(by_device=False)
 
     def on_device(self, kind: Kind) -> bool:
         """Return True if a kind is stored in memory that only kernels of the device can access."""
@@ -144,7 +145,7 @@ class StateStore:
         self.ranks = ranks
         self.units = [UnitState(shard, plan.record(shard)) for shard in plan.local_units]
         self.edited = False  # set by edits, reset by `durability.py`
-        self.frozen_edition = 0  # number of writes of stored frozen bytes
+        self.frozen_version = 0  # number of writes of stored frozen bytes
         self.shared: SharedWeights | None = None
         self._shared_copies: Event = HAPPENED  # end of the copies from shared RAM
         try:
@@ -154,9 +155,9 @@ class StateStore:
                     self._reserve(tier, store)
             if transfers.disk is not None:
                 for unit in self.units:
-                    promise_extents(plan, unit, transfers.disk)
+                    request_extents(plan, unit, transfers.disk)
         except BaseException:
-            self.forget()
+            self.free()
             raise
 
     def _reserve(self, tier: Tier, store: Store) -> None:
@@ -200,22 +201,22 @@ class StateStore:
             nbytes_by_tier[Tier.DISK if weight is None else weight.tier] += unit.layout.shard_bytes
         return nbytes_by_tier
 
-    def freed_by_taking(self, unit: int) -> int:
-        """Return the bytes of RAM that `take_weights` returns to the system."""
+    def reclaimable_bytes(self, unit: int) -> int:
+        """Return the bytes of RAM that `read_and_free_weights` returns to the system."""
         weight = self.units[unit].in_ram(Kind.WEIGHT)
         if weight is None or (self.shared is not None and unit in self.shared):
             return 0
         return weight.nbytes if storage_use_count(weight) == 1 else 0  # else a tensor uses it
 
-    def take_weights(self, unit: int) -> Tensor:
+    def read_and_free_weights(self, unit: int) -> Tensor:
         """Return the weights as `read` does, and free the RAM that stored them; once per unit."""
         values = self.read(unit, Kind.WEIGHT)
         weight = self.units[unit].in_ram(Kind.WEIGHT)
-        if weight is not None and self.freed_by_taking(unit):
+        if weight is not None and self.reclaimable_bytes(unit):
             free_pages(weight.data_ptr(), round_up(weight.nbytes, PAGE))
         return values
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Drop the reserved ranges."""
         for unit in self.units:
             unit.memory.clear()
@@ -247,7 +248,7 @@ class StateStore:
         nbytes = state.record.precision.nbytes(kind, count)
         return state.copies[copy][chunk].part(start, nbytes)
 
-    def shard_in(self, unit: int, full: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
+    def shard_views(self, unit: int, full: Tensor, rank: int | None = None) -> tuple[Tensor, ...]:
         """Return the shard of a rank, by default this one, in a unit's full weights (uint8).
 
         `full` holds the weights as they are stored, and may be longer. The shard is one view, or
@@ -261,27 +262,27 @@ class StateStore:
         return tuple(part.view(self.ranks.count, -1)[rank] for part in parts)
 
     def cut(self, unit: int, shard: Tensor) -> tuple[Tensor, ...]:
-        """Split a shard's flat weights (uint8) as `shard_in` does."""
+        """Split a shard's flat weights (uint8) as `shard_views` does."""
         if self.ranks.count == 1:
             return (shard,)
         trained = self.units[unit].layout.trained_bytes
         return shard[:trained], shard[trained:]
 
-    def is_here(self, unit: int) -> bool:
-        """Return True if `gather` needs no `bring`: shared RAM has the shards of other nodes."""
-        return self.shared is None or self.shared.is_here(unit)
+    def is_up_to_date(self, unit: int) -> bool:
+        """Return True if shared RAM has the current shards of other nodes, so `gather` can run."""
+        return self.shared is None or self.shared.is_up_to_date(unit)
 
-    def bring(self, unit: int) -> None:
+    def fetch_stale(self, unit: int) -> None:
         """Start to fetch shards of other nodes; all ranks call it, after writing their own."""
         assert self.shared is not None
-        self.transfers.count("between_hosts", self.shared.bring(unit))
+        self.transfers.count("between_hosts", self.shared.fetch_stale(unit))
 
-    def settle_brought(self, unit: int) -> None:
-        """Wait for the transfers that `bring` started."""
+    def wait_remote_shards(self, unit: int) -> None:
+        """Wait for the transfers that `fetch_stale` started."""
         assert self.shared is not None
         self.shared.settle(unit)
 
-    def settle_copies(self) -> None:
+    def wait_shared_copies(self) -> None:
         """Wait for copies from shared RAM, before other ranks may write there."""
         self._shared_copies.wait()
 
@@ -304,19 +305,19 @@ class StateStore:
                 gathers.append(
                     self.transfers.run_on_comm_stream("all_gather", start, received, after)
                 )
-        return together(gathers)
+        return merge_events(gathers)
 
     def _copy_shared(
         self, shards: Sequence[Tensor], unit: int, full: Tensor, after: Event
     ) -> Event:
         copies = []
         for rank, shard in enumerate(shards):
-            parts = self.shard_in(unit, full, rank), self.cut(unit, shard)
+            parts = self.shard_views(unit, full, rank), self.cut(unit, shard)
             for target, source in zip(*parts, strict=True):
                 if rank != self.ranks.rank and target.numel():
                     copies.append(self.transfers.copy_h2d(target, source, after, (unit, "weight")))
         self._shared_copies = after_all(self._shared_copies, *copies)
-        return together(copies)
+        return merge_events(copies)
 
     def ranges(
         self,
@@ -347,7 +348,7 @@ class StateStore:
             pairs.append((extent, frozen))
         return pairs
 
-    def settle_writes(self, unit: int) -> None:
+    def wait_writes(self, unit: int) -> None:
         """Wait until writes of a unit are complete, so that it may be read."""
         writes = self.units[unit].writes
         pending = tuple(writes)  # a commit may wait concurrently, on another thread
@@ -387,11 +388,11 @@ class StateStore:
         used = 0
         for kind in state.kinds:
             location = self.chunk(unit, kind, chunk, chunks=chunks)
-            view = location.reached(by_device=by_device)
+            view = location.addressable_view(by_device=by_device)
             if view is None:
                 view = buffer[used : used + location.nbytes]
                 used += location.nbytes
-                device_view = location.reached(by_device=True)
+                device_view = location.addressable_view(by_device=True)
                 if device_view is None:
                     pieces.append((location, view))
                 else:  # unordered: the forward that runs at the same time does not change these
@@ -429,7 +430,7 @@ class StateStore:
     def write(self, unit: int, kind: Kind, value: Tensor) -> None:
         """Replace one full kind, in the form that `read` returns; each rank writes its shard."""
         if kind is Kind.WEIGHT:
-            parts = self.shard_in(unit, value)
+            parts = self.shard_views(unit, value)
             value = parts[0] if len(parts) == 1 else torch.cat(parts)
         else:
             value = value.view(self.ranks.count, -1)[self.ranks.rank]
@@ -440,7 +441,7 @@ class StateStore:
         state = self.units[unit]
         buffer = host_buffer(self.shard_bytes(state.layout, kind))
         if state.in_ram(kind) is None:
-            self.settle_writes(unit)
+            self.wait_writes(unit)
         self.transfers.read(self.ranges(unit, kind, buffer), label=(unit, kind.value)).wait()
         return buffer
 
@@ -452,14 +453,14 @@ class StateStore:
         assert value.numel() == nbytes
         self.edited = True
         if kind is Kind.WEIGHT and self.shared is not None and unit in self.shared:
-            self.settle_copies()
+            self.wait_shared_copies()
             self.ranks.synchronize(f"writes weight of unit {self.plan.units[unit].name!r}")
             self.shared.written(unit, frozen=True)
         if kind is Kind.WEIGHT and state.layout.frozen_bytes:
-            self.frozen_edition += 1
+            self.frozen_version += 1
         self._copy_other_kinds(unit, kind)
         if state.in_ram(kind) is None:
-            self.settle_writes(unit)
+            self.wait_writes(unit)
         source = value
         if kind not in state.memory and nbytes and value.data_ptr() % PAGE:
             source = host_buffer(nbytes)  # O_DIRECT requires aligned memory
@@ -475,7 +476,7 @@ class StateStore:
         state = self.units[unit]
         if state.copy.active == state.copy.next:
             return
-        self.settle_writes(unit)
+        self.wait_writes(unit)
         for other in state.kinds:
             if other is not kind and other not in state.memory:
                 for chunk in range(state.layout.num_chunks(self.plan.chunk_elements)):
@@ -486,7 +487,7 @@ class StateStore:
                     self.transfers.write([(new, buffer)], label=label).wait()
 
 
-def promise_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
+def request_extents(plan: Plan, unit: UnitState, disk: ExtentAllocator) -> None:
     """Request a unit's extents: for each copy its records, then its frozen bytes."""
     layout = unit.layout
     record = unit.record = plan.full_record(layout) if plan.durable else plan.record(layout)

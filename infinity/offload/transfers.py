@@ -16,7 +16,7 @@ from infinity.plan.plan import DIRECTIONS
 from infinity.profiling.trace_recorder import NO_UNIT, Trace
 from infinity.storage.device import HAPPENED, Device, Event
 from infinity.storage.disk import Disk, DiskTicket
-from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, together
+from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, merge_events
 from infinity.types import Tier
 
 # Identifies moved bytes in the trace: (index of the unit, name of the kind).
@@ -186,7 +186,7 @@ class Transfers:
                     nbytes = sum(location.nbytes for location, _ in group)
                     event = self._count_and_trace(direction, event, nbytes, submitted, label)
                 events.append(event)
-        return together(events)
+        return merge_events(events)
 
     def _count_and_trace(
         self, direction: str, event: Event, nbytes: int, submitted: int, label: Label

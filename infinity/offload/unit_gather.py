@@ -21,7 +21,7 @@ from infinity.offload.slots import SlotLedger
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan
-from infinity.storage.store import together
+from infinity.storage.store import merge_events
 
 MAX_AHEAD = NOTES - 2  # units that a rank reports in addition to the one in use
 _NO_UNIT = -1  # padding of a report
@@ -74,15 +74,15 @@ class UnitGather:
         for other in states_by_rank[0]:
             if all(other in states for states in states_by_rank):
                 self._gather(other, [states[other] for states in states_by_rank])
-        self._exchange.send_ready([ready for _, ready, *_ in reports])
+        self._exchange.start_ready([ready for _, ready, *_ in reports])
         if not started:
-            self._store.settle_brought(unit)
+            self._store.wait_remote_shards(unit)
             self._ranks.synchronize(f"shares unit {self._plan.units[unit].name!r}")
             self._gather(unit, [_GATHERABLE])
         if entry.gathering is not None:
             self._device.compute_wait(entry.gathering)
         entry.gathered, entry.gathering = True, None
-        self._ledger.dequantise(unit)
+        self._ledger.dequantize(unit)
 
     def _operation(self, unit: int) -> str:
         return f"uses unit {self._plan.units[unit].name!r}"
@@ -96,7 +96,7 @@ class UnitGather:
         entry = self._entries[unit]
         if entry.gathered or entry.gathering is not None:
             return _COMPLETE
-        return _GATHERABLE if self._store.is_here(unit) else _INCOMPLETE
+        return _GATHERABLE if self._store.is_up_to_date(unit) else _INCOMPLETE
 
     def _gather(self, unit: int, availability: Collection[int]) -> bool:
         """Start to all-gather the unit if a rank needs it; all ranks start it now.
@@ -106,11 +106,11 @@ class UnitGather:
         if min(availability) == _COMPLETE:
             return True
         if min(availability) == _INCOMPLETE:
-            self._store.bring(unit)
+            self._store.fetch_stale(unit)
             return False
         entry = self._entries[unit]
         assert entry.slot is not None
         full = entry.slot.alias()  # torch's threads may hold a reference after the gather
         gathering = self._store.gather(unit, full, entry.ready)
-        entry.gathering = together([e for e in (entry.gathering, gathering) if e is not None])
+        entry.gathering = merge_events([e for e in (entry.gathering, gathering) if e is not None])
         return True

@@ -61,7 +61,7 @@ class AccumulationWindow:
         return self.boundary if self.boundary is not None else self.micro_step + 1 >= self.length
 
     @property
-    def has_news(self) -> bool:
+    def has_external_gradients(self) -> bool:
         """Return True if gradients arrived in a backward that was not started by the engine."""
         return self.arrived != self._accounted
 
@@ -93,9 +93,9 @@ class AccumulationWindow:
     def end(self) -> None:
         """End the window after a step."""
         self.updates += 1
-        self.start_over()
+        self.clear()
 
-    def start_over(self) -> None:
+    def clear(self) -> None:
         """Empty the window."""
         self.micro_step = self.backwards = 0
 

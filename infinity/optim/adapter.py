@@ -61,11 +61,13 @@ TILE_ELEMENTS = 1 << 14
 # Shapes of the small parameters of trials and checks, by number of dimensions.
 SMALL_SHAPES = {0: (), 1: (512,), 2: (16, 32), 3: (4, 8, 16), 4: (4, 4, 4, 8)}
 SMALL_ELEMENTS = 512
-COUPLED = (
+COUPLING_CAUSE = (
     "it mixes parameters (D-Adaptation and Prodigy estimate one step size for all), draws random "
     "numbers, or keeps state outside of state[p] and its group"
 )
-SEPARATE = "use an optimizer that treats every parameter separately, such as torch.optim.AdamW"
+COUPLING_REMEDY = (
+    "use an optimizer that treats every parameter separately, such as torch.optim.AdamW"
+)
 
 MakeState = Callable[[Mapping[str, Any], nn.Parameter], dict[str, Any]]
 
@@ -309,7 +311,7 @@ class AdaptedOptimizer:
         name = repr(self._names[tile.parameter]) if self._names else "a small parameter"
         if isinstance(error, _CouplingError):
             prefix = f"{self.facts.name} does not update {name} alone: " if self._names else ""
-            return TrainingError(f"{prefix}{error}", because=COUPLED, remedy=SEPARATE)
+            return TrainingError(f"{prefix}{error}", because=COUPLING_CAUSE, remedy=COUPLING_REMEDY)
         tensors = {"values": tile.weight, "gradient": tile.gradient}
         zeros = [label for label, tensor in tensors.items() if not tensor.any()]
         return TrainingError(

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from infinity.errors import ConfigError, InfinityError, ResidencyError
 from infinity.optim.adapter import (
-    COUPLED,
+    COUPLING_CAUSE,
+    COUPLING_REMEDY,
     HOST_FP32,
-    SEPARATE,
     SMALL_ELEMENTS,
     AdaptedOptimizer,
     AdapterFacts,
@@ -58,7 +58,7 @@ _REFUSED = {
 }
 
 
-def open_adapter(
+def probe_optimizer(
     given: torch.optim.Optimizer | OptimizerMaker, groups: list[dict[str, Any]]
 ) -> AdapterFacts:
     """Probe an optimizer, given as a class, as a function of groups, or as an instance.
@@ -190,12 +190,12 @@ class Small:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Results of a trial, by small parameter; `smalls` only if it was stepped by tiles."""
+    """Results of a trial, by small parameter; `small_states` only if it was stepped by tiles."""
 
     parameters: list[Tensor]
     states: list[dict[str, Any]]
     groups: list[dict[str, Any]]
-    smalls: Sequence[Small] = ()
+    small_states: Sequence[Small] = ()
 
     def difference(self, plain: Outcome) -> str:
         """Describe the first bitwise difference from plain use; empty if there is none."""
@@ -264,7 +264,7 @@ class Trial:
             return error.what, ()
         except Exception as error:
             return repr(error), ()
-        return tiled.difference(plain), tiled.smalls
+        return tiled.difference(plain), tiled.small_states
 
     def _adapted(self, facts: AdapterFacts) -> tuple[AdaptedOptimizer, list[Sequence[Moment]]]:
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
@@ -372,8 +372,8 @@ def _run_trials(facts: AdapterFacts) -> AdapterFacts:
     raise ConfigError(
         f"{facts.name} does not give the same result when parameters are updated one at a time: "
         f"{problem}",
-        because=COUPLED,
-        remedy=SEPARATE,
+        because=COUPLING_CAUSE,
+        remedy=COUPLING_REMEDY,
     )
 
 

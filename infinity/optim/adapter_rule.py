@@ -28,8 +28,8 @@ from typing import Any
 
 from infinity.errors import ConfigError
 from infinity.optim.adapter import (
-    COUPLED,
-    SEPARATE,
+    COUPLING_CAUSE,
+    COUPLING_REMEDY,
     TILE_ELEMENTS,
     AdaptedOptimizer,
     AdapterFacts,
@@ -45,7 +45,7 @@ from infinity.optim.adapter_probe import SCALES, Small, Trial
 from infinity.optim.cpu import CpuKernels
 from infinity.types import MomentFormat
 
-NUM_OF_A_KIND = 4  # groups per check; more than SCALES, so that each group steps with each scale
+GROUPS_PER_KIND = 4  # groups per check; more than SCALES, so that each group steps with each scale
 
 
 class AdapterRule:
@@ -96,7 +96,7 @@ class _CheckedGroup:
     shapes: frozenset[tuple[int, ...]]
     scalars: Mapping[str, Any]
 
-    def is_like(self, other: _CheckedGroup) -> bool:
+    def is_same_kind(self, other: _CheckedGroup) -> bool:
         """Return True if both groups are of one kind; see [Note: small parameters step first]."""
         given, other_given = self.group.given, other.group.given
         return (
@@ -143,11 +143,13 @@ class CheckedOptimizer(AdaptedOptimizer):
             groups.append(_CheckedGroup(group, params_by_index[indices[0]].shapes, scalars))
         entries = [checked.group.rule_params for checked in groups]
         chosen = self._choose_groups(groups)
-        smalls = {number: self._smalls.get(number, []) for number in chosen}
-        for _ in range(1 if all(smalls.values()) else 2):  # the first makes state for the second
+        small_states = {number: self._smalls.get(number, []) for number in chosen}
+        for _ in range(
+            1 if all(small_states.values()) else 2
+        ):  # the first makes state for the second
             starts, offset = {}, 0
             for number in chosen:
-                for position, small in enumerate(smalls[number]):
+                for position, small in enumerate(small_states[number]):
                     saved = {**small.kept, **groups[number].scalars}
                     starts[2 * (offset + position)] = Small(saved, small.moments)
                 offset += len(groups[number].shapes)
@@ -165,22 +167,22 @@ class CheckedOptimizer(AdaptedOptimizer):
             if problem:
                 raise self._refusal(problem, entries)
             stepped = iter(trial_smalls[::2])
-            smalls = {n: [next(stepped) for _ in groups[n].shapes] for n in chosen}
-        self._smalls |= smalls
+            small_states = {n: [next(stepped) for _ in groups[n].shapes] for n in chosen}
+        self._smalls |= small_states
         self._passed_entries = entries
 
     def _choose_groups(self, groups: Sequence[_CheckedGroup]) -> list[int]:
         """Return the indices of the groups in this check: a few of each kind, in rotation."""
         kinds: list[list[int]] = []
         for number, group in enumerate(groups):
-            kind = next((kind for kind in kinds if group.is_like(groups[kind[0]])), None)
+            kind = next((kind for kind in kinds if group.is_same_kind(groups[kind[0]])), None)
             if kind is None:
                 kinds.append(kind := [])
             kind.append(number)
         chosen = []
         for kind in kinds:
             first = self._num_checks % len(kind)
-            chosen += (kind[first:] + kind[:first])[:NUM_OF_A_KIND]
+            chosen += (kind[first:] + kind[:first])[:GROUPS_PER_KIND]
         return sorted(chosen)
 
     def _refusal(self, problem: str, entries: Sequence[Mapping[str, Any]]) -> ConfigError:
@@ -190,8 +192,8 @@ class CheckedOptimizer(AdaptedOptimizer):
         if not edits:
             return ConfigError(
                 f"{self.facts.name} cannot take the next step: on small parameters, {problem}",
-                because=COUPLED,
-                remedy=SEPARATE,
+                because=COUPLING_CAUSE,
+                remedy=COUPLING_REMEDY,
             )
         names = " and ".join(edits)
         return ConfigError(

@@ -16,7 +16,7 @@ import torch
 import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
 from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
-from infinity.optim.muon import step_stack
+from infinity.optim.muon import step_matrices_of_stack
 from infinity.optim.rules import Muon, RuleParams
 from infinity.plan.layout import SQUARE_BLOCK
 from infinity.types import MOMENT_BLOCK, MomentFormat
@@ -101,7 +101,7 @@ def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> Non
     check_tensor(f"{name}'s scales", moment.scales, num_scales, (torch.float32,), device)
 
 
-def check_pair(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> int:
+def checked_numel(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> int:
     """Return the number of elements; raises unless the tensors match and do not overlap."""
     n = target.numel()
     check_tensor("target", target, n, FLOATS, device)
@@ -187,7 +187,7 @@ class CpuKernels:
         All pieces are checked before any byte is modified. No two may share memory. Matrices, for
         which there is no kernel, are updated by torch, with its threads.
         """
-        elementwise, matrices = by_kind(pieces)
+        elementwise, matrices = split_by_kernel(pieces)
         self.pool.update(self.prepare(elementwise))
         step_matrices(matrices)
 
@@ -336,7 +336,7 @@ class CpuKernels:
         self, kernel: Callable[..., None], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         self._require_open()
-        n = check_pair(target, source, _HOST)
+        n = checked_numel(target, source, _HOST)
         kernel(
             n=n,
             target=target.data_ptr(),
@@ -350,7 +350,7 @@ class CpuKernels:
             raise EngineClosedError("this CpuKernels is closed")
 
 
-def by_kind(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
+def split_by_kernel(pieces: Iterable[Piece]) -> tuple[list[Piece], list[Piece]]:
     """Split into (pieces with a kernel, full matrices that torch operations update)."""
     all_pieces = list(pieces)
     kernels = [piece for piece in all_pieces if piece.rule_params.kernel]
@@ -362,7 +362,7 @@ def step_matrices(pieces: Iterable[Piece]) -> None:
     for weight, master_state, moments, gradient, rule_params, _, grad_scale, _, _ in pieces:
         assert isinstance(rule_params, Muon)
         with torch.no_grad():
-            step_stack(weight, master_state, moments, gradient, rule_params, grad_scale)
+            step_matrices_of_stack(weight, master_state, moments, gradient, rule_params, grad_scale)
 
 
 def check_pieces(pieces: list[Piece], device: torch.device) -> None:

@@ -21,7 +21,14 @@ import torch
 
 from infinity.errors import MachineError, first_lines
 from infinity.optim import cuda_compile
-from infinity.optim.cpu import FLOATS, Piece, by_kind, check_pieces, check_tensor, step_matrices
+from infinity.optim.cpu import (
+    FLOATS,
+    Piece,
+    check_pieces,
+    check_tensor,
+    split_by_kernel,
+    step_matrices,
+)
 from infinity.optim.cuda_launch import (
     Launch,
     Variant,
@@ -92,7 +99,7 @@ class CudaLauncher:
                 )
             )
 
-    def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    def scratch(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """Allocate uninitialized fp64 scratch memory, for use on `stream`."""
         queue = torch.cuda.current_stream(self._index) if stream is None else stream
         with torch.cuda.stream(queue):
@@ -130,7 +137,7 @@ class Launcher(Protocol):
     def __call__(self, launch: Launch, stream: torch.cuda.Stream | None) -> None:
         """Queue a launch."""
 
-    def room(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
+    def scratch(self, num_elements: int, stream: torch.cuda.Stream | None) -> torch.Tensor:
         """Allocate fp64 scratch memory on the device, for use on `stream`."""
 
 
@@ -172,7 +179,7 @@ class CudaKernels:
         memory. There is one launch per combination of rule, dtypes and formats; matrices are
         updated by torch operations.
         """
-        elementwise, matrices = by_kind(pieces)
+        elementwise, matrices = split_by_kernel(pieces)
         check_pieces(elementwise, self.device)
         for launch in list(update_launches(elementwise)):
             self._launch(launch, stream)
@@ -184,7 +191,7 @@ class CudaKernels:
 
         It is inf or nan if any element is.
         """
-        sums = self._launch.room(1, None)
+        sums = self._launch.scratch(1, None)
         self.square_sums([tensor], sums)
         total = float(sums.item())
         return math.nan if math.isnan(total) else total
@@ -199,6 +206,6 @@ class CudaKernels:
         check_tensor("sums", sums, len(tensors), (torch.float64,), self.device)
         for tensor in tensors:
             check_tensor("tensor", tensor, tensor.numel(), FLOATS, self.device)
-        partials = self._launch.room(num_square_tiles(tensors), stream)
+        partials = self._launch.scratch(num_square_tiles(tensors), stream)
         for launch in square_launches(tensors, sums, partials):
             self._launch(launch, stream)

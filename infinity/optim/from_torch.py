@@ -15,7 +15,7 @@ import torch
 from infinity.config.schema import Config, load_config
 from infinity.errors import ConfigError
 from infinity.optim.offloaded import mark_stepped, refuse_hooks
-from infinity.optim.rules import RULES, twin_of
+from infinity.optim.rules import RULES, decay_variant
 
 Groups = list[dict[str, Any]]
 
@@ -42,7 +42,7 @@ class OptimizerChoice:
     optimizer: Any = None
 
 
-def choose_given(config: Config, given: Any, groups: Any) -> OptimizerChoice:
+def choose_optimizer(config: Config, given: Any, groups: Any) -> OptimizerChoice:
     """Return the choice for `initialize(optimizer=given, model_parameters=groups)`.
 
     torch's AdamW, Adam, SGD and Adagrad, as an instance or a class, are replaced by the built-in
@@ -159,7 +159,7 @@ def _rule_of(kind: type, options: Mapping[str, Any]) -> tuple[str, dict[str, Any
     if name is None:
         return None
     if "decoupled_weight_decay" in options:
-        name = twin_of(name, decoupled=bool(options["decoupled_weight_decay"]))
+        name = decay_variant(name, decoupled=bool(options["decoupled_weight_decay"]))
     defaults = RULES[name].defaults()
     rule_options = {}
     for key, value in options.items():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from infinity.errors import ConfigError
-from infinity.plan.layout import PRECISIONS, REST_DTYPES, Precision
+from infinity.plan.layout import PRECISIONS, STATE_DTYPES, Precision
 from infinity.types import MOMENT_BLOCK, Kind, MomentFormat
 
 # Weight dtype by name of the precision.
@@ -22,7 +22,7 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
 }
 # Dtype of residuals and masters, by kind; and by weight dtype, None for fp32 weights.
 KIND_DTYPES: dict[Kind, torch.dtype] = {
-    kind: getattr(torch, name) for kind, name in REST_DTYPES.items()
+    kind: getattr(torch, name) for kind, name in STATE_DTYPES.items()
 }
 BESIDE: dict[torch.dtype, torch.dtype | None] = {
     COMPUTE_DTYPES[p.name]: None if p.master_kind is None else KIND_DTYPES[p.master_kind]
@@ -73,14 +73,16 @@ class Moment(NamedTuple):
         return Moment(self.values.clone(), scales, self.format)
 
 
-def master_in(views: Mapping[Kind, Tensor], precision: Precision) -> tuple[Tensor, Tensor | None]:
+def master_views(
+    views: Mapping[Kind, Tensor], precision: Precision
+) -> tuple[Tensor, Tensor | None]:
     """Return the weights, and the residuals or masters or None, as views of a chunk (uint8)."""
     weight = views[Kind.WEIGHT].view(COMPUTE_DTYPES[precision.name])
     kind = precision.master_kind
     return weight, None if kind is None else views[kind].view(KIND_DTYPES[kind])
 
 
-def moment_in(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
+def moment_view(part: Tensor, num_elements: int, kind: MomentFormat) -> Moment:
     """Return the moment stored in `part` (uint8: values, scales, padding), as views."""
     nbytes = num_elements * kind.itemsize
     values = part[:nbytes].view(VALUE_DTYPES[kind])

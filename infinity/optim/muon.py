@@ -18,7 +18,7 @@ from infinity.optim.rules import Muon
 _NAN = 0x7FC00000
 
 
-def step_stack(
+def step_matrices_of_stack(
     weight: Tensor,
     master_state: Tensor | None,
     moments: Sequence[Moment],
@@ -31,7 +31,7 @@ def step_stack(
     All tensors are 1-D: see `infinity.optim.cpu.Piece`; the momentum is fp32.
     """
     *stacked, rows, columns = rule_params.shape
-    rule_params = rule_params.of_shape((rows, columns))
+    rule_params = rule_params.with_shape((rows, columns))
     size = rows * columns
     for start in range(0, size * math.prod(stacked), size):
         elements = slice(start, start + size)

@@ -165,7 +165,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 captured |= dict.fromkeys((index, *self._rows_of_stack.get(index, ())), rule_params)
         return captured
 
-    def split_stacks(self, pieces: Mapping[int, Sequence[int]]) -> None:
+    def set_stack_rows(self, pieces: Mapping[int, Sequence[int]]) -> None:
         """Set the indices of the row slices of a stacked parameter, by the index of the stack."""
         self._rows_of_stack = dict(pieces)
 

@@ -13,11 +13,11 @@ from infinity.common.sizes import format_count
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.model.partition import complete_groups
-from infinity.optim.adapter_probe import OptimizerMaker, open_adapter
+from infinity.optim.adapter_probe import OptimizerMaker, probe_optimizer
 from infinity.optim.adapter_rule import AdapterRule
 from infinity.optim.offloaded import OffloadedOptimizer, refuse_hooks
 from infinity.optim.rules import RULES, SGD
-from infinity.optim.standalone import built_in_of
+from infinity.optim.standalone import built_in_optimizer
 from infinity.optim.update import BuiltInRule
 from infinity.types import MomentFormat
 
@@ -96,10 +96,10 @@ def make_optimizer(
         )
     if groups and not isinstance(groups[0], dict):
         groups = [{"params": groups}]
-    optimizer = built_in_of(given, groups)
+    optimizer = built_in_optimizer(given, groups)
     if optimizer is not None:
         return optimizer
-    facts = open_adapter(given, groups)
+    facts = probe_optimizer(given, groups)
     return OffloadedOptimizer(facts.groups, facts.defaults, rule=AdapterRule(facts))
 
 
@@ -122,7 +122,9 @@ def _parameters_of(groups: Iterable[Any]) -> list[Any]:
     return [p for g in groups for p in (g["params"] if isinstance(g, dict) else [g])]
 
 
-def check_same(given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None) -> None:
+def check_parameters_match(
+    given: torch.optim.Optimizer, model_parameters: Iterable[Any] | None
+) -> None:
     """Raise `ConfigError` unless the optimizer holds exactly these parameters."""
     if model_parameters is None:
         return

@@ -5,11 +5,12 @@ step from it. No state, no tensors, no torch: `infinity plan` needs the state of
 kernels.
 
 [Note: a rule in three places]
-An elementwise rule is a dataclass here with its line in `RULES` (and in `ENTRY_TEXTS` for an entry
-of a new name), a struct named as its `kernel`, listed in `INFINITY_RULES` (csrc/adam/update.inl),
-and a function in `tests/support/reference.py`. It has at most two moments, and `scalars` returns at
-most nine numbers (csrc/adam/kernels.h). Everything else is derived from these: names and defaults
-in configs, also of DeepSpeed and transformers, state entries, CPU and GPU kernels, tests.
+An elementwise rule is a dataclass here with its line in `RULES` (and in `ENTRY_DESCRIPTIONS` for an
+entry of a new name), a struct named as its `kernel`, listed in `INFINITY_RULES`
+(csrc/adam/update.inl), and a function in `tests/support/reference.py`. It has at most two moments,
+and `scalars` returns at most nine numbers (csrc/adam/kernels.h). Everything else is derived from
+these: names and defaults in configs, also of DeepSpeed and transformers, state entries, CPU and GPU
+kernels, tests.
 
 [Note: other rules]
 A rule that is not elementwise (Muon: momentum, then an orthogonalized matrix) is a dataclass here
@@ -124,11 +125,11 @@ class RuleParams:
         """The initial value of each moment."""
         return (0.0,) * len(self.state_names)
 
-    def begun_at(self, step: int) -> Self:
+    def with_first_step(self, step: int) -> Self:
         """Return the values for a parameter whose moments were made in step `step`."""
         return self
 
-    def of_shape(self, shape: tuple[int, ...]) -> Self:
+    def with_shape(self, shape: tuple[int, ...]) -> Self:
         """Return the values for a parameter of this shape."""
         return self
 
@@ -255,7 +256,7 @@ class SGD(RuleParams):
             f"dampening {dampening:g}"
         )
 
-    def begun_at(self, step: int) -> Self:
+    def with_first_step(self, step: int) -> Self:
         """Return the values for a parameter whose buffer was made in step `step`."""
         return self if step == self.begins else replace(self, begins=step)
 
@@ -406,7 +407,7 @@ class Muon(RuleParams):
             return AdamW.of({**AdamW.defaults(), **group})
         return super().of({**cls.defaults(), **group})
 
-    def of_shape(self, shape: tuple[int, ...]) -> Self:
+    def with_shape(self, shape: tuple[int, ...]) -> Self:
         """Return the values for a matrix of this shape."""
         return self if shape == self.shape else replace(self, shape=shape)
 
@@ -420,7 +421,7 @@ class Muon(RuleParams):
 
 
 # Descriptions of entries, for the documentation of a configuration.
-ENTRY_TEXTS = {
+ENTRY_DESCRIPTIONS = {
     "lr": "Learning rate.",
     "betas": "Decay rates of the moments.",
     "eps": "Added to the denominator.",
@@ -445,7 +446,7 @@ RULES: dict[str, type[RuleParams]] = {
 }
 
 
-def twin_of(name: str, *, decoupled: bool) -> str:
+def decay_variant(name: str, *, decoupled: bool) -> str:
     """Return the variant of a rule with or without decoupled decay; `name` if there is none."""
     rule = RULES[name]
     if rule.decoupled in (None, decoupled):

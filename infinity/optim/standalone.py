@@ -31,7 +31,7 @@ from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
 from infinity.optim.moments import BESIDE, Moment
 from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
-from infinity.optim.rules import RULES, AdamW, RuleParams, twin_of
+from infinity.optim.rules import RULES, AdamW, RuleParams, decay_variant
 from infinity.optim.update import BuiltInRule, step_count
 from infinity.plan.machine import read_machine
 from infinity.types import MomentFormat
@@ -388,7 +388,7 @@ def _rule_params_of(group: Mapping[str, Any]) -> RuleParams:
         raise ConfigError(
             "amsgrad is not supported", remedy="use torch.optim.AdamW(amsgrad=True), or leave it"
         )
-    rule = RULES[twin_of("AdamW", decoupled=bool(group["adamw_mode"]))]
+    rule = RULES[decay_variant("AdamW", decoupled=bool(group["adamw_mode"]))]
     return rule.of({name: group[name] for name in rule.defaults()})
 
 
@@ -459,7 +459,7 @@ def _finite_scale(given: Any) -> float:
 # --- passed to the engine ----------------------------------------------------------------------
 
 
-def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimizer | None:
+def built_in_optimizer(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimizer | None:
     """Return the engine's optimizer for `CPUAdam` or `FusedAdam`, instance or class; else None.
 
     The engine uses the same kernels, but stores the state in its tiers. The groups of an instance
@@ -495,6 +495,6 @@ def built_in_of(given: Any, groups: Sequence[dict[str, Any]]) -> OffloadedOptimi
                 because="no kernel of the engine supports that",
                 remedy=f"{key}={wanted}, or pass torch.optim.AdamW, which torch runs, slower",
             )
-    rule = BuiltInRule(twin_of("AdamW", decoupled=modes == {True}), optimizer.moments)
+    rule = BuiltInRule(decay_variant("AdamW", decoupled=modes == {True}), optimizer.moments)
     defaults = {key: optimizer.defaults[key] for key in AdamW.defaults()}
     return OffloadedOptimizer(list(groups), defaults, rule=rule)

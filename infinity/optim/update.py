@@ -197,7 +197,7 @@ class KernelUpdater:
         return [self._piece(tile, grad_scale) for tile in tiles]
 
     def _piece(self, tile: Tile, grad_scale: float) -> Piece:
-        rule_params = self._with_first_step(tile.parameter, tile.rule_params, tile.step).of_shape(
+        rule_params = self._with_first_step(tile.parameter, tile.rule_params, tile.step).with_shape(
             tile.shape
         )
         moments = tile.moments[: rule_params.num_moments]
@@ -222,7 +222,7 @@ class KernelUpdater:
         """Return the values for a parameter, including the step that made its moments."""
         if not rule_params.switch or not rule_params.num_moments:
             return rule_params
-        return rule_params.begun_at(self._first_steps.setdefault(parameter, step))
+        return rule_params.with_first_step(self._first_steps.setdefault(parameter, step))
 
     def begin(self, params_by_index: Mapping[int, Any], steps: Mapping[int, int]) -> None:
         """Record the step of parameters whose moments it makes."""

@@ -332,7 +332,7 @@ def block_widths(units: Sequence[UnitLayout]) -> list[int]:
     return [width for width in widths if width]
 
 
-def attending_width(units: Sequence[UnitLayout]) -> int:
+def attention_width(units: Sequence[UnitLayout]) -> int:
     """Return the summed width of all blocks with attention, which is recognized by names."""
     width = 0
     for block in blocks_of(units):

@@ -29,7 +29,7 @@ from infinity.plan.machine import HOST_BUDGET_SHARE
 from infinity.plan.plan import Plan
 from infinity.types import MomentFormat, Tier
 
-SOME_DISK = (Path("/a/fast/drive"),)  # placeholder for a suggested disk without a path
+PLACEHOLDER_DISK = (Path("/a/fast/drive"),)  # placeholder for a suggested disk without a path
 TIERS = (Tier.DISK, Tier.HOST, Tier.DEVICE)
 
 
@@ -64,7 +64,7 @@ class Suggestion:
         return ", ".join(change.what for change in self.changes)
 
 
-def way_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
+def suggestion_of(case: PlanInput, priced: PlanEstimate) -> Suggestion:
     """Return the difference between `case` and the case of `priced`, of the same model."""
     after = priced.case
     return Suggestion(
@@ -161,7 +161,7 @@ def sized(case: PlanInput, tier: Tier, nbytes: int) -> PlanInput:
     sizes: dict[str, Any] = {f"{tier}_bytes": nbytes}
     changed = case.with_machine(**sizes).with_budget(tier, None)
     if tier is Tier.DISK and nbytes and not case.config.nvme_path:
-        changed = changed.with_config(nvme_path=SOME_DISK)
+        changed = changed.with_config(nvme_path=PLACEHOLDER_DISK)
     return changed
 
 
@@ -177,7 +177,7 @@ def round_size(nbytes: int) -> int:
     return -(-nbytes // step) * step
 
 
-def round_down(nbytes: int) -> int:
+def round_size_down(nbytes: int) -> int:
     """Round down to a size that is easy to read, like `round_size`."""
     return nbytes // _size_step(nbytes) * _size_step(nbytes)
 
@@ -186,8 +186,8 @@ def _size_step(nbytes: int) -> int:
     return _GIB if nbytes >= 16 * _GIB else _GIB // 16 if nbytes >= _GIB else 1 << 20
 
 
-LEAST_CHANGE = 1.05  # smallest proposed change of a limit: estimates are no more accurate
-LEAST_GAIN = 1.03  # of tokens per second: predictions are no more accurate
+MIN_CHANGE = 1.05  # smallest proposed change of a limit: estimates are no more accurate
+MIN_GAIN = 1.03  # of tokens per second: predictions are no more accurate
 SMALL_CHUNK = 1 << 17  # elements
 _ATTEMPTS = 4
 _GIB = 1 << 30
@@ -200,7 +200,7 @@ _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 # --- to make it fit ------------------------------------------------------------------------------
 
 
-def ways_to_fit(
+def suggestions_to_fit(
     case: PlanInput,
     finer: Sequence[UnitLayout] = (),
     count: int = 3,
@@ -248,7 +248,7 @@ def _suggestions_for(case: PlanInput, changed: Iterable[PlanInput]) -> list[Sugg
         except DoesNotFitError:
             continue
         if not priced.missing:
-            suggestions.append(way_of(case, priced))
+            suggestions.append(suggestion_of(case, priced))
     return suggestions
 
 
@@ -271,14 +271,14 @@ def _exact_changes(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[P
     if case.machine.unified:
         free_bytes *= case.machine.gpus
     budget = int(free_bytes / AUTO_SHARE)  # automatic placement fills this share of the budget
-    budget = round_down(min(budget, int(_node_limit(case, case.compute_tier) / LEAST_CHANGE)))
+    budget = round_size_down(min(budget, int(_node_limit(case, case.compute_tier) / MIN_CHANGE)))
     if budget > 0:
         yield case.with_budget(case.compute_tier, budget)
 
 
 def _search_schedules(case: PlanInput, chosen: ScheduleResult | None) -> ScheduleResult:
     """Search all schedules of the same tokens per step; return `chosen` if it did that already."""
-    if chosen is not None and chosen.wish == BatchSchedule():
+    if chosen is not None and chosen.requested == BatchSchedule():
         return chosen
     tokens = case.work.tokens * case.micro_batches
     samples = chosen.samples if chosen is not None else None
@@ -318,7 +318,7 @@ def _larger_tier(case: PlanInput, changed: PlanInput | None, tier: Tier) -> list
         best = suggestions[0].priced.case
         high = size_of(best, tier) or 0
         middle = round_size((low + high) // 2)
-        if middle >= high or high <= 1.02 * low or middle < LEAST_CHANGE * old_size:
+        if middle >= high or high <= 1.02 * low or middle < MIN_CHANGE * old_size:
             break
         smaller = _suggestions_for(case, [sized(best, tier, middle)])
         suggestions, low = smaller or suggestions, low if smaller else middle
@@ -363,17 +363,17 @@ def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
         if budget is not None and budget < largest:
             fitting = _first_fit(partial(case.with_budget, tier), budget, largest)
             if fitting is not None:
-                proposed = round_size(int(LEAST_CHANGE * getattr(fitting.config.budget, tier)))
+                proposed = round_size(int(MIN_CHANGE * getattr(fitting.config.budget, tier)))
                 yield case.with_budget(tier, min(proposed, largest))
 
 
 def _first_fit(with_size: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
     """Return the case of size `low` if it fits, else of the smallest size that does, to 2 %.
 
-    Sizes above `low` are at least `LEAST_CHANGE * low`. None if even `largest` does not fit.
+    Sizes above `low` are at least `MIN_CHANGE * low`. None if even `largest` does not fit.
     Fitting is monotonic in the size of a tier, so bisection finds it.
     """
-    least = round_size(int(LEAST_CHANGE * low))
+    least = round_size(int(MIN_CHANGE * low))
     if _fits(with_size(low)):
         return with_size(low)
     if least > largest:
@@ -399,7 +399,7 @@ def _fits(case: PlanInput) -> bool:
     free_bytes = case.compute_bytes - case.activations().total
     if free_bytes < 0:
         return False
-    return any(_placement_bytes(case, plan) <= free_bytes for plan in case.lowest_plans())
+    return any(_placement_bytes(case, plan) <= free_bytes for plan in case.lowest_tier_plans())
 
 
 def _placement_bytes(case: PlanInput, plan: Plan) -> int:
@@ -436,12 +436,12 @@ def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[S
     if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
         changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
     fitting = [c for c in changed if c.activations().total <= c.compute_bytes]
-    return worth_it(_suggestions_for(case, fitting), priced.tokens_per_s)
+    return filter_gains(_suggestions_for(case, fitting), priced.tokens_per_s)
 
 
-def worth_it(suggestions: Iterable[Suggestion], now: float) -> list[Suggestion]:
-    """Return suggestions that gain `LEAST_GAIN` over `now` tokens per second, the fastest first."""
-    return _fastest_first(s for s in suggestions if s.priced.tokens_per_s >= LEAST_GAIN * now > 0)
+def filter_gains(suggestions: Iterable[Suggestion], now: float) -> list[Suggestion]:
+    """Return suggestions that gain `MIN_GAIN` over `now` tokens per second, the fastest first."""
+    return _fastest_first(s for s in suggestions if s.priced.tokens_per_s >= MIN_GAIN * now > 0)
 
 
 def _same_batch_changes(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
@@ -466,7 +466,7 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
         return
     drives = max(len(case.config.nvme_path), 1)
     disk_bytes = case.machine.disk_bytes * (drives + 1) // drives
-    machine = case.machine.with_drives((drives + 1) / drives)
+    machine = case.machine.with_scaled_disk_rates((drives + 1) / drives)
     yield replace(case, machine=replace(machine, disk_bytes=disk_bytes))
     disk, used = priced.plan.memory[Tier.DISK], priced.plan.tier_bytes
     local = case.machine.gpus
@@ -479,9 +479,9 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
         sizes.add(round_size(int(1.01 * host_bytes / share)))  # some buffers grow with it
     proposed = None
     for nbytes in sorted(sizes, reverse=True):  # of nearly equal sizes, only the larger
-        if proposed is not None and LEAST_CHANGE * nbytes > proposed:
+        if proposed is not None and MIN_CHANGE * nbytes > proposed:
             continue
-        if LEAST_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
+        if MIN_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
             proposed = nbytes
             yield sized(case, Tier.HOST, nbytes)
 

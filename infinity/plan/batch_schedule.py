@@ -13,8 +13,8 @@ Not all combinations are tried. Of the tiers for inputs, the fastest with enough
 (and RAM instead of the device, for the fastest schedule of each number of micro-batches, since that
 leaves device memory to weights); of the numbers of slices, the smallest that fits (and the largest,
 which leaves memory to placement); and more micro-batches only until they are slower. Experts of a
-layer may form other ranges (`model.partition.other_ranges`): these are tried with the number of
-micro-batches that was found before.
+layer may form other ranges (`model.partition.range_size_variants`): these are tried with the number
+of micro-batches that was found before.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
-from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_of
+from infinity.config.schema import ActivationsConfig, Config, Offload, Recompute, checkpoint_setting
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import block_widths, num_blocks
 from infinity.plan.budget import budgeted_bytes
@@ -76,7 +76,7 @@ class BatchSchedule:
         )
 
     @staticmethod
-    def named_by(
+    def explicit_in(
         settings: ActivationsConfig, micro_batches: int | None = None, slices: int | None = None
     ) -> BatchSchedule:
         """Return the options that a configuration sets explicitly.
@@ -122,7 +122,7 @@ class BatchSchedule:
             "activations": {
                 "tokens": self.tokens,
                 "slices": self.slices,
-                "checkpoint": checkpoint_of(self.recompute or 0),
+                "checkpoint": checkpoint_setting(self.recompute or 0),
                 "offload": self.offload,
             },
         } | ({} if self.experts is None else {"experts_per_unit": self.experts})
@@ -132,7 +132,7 @@ class BatchSchedule:
 class ScheduleResult:
     """Fastest schedule that fits, and the next fastest; `best` is None if none fits."""
 
-    wish: BatchSchedule
+    requested: BatchSchedule
     best: PlanEstimate | None
     runner_up: PlanEstimate | None
     smallest: PlanInput
@@ -153,29 +153,29 @@ class ScheduleResult:
 
 def choose_schedule(
     case: PlanInput,
-    wish: BatchSchedule,
+    requested: BatchSchedule,
     samples: int | None = None,
     others: Iterable[PlanInput] = (),
 ) -> ScheduleResult:
     """Return the fastest schedule of a step that fits.
 
     `case` has all tokens of a step in one micro-batch; `samples` is the number of samples in a
-    step, or None if unknown: then slices may be as small as `LEAST_TOKENS`. Options in `wish` that
-    are not None are fixed. `others` are the same case in other units. On a device that is the host,
-    activations need `MARGIN` times the estimate, unless nothing fits then; a device with its own
-    memory has a reserve anyway.
+    step, or None if unknown: then slices may be as small as `LEAST_TOKENS`. Options in `requested`
+    that are not None are fixed. `others` are the same case in other units. On a device that is the
+    host, activations need `MARGIN` times the estimate, unless nothing fits then; a device with its
+    own memory has a reserve anyway.
     """
-    chosen = _search(case, wish, samples)
+    chosen = _search(case, requested, samples)
     for other_case in others:
-        best, fixed = chosen.best, wish
+        best, fixed = chosen.best, requested
         if best is not None:  # a full search is slow
-            fixed = replace(wish, micro_batches=best.case.micro_batches)
+            fixed = replace(requested, micro_batches=best.case.micro_batches)
         result = _search(other_case, fixed, samples)
         if result.best is None:
             continue
         if best is None or _seconds(result.best) < (1 - RANGE_GAIN) * _seconds(best):
             runner_up = result.runner_up if best is None else best
-            chosen = replace(result, wish=wish, runner_up=runner_up)
+            chosen = replace(result, requested=requested, runner_up=runner_up)
     return chosen
 
 
@@ -332,7 +332,7 @@ class _ScheduleSearch:
         offloaded = case.micro_batches if case.config.activations.offload != "none" else 0
         key = (summed, case.config.activations.offload, offloaded)
         if key not in self._available:
-            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_plans())
+            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_tier_plans())
             lowest = next(used, case.compute_bytes if case.config.nvme_path else None)
             self._available[key] = None if lowest is None else case.compute_bytes - lowest
         return self._available[key]
@@ -343,7 +343,7 @@ class _ScheduleSearch:
             self._cached[schedule] = None
             with suppress(DoesNotFitError):
                 estimate = price(case)
-                if self.margin * estimate.activations.total <= estimate.room:
+                if self.margin * estimate.activations.total <= estimate.activation_headroom:
                     self._cached[schedule] = estimate
         return self._cached[schedule]
 

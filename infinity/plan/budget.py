@@ -17,7 +17,7 @@ NUM_GRADIENT_BUFFERS = 2  # device -> host gradient buffers
 NUM_STREAM_BUFFERS = 3  # on a device: one copied in, one updated, one copied out
 NUM_COMMIT_BUFFERS = 2  # chunks copied from a device with its own memory into a commit
 NUM_COPY_BUFFERS = 2  # chunks copied into a checkpoint
-FROZEN_PIECE = 1 << 20  # bytes of frozen parameters on a device copied into a commit at a time
+FROZEN_COPY_BYTES = 1 << 20  # bytes of frozen parameters on a device copied into a commit at a time
 TILE_BUFFERS = 8  # fp32 arrays of a tile: master, gradient, and temporaries of torch's step
 # Bytes per element of a matrix that is orthogonalized: 10 for copies in fp32 and bf16, and the
 # temporaries of products.
@@ -73,8 +73,8 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
         "optimizer matrices": matrix_bytes(plan, by_host=False),
     }
-    if quantised := plan.facts.largest_quantised:
-        device["dequantising"] = FrozenFormat.work_bytes(quantised)
+    if quantized := plan.facts.largest_quantized:
+        device["dequantizing"] = FrozenFormat.work_bytes(quantized)
     if plan.ranks > 1:
         device["exchange"] = 2 * num_exchanges(plan) * exchange_bytes(plan)
     num_fetches = num_fetch_buffers(plan)
@@ -82,7 +82,7 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
         "process": limits.base,
         **host,
         "staging": plan.num_staging_buffers * staging_bytes(plan),
-        "gradient windows": num_windows(plan) * largest_window(plan),
+        "gradient windows": num_gradient_windows(plan) * gradient_window_bytes(plan),
         "fetch staging": num_fetches and num_fetches * fetch_bytes(plan),
         "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
         "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
@@ -145,7 +145,7 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
     return over
 
 
-def fits_as(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
+def fits_no_worse(changed: Plan, before: Plan, limits: Limits, *, auto: bool) -> bool:
     """Return True if no budget is exceeded, or none by more than in `before`."""
     over = excess(changed, limits, auto=auto)
     over_before = excess(before, limits, auto=auto) if over else {}
@@ -159,7 +159,7 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     Units that compute with weights where they are stored need no slot. `unsharded` units have one
     slot each, of their size.
     """
-    in_place = plan.at_device - plan.facts.dequantised if plan.ranks == 1 else frozenset()
+    in_place = plan.units_on_device - plan.facts.dequantized if plan.ranks == 1 else frozenset()
     key = (in_place | plan.unsharded, plan.unsharded, plan.prefetch_units)
     if key not in plan.facts.known:
         plan.facts.known[key] = _make_slot_classes(plan, in_place | plan.unsharded)
@@ -322,7 +322,7 @@ def commit_buffer_bytes(plan: Plan) -> int:
         or all(Tier.DEVICE not in (p.weight, p.state) for p in plan.placements)
     ):
         return 0
-    nbytes = FROZEN_PIECE
+    nbytes = FROZEN_COPY_BYTES
     for group in plan.unit_groups:
         count = min(plan.chunk_elements, group.layout.shard_numel)
         device_kinds = [k for k in plan.precision.kinds if group.placement.of(k) is Tier.DEVICE]
@@ -340,12 +340,12 @@ def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
     return 2 * total - disk["weights"] - disk["state"]
 
 
-def num_windows(plan: Plan) -> int:
+def num_gradient_windows(plan: Plan) -> int:
     """Return the number of gradient windows; 0 if no gradients are stored on disk."""
     return min(NUM_WINDOWS, sum(len(group.units) for group in _gradients_on_disk(plan)))
 
 
-def largest_window(plan: Plan) -> int:
+def gradient_window_bytes(plan: Plan) -> int:
     """Return bytes of one gradient window."""
     return max((plan.gradient_bytes(g.layout) for g in _gradients_on_disk(plan)), default=0)
 

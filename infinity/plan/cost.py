@@ -50,8 +50,8 @@ from dataclasses import astuple, dataclass, field
 from functools import cached_property
 
 from infinity.config.schema import Recompute
-from infinity.plan.activations import attending_width, passes, recomputed, sharing
-from infinity.plan.forecast import PhaseBytes, counted_phases, disk_of_pass, forecast_phases
+from infinity.plan.activations import attention_width, passes, recomputed, sharing
+from infinity.plan.forecast import PhaseBytes, distinct_phases, forecast_phases, pass_disk_bytes
 from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import (
     BETWEEN_HOSTS,
@@ -71,10 +71,10 @@ _MULTIPLIED_AS = {"fp16": "bf16"}
 # recording of and waiting for events. 170 us were measured with an H100, including the recording of
 # a trace.
 CALL_S = 120e-6
-MOST_BESIDE, _TINY = 0.9, 1e-12  # largest CPU share of a streamed unit: some of it is streamed
+MAX_CPU_SHARE, _TINY = 0.9, 1e-12  # largest CPU share of a streamed unit: some of it is streamed
 USUAL_CONTEXT = 2048  # tokens per sample, if not given
 HOST_FLOPS = 0.5e12  # bf16 FLOP per second of a host with a separate device: assumed, not measured
-DEQUANTISE_BYTES = 22  # per element: 2 + 2 for indices, 4 + 8 + 4 for fp32, 2 for weights
+DEQUANTIZE_BYTES = 22  # per element: 2 + 2 for indices, 4 + 8 + 4 for fp32, 2 for weights
 SPLIT_UPDATE_BYTES = 26  # per parameter: 12 of state read and written, 2 of gradient read
 
 
@@ -167,7 +167,7 @@ def movement_cost(
     together. The second pair is None if additional micro-batches are not uniform.
     """
     pricing = _Pricing(plan, rates, None, None)
-    phases, added_phases = counted_phases(plan)
+    phases, added_phases = distinct_phases(plan)
     added = None if added_phases is None else pricing.movement((phase, 1) for phase in added_phases)
     return pricing.movement(phases), added
 
@@ -237,9 +237,9 @@ class _Pricing:
         if not phase.has_update or not self._updated_units:
             return 0.0
         plan, first = self.plan, self.plan.units[self._updated_units[0]]
-        disk_bytes = [sum(disk_of_pass(plan, g.layout, g.placement)) for g in plan.unit_groups]
+        disk_bytes = [sum(pass_disk_bytes(plan, g.layout, g.placement)) for g in plan.unit_groups]
         total = sum(n * len(g.units) for n, g in zip(disk_bytes, plan.unit_groups, strict=True))
-        first_bytes = sum(disk_of_pass(plan, first, plan.placements[first.index]))
+        first_bytes = sum(pass_disk_bytes(plan, first, plan.placements[first.index]))
         disk_share = first_bytes / (total or 1)
         share = first.num_trained / max(self.trained, 1)
         compute = computing(resources)
@@ -268,8 +268,8 @@ class _Pricing:
             resources["compute and update" if update else "compute"] = compute + update + disk_cpu_s
         else:
             resources["compute"] = compute + on_device
-            resources["sums"] = sums_s(plan, rates, phase)
-            resources["calls"] = calls_s(plan) if phase.has_update else 0.0
+            resources["sums"] = sum_gradients_s(plan, rates, phase)
+            resources["calls"] = issue_calls_s(plan) if phase.has_update else 0.0
             resources["update, CPU share"] = concurrent
             # The thread that issues copies waits for units that only the CPU updates.
             resources["update"] = update and update + max(stream_s(plan, rates), concurrent)
@@ -294,7 +294,7 @@ class _Pricing:
         attended *= work.tokens * work.context
         seconds += _seconds_at(attended, rates.attention.get(name))
         seconds += _seconds_at(work.tokens * elements.logits / 2, rates.logits)
-        seconds += _seconds_at(DEQUANTISE_BYTES * elements.quantised, memory)
+        seconds += _seconds_at(DEQUANTIZE_BYTES * elements.quantized, memory)
         if phase.backward:
             seconds += _seconds_at(self._gradient_bytes(phase), memory)
         return seconds
@@ -312,14 +312,14 @@ class _Elements:
     """Numbers of elements that determine the cost of compute.
 
     `matrices` are elements that a token is multiplied by, `trained` those of them with gradients,
-    `quantised` those stored quantized, `total` those that are read once per pass. `io_values` are
+    `quantized` those stored quantized, `total` those that are read once per pass. `io_values` are
     values per token that go in and out of matrices, `attended` are values per token that attend to
     other tokens, `logits` the logits per token.
     """
 
     matrices: float = 0.0
     trained: float = 0.0
-    quantised: int = 0
+    quantized: int = 0
     total: int = 0
     io_values: float = 0.0
     attended: int = 0
@@ -333,12 +333,12 @@ def _count_elements(
     units: Sequence[UnitLayout], work: StepWork, extra: Iterable[Segment] = ()
 ) -> _Elements:
     """Count elements of `units` and of `extra` parameters; `io_values` do not include logits."""
-    matrices, trained, quantised, total, io_values, logits = 0.0, 0.0, 0, 0, 0.0, 0
+    matrices, trained, quantized, total, io_values, logits = 0.0, 0.0, 0, 0, 0.0, 0
     for segment in (*(segment for unit in units for segment in unit.segments), *extra):
         if segment.origin in work.lookups:
             continue
         total += segment.numel
-        quantised += segment.numel if segment.form else 0
+        quantized += segment.numel if segment.form else 0
         if len(segment.shape) > 1:
             share = work.shares.get(segment.origin, 1.0)
             matrices += segment.numel * share
@@ -347,8 +347,8 @@ def _count_elements(
         if segment.origin in work.heads:
             logits += segment.shape[0]
             io_values -= segment.shape[0]
-    attended = attending_width(units)
-    return _Elements(matrices, trained, quantised, total, io_values, attended, logits)
+    attended = attention_width(units)
+    return _Elements(matrices, trained, quantized, total, io_values, attended, logits)
 
 
 def _repeated_elements(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
@@ -444,14 +444,14 @@ def stream_s(plan: Plan, rates: Rates) -> float:
             to_device, from_device = streamed_bytes(plan, group.layout, group.placement)
             inward += len(group.units) * to_device
             outward += len(group.units) * from_device
-    return max(*rates.copies_s(inward, outward), calls_s(plan))
+    return max(*rates.copies_s(inward, outward), issue_calls_s(plan))
 
 
-def share_beside(plan: Plan, rates: Rates) -> float:
+def balanced_cpu_share(plan: Plan, rates: Rates) -> float:
     """Return the CPU's share of streamed units that keeps CPU and links busy equally long.
 
     Both times depend on the share linearly, those of links also on other transfers in the same
-    forward. Rounded down to whole percents, at most `MOST_BESIDE`.
+    forward. Rounded down to whole percents, at most `MAX_CPU_SHARE`.
     """
     differences = []  # seconds that links take longer than the CPU's updates
     for variant in (plan, plan.changed(cpu_share=0.5)):
@@ -459,10 +459,12 @@ def share_beside(plan: Plan, rates: Rates) -> float:
         links = max(rates.copies_s(moved["to_device"], moved["from_device"]))
         differences.append(links - update_s(variant, rates)[1])
     at_zero, at_half = differences
-    return max(0, int(100 * min(0.5 * at_zero / max(at_zero - at_half, _TINY), MOST_BESIDE))) / 100
+    return (
+        max(0, int(100 * min(0.5 * at_zero / max(at_zero - at_half, _TINY), MAX_CPU_SHARE))) / 100
+    )
 
 
-def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
+def sum_gradients_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
     """Return seconds that a host thread needs to add a backward's gradients to sums off the device.
 
     Bound by memory: a gradient is read, and a sum read and written. In the first micro-batch
@@ -484,7 +486,7 @@ def sums_s(plan: Plan, rates: Rates, phase: PhaseBytes) -> float:
     return elements * (copied_itemsize + itemsize * (2 if phase.micro_batch else 1)) / rate
 
 
-def calls_s(plan: Plan) -> float:
+def issue_calls_s(plan: Plan) -> float:
     """Return host seconds to issue the copies and kernels of a step's streamed updates."""
     streamed = (group for group in plan.unit_groups if group.placement in plan.streamed)
     return CALL_S * sum(

@@ -80,7 +80,7 @@ def forecast_phases(
     return _ByteCounter(plan, course.cycle, sizes, summed).of(_step_moves(course))
 
 
-def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
+def distinct_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[PhaseBytes] | None]:
     """Return the distinct phases of the usual cycle with their counts; see `_simulate`.
 
     Also the phases of each additional micro-batch, or None if these are not uniform. Phases of the
@@ -88,7 +88,8 @@ def counted_phases(plan: Plan) -> tuple[list[tuple[PhaseBytes, int]], list[Phase
     """
     cache, cycle = plan.facts.known, usual_cycle(plan)
     key = (  # determines the course
-        plan.at_device, plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks, cycle,
+        plan.units_on_device, plan.unsharded, plan.prefetch_units, plan.micro_batches, plan.ranks,
+        cycle,
     )  # fmt: skip
     if key not in cache:
         cache[key] = _count_moves(_course_of(plan, cycle))
@@ -196,7 +197,7 @@ def _simulate(
     return tuple(second_step), tuple(second_step[-4:-2]) if is_uniform else None
 
 
-def disk_of_pass(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
+def pass_disk_bytes(plan: Plan, layout: UnitLayout, placement: UnitPlacement) -> tuple[int, int]:
     """Return bytes that the optimizer pass reads from disk for a unit, and bytes that it writes."""
     state = plan.state_bytes(layout, placement, (Tier.DISK,))
     gradient = plan.gradient_bytes(layout) if placement.gradient is Tier.DISK else 0
@@ -323,7 +324,7 @@ class _ByteCounter:
         self, layout: UnitLayout, placement: UnitPlacement, publish: bool
     ) -> dict[str, int]:
         plan = self.plan
-        read, written = disk_of_pass(plan, layout, placement)
+        read, written = pass_disk_bytes(plan, layout, placement)
         moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": 0}
         if update_place(plan, layout.index) is UpdatePlace.DEVICE:
             return moved

@@ -15,7 +15,7 @@ from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
 from infinity.types import Tier
 
-LEAST_AHEAD = 1  # smallest prefetch that overlaps fetches with compute
+MIN_PREFETCH_UNITS = 1  # smallest prefetch that overlaps fetches with compute
 
 
 def live_parameters(plan: Plan) -> int:
@@ -30,20 +30,24 @@ def _elements(unit: UnitLayout) -> int:
     return sum(segment.numel for segment in unit.segments)
 
 
-def may_look_nearer(plan: Plan, hints: HintsConfig) -> bool:
+def may_shorten_prefetch(plan: Plan, hints: HintsConfig) -> bool:
     """Return True if slots hold more than hinted and a shorter prefetch may reduce that."""
     limit = hints.live_parameters
-    return limit is not None and plan.prefetch_units > LEAST_AHEAD and live_parameters(plan) > limit
+    return (
+        limit is not None
+        and plan.prefetch_units > MIN_PREFETCH_UNITS
+        and live_parameters(plan) > limit
+    )
 
 
-def with_live_note(plan: Plan, hints: HintsConfig) -> Plan:
+def with_slots_note(plan: Plan, hints: HintsConfig) -> Plan:
     """Return the plan, with a note if slots hold more than hinted."""
     limit, count = hints.live_parameters, live_parameters(plan)
     if limit is None or count <= limit:
         return plan
     why = (
         "the least with which something is fetched while something computes"
-        if plan.prefetch_units >= LEAST_AHEAD
+        if plan.prefetch_units >= MIN_PREFETCH_UNITS
         else "one unit computes and one takes its place"
     )
     note = (

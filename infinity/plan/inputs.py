@@ -13,17 +13,17 @@ from infinity.config.schema import (
     Offload,
     PlacementConfig,
     Recompute,
-    checkpoint_of,
+    checkpoint_setting,
 )
 from infinity.errors import DoesNotFitError
 from infinity.plan.activations import CHUNK_TOKENS, ActivationModel, Activations
 from infinity.plan.budget import AUTO_SHARE, Limits, budgeted_bytes
 from infinity.plan.cost import StepCost, StepWork, step_cost
-from infinity.plan.layout import PRECISIONS, UnitLayout, lay_out_again
+from infinity.plan.layout import PRECISIONS, UnitLayout, relayout
 from infinity.plan.plan import Plan, RuleFacts, UnitFacts
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
-from infinity.plan.saved_plan import away_bytes, plan_saved
+from infinity.plan.saved_plan import off_device_bytes, plan_saved
 from infinity.types import MomentFormat, Tier
 
 # Memory that automatic placement leaves free, relative to estimated activations: estimates are
@@ -32,7 +32,7 @@ from infinity.types import MomentFormat, Tier
 MARGIN = 1.15
 
 
-def leaving_activations(
+def limits_leaving_activations(
     limits: Limits, activations: Activations, tier: Tier, memory: int
 ) -> Limits:
     """Return `limits` with the bytes that placement leaves to activations on `tier`.
@@ -59,7 +59,7 @@ def activations_on_device(
         tokens, recompute=recompute, slices=settings.slices, logits_at_once=logits_at_once(settings)
     )
     saved, _ = plan_saved(settings, model.units, unified=unified, widths=model.widths)
-    if not (offloaded := away_bytes(saved)):
+    if not (offloaded := off_device_bytes(saved)):
         return activations
     return replace(activations, boundaries=max(activations.boundaries - offloaded, 0))
 
@@ -120,7 +120,9 @@ class PlanInput:
         if self.config.activations.tokens is None:
             return limits
         activations = self.activations()
-        return leaving_activations(limits, activations, self.compute_tier, self.compute_bytes)
+        return limits_leaving_activations(
+            limits, activations, self.compute_tier, self.compute_bytes
+        )
 
     @property
     def host_bytes(self) -> int:
@@ -181,7 +183,7 @@ class PlanInput:
             model_recomputes=self.work.recompute == "all",
         )
 
-    def lowest_plans(self) -> Iterator[Plan]:
+    def lowest_tier_plans(self) -> Iterator[Plan]:
         """Yield plans that fit, with automatic kinds on the lowest tier, then fewer on disk.
 
         A search for placement also moves kinds from disk to RAM if the disk is too small.
@@ -222,14 +224,14 @@ class PlanInput:
     def with_precision(self, name: str) -> PlanInput:
         """Return the case in another precision; all parameters must be trained."""
         precision, full = PRECISIONS[name], self.rule.needs_full
-        units = lay_out_again(self.units, precision, self.machine.ranks, needs_full=full, cast=True)
+        units = relayout(self.units, precision, self.machine.ranks, needs_full=full, cast=True)
         return replace(self.with_config(precision=name), units=units)
 
     def with_gpus(self, gpus: int) -> PlanInput:
         """Return the case with another number of GPUs per node and the same tokens per step."""
         machine = self.machine.with_ranks(gpus, self.machine.nodes)
         precision, full = PRECISIONS[self.config.precision], self.rule.needs_full
-        units = lay_out_again(self.units, precision, machine.ranks, needs_full=full)
+        units = relayout(self.units, precision, machine.ranks, needs_full=full)
         case = replace(self, machine=machine, units=units)
         tokens = -(-self.work.tokens * self.machine.ranks // machine.ranks)
         return case.with_step(tokens, self.micro_batches)
@@ -244,7 +246,7 @@ class PlanInput:
     ) -> PlanInput:
         """Return the case with another batch schedule; see `plan.batch_schedule`."""
         update: dict[str, Any] = {
-            "tokens": tokens, "slices": slices, "checkpoint": checkpoint_of(recompute),
+            "tokens": tokens, "slices": slices, "checkpoint": checkpoint_setting(recompute),
             "offload": offload,
         }  # fmt: skip
         if offload != self.config.activations.offload:  # sizes refer to the configured tier
@@ -274,22 +276,22 @@ class PlanEstimate:
         return tokens / self.cost.seconds if self.cost.seconds else 0.0
 
     @property
-    def room(self) -> int:
+    def activation_headroom(self) -> int:
         """Bytes that the plan leaves to activations."""
         return self.case.compute_bytes - budgeted_bytes(self.plan)[self.case.compute_tier]
 
     @property
     def missing(self) -> int:
         """Bytes of activations that do not fit; 0 if all fit."""
-        return max(self.activations.total - self.room, 0)
+        return max(self.activations.total - self.activation_headroom, 0)
 
-    def require_room(self) -> None:
+    def require_fit(self) -> None:
         """Raise `DoesNotFitError` if activations do not fit."""
         if not self.missing:
             return
         tier, parts = self.case.compute_tier, self.activations
         raise DoesNotFitError(
-            f"the plan leaves {format_size(max(self.room, 0))} of the {tier}'s "
+            f"the plan leaves {format_size(max(self.activation_headroom, 0))} of the {tier}'s "
             f"{format_size(self.case.compute_bytes)} to activations, and "
             f"{self.case.work.tokens:,} tokens at once need about {format_size(parts.total)}: "
             f"{format_size(self.missing)} too much",

@@ -34,7 +34,7 @@ from infinity.types import MOMENT_BLOCK, PAGE, FrozenFormat, Kind, MomentFormat,
 
 ELEMENT_ALIGN = 2048  # elements: 4096 bytes of the narrowest kind (2 bytes)
 SQUARE_BLOCK = 4096  # elements of a parameter per leaf of the norm's tree; equal in csrc/adam
-MUCH_PADDING = 1.1  # padded size / size of the contents from which a plan has a note
+PADDING_NOTE_RATIO = 1.1  # padded size / size of the contents from which a plan has a note
 SEGMENT_ALIGN_BYTES = 512  # alignment of every tensor in a slot; enough for any device
 
 
@@ -42,7 +42,7 @@ SEGMENT_ALIGN_BYTES = 512  # alignment of every tensor in a slot; enough for any
 MOMENTS = (Kind.MOMENT1, Kind.MOMENT2, Kind.MOMENT3, Kind.MOMENT4, Kind.MOMENT5, Kind.MOMENT6)
 RECORD_ORDER = (Kind.WEIGHT, Kind.RESIDUAL, Kind.MASTER, *MOMENTS)
 # Kinds that complete a weight to its fp32 master -> torch's name of the dtype.
-REST_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}
+STATE_DTYPES = {Kind.RESIDUAL: "int16", Kind.MASTER: "float32"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,9 +92,9 @@ class Precision:
             return num_elements * self.weight
         if kind is self.master_kind:
             return num_elements * self.master_state
-        return round_up(self.format_of(kind).nbytes(self.num_kept(kind, num_elements)), PAGE)
+        return round_up(self.format_of(kind).nbytes(self.num_with_moment(kind, num_elements)), PAGE)
 
-    def num_kept(self, kind: Kind, num_elements: int) -> int:
+    def num_with_moment(self, kind: Kind, num_elements: int) -> int:
         """Return the number of leading elements of a chunk that have this moment."""
         if self.paired is None or kind is Kind.MOMENT1:
             return num_elements
@@ -229,10 +229,10 @@ class UnitLayout:
     @cached_property
     def slot_bytes(self) -> int:
         """Bytes of this unit in a slot: the stored weights, and the dequantized values."""
-        return self.stored_bytes + self.dequantised_bytes
+        return self.stored_bytes + self.dequantized_bytes
 
     @cached_property
-    def dequantised(self) -> dict[int, int]:
+    def dequantized(self) -> dict[int, int]:
         """Quantized parameter -> byte offset of its dequantized values in a slot."""
         offsets, offset = dict[int, int](), self.stored_bytes
         for segment in (s for s in self.segments if s.form):
@@ -241,12 +241,12 @@ class UnitLayout:
         return offsets
 
     @cached_property
-    def largest_quantised(self) -> int:
+    def largest_quantized(self) -> int:
         """Number of elements of the largest quantized parameter."""
         return max((s.numel for s in self.segments if s.form), default=0)
 
     @cached_property
-    def dequantised_bytes(self) -> int:
+    def dequantized_bytes(self) -> int:
         """Bytes of the dequantized values in a slot."""
         sizes = (s.numel * self.weight_itemsize for s in self.segments if s.form)
         return round_up(sum(round_up(size, SEGMENT_ALIGN_BYTES) for size in sizes), PAGE)
@@ -435,7 +435,7 @@ def lay_out(
     )
 
 
-def lay_out_again(
+def relayout(
     units: Iterable[UnitLayout],
     precision: Precision,
     ranks: int,
@@ -482,11 +482,11 @@ def _distributed(facts: list[ParameterFacts], ranks: int, shift: int) -> list[li
     return [[facts[i] for i in sorted(by_rank[(r - shift) % ranks])] for r in range(ranks)]
 
 
-def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
+def padding_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     """Return a plan's notes on the padding of shards under a rule that needs full parameters."""
     sharded = [u for u in units if u.shards > 1 and u.num_trained]
     total = sum(u.numel for u in sharded) / max(sum(u.num_trained for u in sharded), 1)
-    if total < MUCH_PADDING:
+    if total < PADDING_NOTE_RATIO:
         return ()
     unit = max(sharded, key=lambda u: u.numel - u.num_trained)
     return (
@@ -496,7 +496,7 @@ def dealt_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     )
 
 
-def split_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
+def matrix_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
     """Return a plan's notes on a rule for matrices with AdamW for the other parameters."""
     trained = [segment for unit in units for segment in unit.trained_segments]
     matrices = [s for s in trained if s.needs_full]

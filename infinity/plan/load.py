@@ -9,7 +9,9 @@ import psutil
 
 QUIET_SHARE = 0.15  # of all processors: background load of a desktop or a monitor
 IDLE_SHARE = 0.5  # of all processors: with more idle time no thread waits for a processor
-LEAST_S = 1.0  # seconds of all processors together: less is a few ticks of the kernel's counters
+MIN_LOAD_SAMPLE_S = (
+    1.0  # seconds of all processors together: less is a few ticks of the kernel's counters
+)
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ProcessorTimes:
         return ProcessorTimes(user, idle, os.times().user, count)
 
 
-def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:
+def describe_other_load(before: ProcessorTimes | None, after: ProcessorTimes | None) -> str:
     """Describe the processor use of other programs between two moments; "" if it is small.
 
     Rates that were measured under such a load may be too low.
@@ -51,6 +53,6 @@ def load_between(before: ProcessorTimes | None, after: ProcessorTimes | None) ->
     others = (after.user - before.user) - (after.process - before.process)
     idle = after.idle - before.idle
     total = idle + (after.user - before.user)
-    if total < LEAST_S or others < QUIET_SHARE * total or idle > IDLE_SHARE * total:
+    if total < MIN_LOAD_SAMPLE_S or others < QUIET_SHARE * total or idle > IDLE_SHARE * total:
         return ""
     return f"other programs used {others / total * after.count:.1f} of {after.count} processors"

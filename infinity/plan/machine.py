@@ -101,7 +101,7 @@ def read_machine(paths: Iterable[str | os.PathLike[str]] = (), root: Path = Path
     )
 
 
-def memory_room(root: Path = Path("/")) -> tuple[int, int]:
+def memory_headroom(root: Path = Path("/")) -> tuple[int, int]:
     """Return (memory limit, free bytes below it) of this process now.
 
     The tightest of the machine and all levels of its cgroup. Takes well below 1 ms.
@@ -112,7 +112,7 @@ def memory_room(root: Path = Path("/")) -> tuple[int, int]:
     return min(limits, key=lambda limit_and_free: limit_and_free[1])
 
 
-def high_water_bytes(root: Path = Path("/")) -> int:
+def peak_ram_bytes(root: Path = Path("/")) -> int:
     """Return the peak RAM of this process; 0 if the kernel does not report it."""
     return _kib_as_bytes(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
 

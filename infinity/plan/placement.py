@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_as, with_memory
+from infinity.plan.budget import Limits, budgeted_bytes, excess, fits_no_worse, with_memory
 from infinity.plan.cost import movement_cost
 from infinity.plan.forecast import FEW
 from infinity.plan.plan import Plan, UnitPlacement
@@ -93,7 +93,9 @@ def placed(
     if plan.may_share and not plan.shared:
         for start in list(starts):
             shared = with_memory(start.changed(shared=True), limits)
-            if fits_as(shared, start, limits, auto=True):  # on several nodes it needs more RAM
+            if fits_no_worse(
+                shared, start, limits, auto=True
+            ):  # on several nodes it needs more RAM
                 starts.append(shared)
     candidates = starts
     if fields:
@@ -118,7 +120,7 @@ def with_unsharded_units(plan: Plan, unsharded: bool | None, limits: Limits) -> 
         middle = high if unsharded else (low + high + 1) // 2
         full_units = frozenset(unit.index for unit in units[:middle])
         changed = with_memory(plan.changed(unsharded=full_units), limits)
-        if unsharded or fits_as(changed, plan, limits, auto=True):
+        if unsharded or fits_no_worse(changed, plan, limits, auto=True):
             low, best = middle, changed
         else:
             high = middle - 1
@@ -282,7 +284,7 @@ class _PlacementSearch:
         return score(plan, self.rates)
 
     def _fits(self, changed: Plan, before: Plan) -> bool:
-        return fits_as(changed, before, self.limits, auto=True)
+        return fits_no_worse(changed, before, self.limits, auto=True)
 
     def _excess_bytes(self, plan: Plan) -> int:
         return sum(excess(plan, self.limits, auto=True).values())

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from infinity.common.sizes import format_count, format_size
 from infinity.plan.activations import block_widths, blocks_of
 from infinity.plan.layout import Precision, Record, UnitLayout
-from infinity.plan.saved_plan import NOTHING_SAVED, SavedPlan, saved_moves
+from infinity.plan.saved_plan import NO_SAVED_PLAN, SavedPlan, saved_moves
 from infinity.types import OFF_DEVICE, PAGE, Kind, MomentFormat, Tier, round_up
 
 LINKS = ("all_gather", "all_to_all")  # between ranks: bytes received by one rank
@@ -101,13 +101,13 @@ class UnitFacts:
         self.units = units
         ids: dict[Any, int] = {}
         sizes = (
-            (u.numel, u.frozen_bytes, u.dequantised_bytes, u.paired, u.is_range) for u in units
+            (u.numel, u.frozen_bytes, u.dequantized_bytes, u.paired, u.is_range) for u in units
         )
         self.kinds = [ids.setdefault(key, len(ids)) for key in sizes]
         self.has_experts = any(len(block) > 1 for block in blocks_of(units))
         self.trained = tuple(bool(unit.numel) for unit in units)
-        self.largest_quantised = max((u.largest_quantised for u in units), default=0)
-        self.dequantised = frozenset(u.index for u in units if u.dequantised_bytes)
+        self.largest_quantized = max((u.largest_quantized for u in units), default=0)
+        self.dequantized = frozenset(u.index for u in units if u.dequantized_bytes)
         # Units whose gradients are summed over slices, if blocks run a batch in slices.
         self.sliced = tuple(unit.index for unit in units if unit.is_block or unit.is_range)
         self.largest_shard = max((unit.shard_numel for unit in units), default=0)
@@ -148,7 +148,7 @@ _DEPENDS_ON = {
     "basis": frozenset(["units", "saved", "model_recomputes", *_BASIS]),
     "local_units": frozenset(["units", "rank"]),
     "unit_groups": frozenset(["units", "placements"]),
-    "at_device": frozenset(["placements"]),
+    "units_on_device": frozenset(["placements"]),
     "shared_bytes": frozenset(["units", "placements", "nodes", "shared", "unified"]),
     "tier_bytes": frozenset(["memory"]),
 }
@@ -191,7 +191,7 @@ class Plan:
     durable: bool = False  # every unit has two extents; steps are committed
     durable_every: int = 1  # steps from one commit to the next
     resumed: str = ""  # the durable directory that this run continues
-    saved: SavedPlan = NOTHING_SAVED  # tensors that autograd saves for backward, and their tiers
+    saved: SavedPlan = NO_SAVED_PLAN  # tensors that autograd saves for backward, and their tiers
     model_recomputes: bool = False  # the model's gradient checkpointing recomputes all blocks
     rank: int = 0  # rank that this plan is for
     ranks: int = 1  # number of ranks that shard every unit; bytes and memory are those of one rank
@@ -246,7 +246,7 @@ class Plan:
         )  # fmt: skip
 
     @cached_property
-    def at_device(self) -> frozenset[int]:
+    def units_on_device(self) -> frozenset[int]:
         """Units whose weights are stored on the device."""
         device = Tier.DEVICE
         return frozenset([i for i, p in enumerate(self.placements) if p.weight is device])
@@ -296,7 +296,7 @@ class Plan:
         weights: both are copied to a slot.
         """
         on_device = self.placements[unit].weight is Tier.DEVICE and self.ranks == 1
-        return on_device and unit not in self.facts.dequantised
+        return on_device and unit not in self.facts.dequantized
 
     @property
     def zero_stage(self) -> int:
@@ -439,9 +439,9 @@ class Plan:
         stored on the device.
         """
         by_device = by_device or placement in self.streamed
-        return self.chunks_at_once if self.reached(placement, by_device=by_device) else 1
+        return self.chunks_at_once if self.is_addressable(placement, by_device=by_device) else 1
 
-    def reached(self, placement: UnitPlacement, *, by_device: bool) -> bool:
+    def is_addressable(self, placement: UnitPlacement, *, by_device: bool) -> bool:
         """Return True if a unit with this placement is updated without RAM staging buffers.
 
         With `by_device` the device updates, and copies from RAM itself.
@@ -459,7 +459,7 @@ class Plan:
         if placement not in self.streamed:
             return 0
         count = layout.num_chunks(self.chunk_elements)
-        share = self.cpu_share if self.reached(placement, by_device=True) else 0.0
+        share = self.cpu_share if self.is_addressable(placement, by_device=True) else 0.0
         return max(count - round(share * count), min(count, 1))
 
     def chunk_batches(

@@ -66,7 +66,7 @@ class PlanMachine:
     """Number of such machines that train together."""
 
     @classmethod
-    def here(
+    def this_machine(
         cls,
         paths: Iterable[Path],
         device_bytes: int | None,
@@ -134,7 +134,7 @@ class PlanMachine:
         nominal = (*self.nominal, *nominal_links)
         return replace(self, gpus=gpus, nodes=nodes, rates=rates, nominal=nominal)
 
-    def with_drives(self, factor: float) -> PlanMachine:
+    def with_scaled_disk_rates(self, factor: float) -> PlanMachine:
         """Return the machine with disk rates multiplied by `factor`, and the same disk space."""
         disk_rates = {name: getattr(self.rates, name) * factor for name in DISK}
         return replace(self, rates=replace(self.rates, **disk_rates))

@@ -12,13 +12,13 @@ from infinity.errors import ConfigError, DoesNotFitError
 from infinity.plan.budget import Limits, excess, largest_slot, with_memory
 from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
-from infinity.plan.hints import may_look_nearer, with_live_note, with_weights_in_ram
-from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, dealt_notes, split_notes
+from infinity.plan.hints import may_shorten_prefetch, with_slots_note, with_weights_in_ram
+from infinity.plan.layout import ELEMENT_ALIGN, PRECISIONS, UnitLayout, matrix_notes, padding_notes
 from infinity.plan.placement import FIELDS, placed, score
 from infinity.plan.plan import RAM, Plan, RuleFacts, UnitFacts, UnitPlacement, why_only_cpu
 from infinity.plan.rates import Rates, nominal
 from infinity.plan.saved_plan import plan_saved
-from infinity.plan.streamed_updates import leaving_room, with_updates
+from infinity.plan.streamed_updates import with_updates, without_stream_buffers
 from infinity.types import Tier, round_up
 
 CHUNK_ELEMENTS = 1 << 20  # 12 MiB records: disks are fastest with 8 to 64 MiB
@@ -99,11 +99,11 @@ def make_plan(
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     facts = facts or UnitFacts(units)
     saved, saved_notes = plan_saved(config.activations, units, unified=unified, widths=facts.widths)
-    notes = (*rule.notes, *saved_notes, *split_notes(units, rule.name))
+    notes = (*rule.notes, *saved_notes, *matrix_notes(units, rule.name))
     if unified and precision.name == "fp16":
         notes += ("fp16 is for GPUs: most CPUs multiply it many times slower than fp32",)
     if full_units := [u for u in units if rule.needs_full or u.paired is not None]:
-        notes += dealt_notes(full_units, rule.name)
+        notes += padding_notes(full_units, rule.name)
         full_chunk = max(*(u.shard_numel for u in full_units), 1)
         if isinstance(config.chunk_size, int) and (rule.needs_full or chunk < full_chunk):
             notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
@@ -141,7 +141,7 @@ def make_plan(
         chunks = max(STREAMED_ELEMENTS // draft.chunk_elements, 1)
         draft = draft.changed(chunks_at_once=chunks)
     plan = _with_prefetch(draft, stored, config, limits, rates)
-    plan = with_live_note(plan, config.hints)
+    plan = with_slots_note(plan, config.hints)
     if plan.durable and config.commit_every == "auto":
         plan = replace(plan, durable_every=_commit_interval(plan, rates))
     plan = replace(plan, rank=rank)  # all ranks choose placement with rank 0's bytes: equal plans
@@ -169,7 +169,7 @@ def _with_prefetch(
             failure = failure or error
             continue
         best = plan, "to fit the budgets" if failure else "because of hints.live_parameters"
-        if not may_look_nearer(plan, config.hints):
+        if not may_shorten_prefetch(plan, config.hints):
             break
     if best is None:
         assert failure is not None
@@ -228,7 +228,7 @@ def _with_update(update: str, draft: Plan, config: Config, limits: Limits, rates
     ]  # fmt: skip
     plan = with_memory(draft.changed(placements=tuple(placements)), limits)
     auto = [field for field, tier in zip(FIELDS, explicit, strict=True) if tier is None]
-    search_limits = leaving_room(plan, update, limits)
+    search_limits = without_stream_buffers(plan, update, limits)
     plan = placed(plan, auto, _keeps_unsharded(config), search_limits, rates)
     plan = with_weights_in_ram(plan, config.hints, limits)
     plan = with_updates(plan, update, limits, rates, leave_share=bool(auto))

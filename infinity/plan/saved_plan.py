@@ -66,7 +66,7 @@ class SavedPlan:
         return "; ".join(clauses)
 
 
-NOTHING_SAVED = SavedPlan()
+NO_SAVED_PLAN = SavedPlan()
 
 
 def plan_saved(
@@ -187,7 +187,7 @@ def saved_moves(
     return dict(forward), dict(backward)
 
 
-def away_bytes(saved: SavedPlan) -> int:
+def off_device_bytes(saved: SavedPlan) -> int:
     """Return the expected bytes that are off the device while blocks compute."""
     tiers = tiers_of(saved.sizes, saved)
     moved = [n for n, tier in zip(saved.sizes, tiers, strict=True) if tier is not Tier.DEVICE]

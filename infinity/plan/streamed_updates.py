@@ -14,12 +14,12 @@ from infinity.plan.budget import (
     AUTO_SHARE,
     NUM_STREAM_BUFFERS,
     Limits,
-    fits_as,
+    fits_no_worse,
     staging_bytes,
     stream_bytes,
     with_memory,
 )
-from infinity.plan.cost import share_beside, step_cost
+from infinity.plan.cost import balanced_cpu_share, step_cost
 from infinity.plan.placement import score
 from infinity.plan.plan import Plan, UnitPlacement, UpdatePlace, update_place, why_only_cpu
 from infinity.plan.rates import Rates
@@ -27,15 +27,15 @@ from infinity.types import Tier
 
 # Share of a step's time that streaming must save. Each direction's rate was measured alone, and
 # streams compete with weights and gradients for the links, so a smaller predicted gain is noise.
-WORTH = 0.05
+MIN_SAVED_SHARE = 0.05
 
 
 # Largest share of the device's budget for stream buffers. If they need more, fewer chunks are
 # streamed at once; if they still do, placement is chosen without reserving them.
-MOST_ROOM = 0.1
+MAX_BUFFER_SHARE = 0.1
 
 
-def leaving_room(plan: Plan, update: str, limits: Limits) -> Limits:
+def without_stream_buffers(plan: Plan, update: str, limits: Limits) -> Limits:
     """Return `limits` less the stream buffers that streaming would need, for a placement search.
 
     `update` is `Config.update`. The search fills a share of the device; buffers added after it
@@ -47,7 +47,7 @@ def leaving_room(plan: Plan, update: str, limits: Limits) -> Limits:
     in_ram = UnitPlacement(weight=Tier.HOST, state=Tier.HOST, gradient=Tier.HOST)
     draft = plan.changed(placements=(in_ram,) * len(plan.units), streamed=frozenset([in_ram]))
     buffer_bytes = _stream_buffer_bytes(_with_fewer_chunks(draft, limits))
-    if update == "auto" and buffer_bytes > MOST_ROOM * limits.device:
+    if update == "auto" and buffer_bytes > MAX_BUFFER_SHARE * limits.device:
         return limits
     if limits.activations is None:
         buffer_bytes = int(buffer_bytes / AUTO_SHARE)
@@ -82,7 +82,7 @@ def with_updates(
     )
     seconds_before = step_cost(plan, rates).seconds
     seconds_after = step_cost(best, rates).seconds
-    return best if seconds_after <= (1 - WORTH) * seconds_before else plan
+    return best if seconds_after <= (1 - MIN_SAVED_SHARE) * seconds_before else plan
 
 
 def _with_streamed(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limits) -> Plan:
@@ -90,9 +90,9 @@ def _with_streamed(plan: Plan, streamed: frozenset[UnitPlacement], limits: Limit
 
 
 def _with_fewer_chunks(plan: Plan, limits: Limits) -> Plan:
-    """Return `plan` with `chunks_at_once` halved until buffers fit `MOST_ROOM`, or it is 1."""
+    """Return `plan` with `chunks_at_once` halved until buffers fit `MAX_BUFFER_SHARE`."""
     device, host = (
-        math.inf if budget is None else MOST_ROOM * budget
+        math.inf if budget is None else MAX_BUFFER_SHARE * budget
         for budget in (limits.device, limits.host)
     )
     while plan.chunks_at_once > 1 and (
@@ -119,7 +119,7 @@ def _shortest(
     Each move adds one placement to the streamed ones, or removes one.
     """
     best = _with_streamed(plan, start, limits)
-    if not fits_as(best, plan, limits, auto=leave_share):
+    if not fits_no_worse(best, plan, limits, auto=leave_share):
         return plan
     best = _with_cpu_share(best, limits, rates, leave_share)
     improved = True
@@ -131,7 +131,7 @@ def _shortest(
         ):
             candidate = _with_streamed(best, best.streamed ^ {placement}, limits)
             shorter = score(candidate, rates) < score(best, rates) * (1 - 1e-9)
-            if shorter and fits_as(candidate, plan, limits, auto=leave_share):
+            if shorter and fits_no_worse(candidate, plan, limits, auto=leave_share):
                 best, improved = candidate, True
     return best
 
@@ -141,7 +141,7 @@ def _with_cpu_share(plan: Plan, limits: Limits, rates: Rates, leave_share: bool)
 
     0 for a rule that multiplies matrices: it needs full units, and the device multiplies faster.
     """
-    share = 0.0 if plan.rule.matrix_steps else share_beside(plan, rates)
+    share = 0.0 if plan.rule.matrix_steps else balanced_cpu_share(plan, rates)
     changed = with_memory(plan.changed(cpu_share=share), limits)
     better = share and score(changed, rates) < score(plan, rates)
-    return changed if better and fits_as(changed, plan, limits, auto=leave_share) else plan
+    return changed if better and fits_no_worse(changed, plan, limits, auto=leave_share) else plan

@@ -20,10 +20,10 @@ import torch
 from infinity.config.schema import IoConfig
 from infinity.errors import InfinityWarning
 from infinity.plan import rates as names
-from infinity.plan.load import ProcessorTimes, load_between
+from infinity.plan.load import ProcessorTimes, describe_other_load
 from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.rates import Rates
-from infinity.profiling.link_rates import kept_links
+from infinity.profiling.link_rates import read_cached_links
 from infinity.profiling.processor_rates import SECONDS, measure_processors
 from infinity.profiling.rate_cache import (
     FORMAT,
@@ -82,7 +82,7 @@ def cached_rates(
         if entry is None:
             before = ProcessorTimes.now()
             entry = measure(seconds), datetime.now(UTC).date().isoformat()
-            if load := load_between(before, ProcessorTimes.now()):
+            if load := describe_other_load(before, ProcessorTimes.now()):
                 loads.add(load)
             else:
                 write_cache(description, *entry)
@@ -97,7 +97,7 @@ def cached_rates(
     return _combined(entries, paths, device)
 
 
-def kept_rates(
+def cached_or_nominal_rates(
     paths: Sequence[Path],
     device: Device,
     *,
@@ -113,7 +113,7 @@ def kept_rates(
     """
     measurements = _measurements(paths, device, io, num_threads, Path("/"))
     entries = [read_cache(description, needed) for description, needed, _ in measurements]
-    links = kept_links(device, gpus, nodes)
+    links = read_cached_links(device, gpus, nodes)
     known = _combined([k for k in (*entries, links) if k is not None], paths, device)
     rates, nominal = names.with_links(
         known.rates, gpus, nodes, unified=device.unified, across=links is not None

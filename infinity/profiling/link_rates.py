@@ -25,13 +25,13 @@ from infinity.profiling.rate_cache import (
     write_cache,
 )
 from infinity.storage.device import CpuDevice, Device
-from infinity.storage.disk_rates import LEAST_CALLS, timed
+from infinity.storage.disk_rates import MIN_CALLS, timed
 
 LINK_SECONDS = 1.0  # for both collectives
 _LINK_BYTES = 32 << 20  # gathered bytes: the size of a small unit
 
 
-def kept_links(device: Device, gpus: int, nodes: int) -> CachedRates | None:
+def read_cached_links(device: Device, gpus: int, nodes: int) -> CachedRates | None:
     """Return cached rates between ranks, and their day; None if there are none.
 
     If this number of nodes was not measured, combines the rates between nodes with those between
@@ -42,7 +42,7 @@ def kept_links(device: Device, gpus: int, nodes: int) -> CachedRates | None:
     entry = read_cache(_link_key(device, gpus, nodes), LINKS)
     if entry is None and nodes > 1:
         entry = read_cache(_link_key(device), {names.BETWEEN_NODES})
-        within_node = kept_links(device, gpus, 1)
+        within_node = read_cached_links(device, gpus, 1)
         if entry is not None and within_node is not None:
             entry = entry[0] | within_node[0], min(entry[1], within_node[1])
     return entry
@@ -127,7 +127,7 @@ def measure_links(
 
         call()
         # All ranks must make the same number of calls: the smallest of all.
-        counts = [int(seconds / len(collectives) / timed(call)), LEAST_CALLS]
+        counts = [int(seconds / len(collectives) / timed(call)), MIN_CALLS]
         count = min(int(n) for n in ranks.gather(torch.tensor([max(counts)])))
         times = torch.tensor([timed(call) for _ in range(count)], dtype=torch.float64)
         numbers[name] = received / float(ranks.gather(times).amax(0).median())

@@ -32,15 +32,15 @@ from infinity.common.sizes import format_size
 from infinity.errors import DoesNotFitError, InfinityWarning
 from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel, Activations
-from infinity.plan.machine import high_water_bytes, memory_room, shared_rss_bytes
+from infinity.plan.machine import memory_headroom, peak_ram_bytes, shared_rss_bytes
 from infinity.plan.plan import Plan
 from infinity.storage.device import Device
 from infinity.storage.reservations import PROCESS
 from infinity.types import Tier
 
 SAMPLE_S = 0.05
-ROOM_S = 0.5  # interval; reading control group limits takes several files
-LOOKS_AGAIN, LOOK_AGAIN_S = 5, 0.1  # retries before a run ends for lack of memory
+LIMIT_CHECK_S = 0.5  # interval; reading control group limits takes several files
+RECHECKS, LOOK_AGAIN_S = 5, 0.1  # retries before a run ends for lack of memory
 TRIM_S = 1.0  # interval; returning freed heap takes some ms, and it is allocated again
 TRIM_SHARE = 0.9  # of a budget: above it, freed heap is returned before the next peak
 NEAR_SHARE = 0.98  # of a budget: warning; error above the budget
@@ -145,13 +145,13 @@ class MemoryWatch:
                 return f"budget.host is {format_size(budget)}", held > budget + added
         if now_s < self._next_room_s:
             return None
-        self._next_room_s = now_s + ROOM_S
-        limit, left_bytes = memory_room()
-        for _ in range(LOOKS_AGAIN):  # page cache write-back and growing RAM are delayed
+        self._next_room_s = now_s + LIMIT_CHECK_S
+        limit, left_bytes = memory_headroom()
+        for _ in range(RECHECKS):  # page cache write-back and growing RAM are delayed
             if left_bytes >= SPARE_SHARE * limit:
                 break
             time.sleep(LOOK_AGAIN_S)
-            limit, left_bytes = memory_room()
+            limit, left_bytes = memory_headroom()
         if left_bytes > 2 * SPARE_SHARE * limit:
             return None
         text = (
@@ -245,4 +245,4 @@ class MemoryWatch:
     def _high_water(self) -> int:
         if self._accelerator is not None:
             return int(self._module.max_memory_allocated(self._accelerator))
-        return high_water_bytes() - self._other_ranks_resident()
+        return peak_ram_bytes() - self._other_ranks_resident()

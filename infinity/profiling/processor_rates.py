@@ -18,14 +18,14 @@ from infinity.plan import rates as names
 from infinity.plan.machine import read_machine
 from infinity.storage.device import HAPPENED, Device, DeviceArena, Event
 from infinity.storage.disk_rates import (
-    LEAST_CALLS,
+    MIN_CALLS,
     NUM_NOISE,
     calls_per_s,
     make_noise,
     repeating,
     timed,
 )
-from infinity.storage.disk_speed import keep_moving
+from infinity.storage.disk_speed import run_in_flight
 from infinity.storage.host_arena import HostArena
 from infinity.types import PAGE, MomentFormat, round_up
 
@@ -86,10 +86,10 @@ def _warm(work: Callable[[], None]) -> float:
 
 def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
     num_chunks, numbers = _num_chunks(), dict[str, float]()
-    arena = HostArena(pieces_bytes(num_chunks))
+    arena = HostArena(arena_bytes_for_pieces(num_chunks))
     with CpuKernels(num_threads) as kernels:
         for name in names.UPDATE_FORMATS:
-            pieces = pieces_in(arena, num_chunks, MomentFormat(name))
+            pieces = make_pieces(arena, num_chunks, MomentFormat(name))
 
             def update(pieces: Sequence[Piece] = pieces) -> None:
                 for first in range(0, len(pieces), 4):  # batch size of an optimizer pass
@@ -108,12 +108,12 @@ def _num_chunks() -> int:
     return max(1, min(fitting, _MOST_CHUNKS, max(needed, _LEAST_CHUNKS)))
 
 
-def pieces_bytes(num_chunks: int) -> int:
-    """Return the bytes of an arena for `pieces_in`, sufficient for every format."""
+def arena_bytes_for_pieces(num_chunks: int) -> int:
+    """Return the bytes of an arena for `make_pieces`, sufficient for every format."""
     return num_chunks * _CHUNK * _LARGEST_BYTES + 8 * PAGE
 
 
-def pieces_in(
+def make_pieces(
     arena: DeviceArena, num_chunks: int, kind: MomentFormat, *, at_once: int = 1
 ) -> list[Piece]:
     """Return pieces of `at_once` chunks each: random weights and gradients, zero moments."""
@@ -158,9 +158,9 @@ def _device_update(device: Device, seconds: float) -> dict[str, float]:
     num_chunks = min(_MOST_CHUNKS, free_bytes // 16 // (_CHUNK * _LARGEST_BYTES))
     if num_chunks == 0 or device.why_no_kernels() is not None:
         return {}
-    arena = device.reserve(pieces_bytes(num_chunks))
+    arena = device.reserve(arena_bytes_for_pieces(num_chunks))
     # One piece, because the rate excludes the host's overhead per piece.
-    pieces = pieces_in(arena, num_chunks, MomentFormat.FP32, at_once=num_chunks)
+    pieces = make_pieces(arena, num_chunks, MomentFormat.FP32, at_once=num_chunks)
 
     def update() -> None:
         device.update(pieces, after=device.compute_event()).wait()
@@ -203,9 +203,9 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
         events[direction] = copies[direction](events[direction])
         return events[direction]
 
-    keep_moving(next_copy, 0.0, depth=1, least=len(copies))
+    run_in_flight(next_copy, 0.0, depth=1, least=len(copies))
     depth = 2 * len(copies)
-    count, seconds = keep_moving(next_copy, seconds, depth=depth, least=LEAST_CALLS)
+    count, seconds = run_in_flight(next_copy, seconds, depth=depth, least=MIN_CALLS)
     return count * _COPY_BYTES / seconds
 
 

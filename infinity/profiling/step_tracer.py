@@ -54,7 +54,7 @@ class StepTracer:
 
     def _record(self, *, wanted: bool) -> None:
         self._step_ns = self._batch_ns = time.perf_counter_ns()
-        self.forget()
+        self.free()
         self._transfers.follow(self.trace if wanted else None)
         self._listener.timeline = self if wanted else None
 
@@ -129,7 +129,7 @@ class StepTracer:
         """End a call, possibly by an exception: only `num_open` forwards remain entered."""
         del self._open_forwards[num_open:]
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Discard all open slices, after an exception."""
         self._open_forwards.clear()
         self._backward = self._call_begin = self._paused = self._before_units = None

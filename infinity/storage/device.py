@@ -36,7 +36,7 @@ class Event(Protocol):
         """Block the host until it has happened."""
 
 
-class Happened:
+class CompletedEvent:
     """An event that has already happened."""
 
     def done(self) -> bool:
@@ -45,7 +45,7 @@ class Happened:
     def wait(self) -> None: ...
 
 
-HAPPENED = Happened()
+HAPPENED = CompletedEvent()
 
 
 class AllOf:

@@ -16,7 +16,7 @@ ACCELERATORS: dict[str, Callable[[torch.device], Device]] = {
 }  # one entry for each of `accelerators.TYPES`
 
 
-def find_device(device: Device | torch.device | str | None) -> Device:
+def resolve_device(device: Device | torch.device | str | None) -> Device:
     """Return the `Device` for a user's argument.
 
     Args:

@@ -158,7 +158,7 @@ class Extent:
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
         return Extent(self.offset + start, nbytes, self.owner)
 
-    def reached(self, *, by_device: bool) -> None:
+    def addressable_view(self, *, by_device: bool) -> None:
         """Return None: no processor addresses a disk."""
 
 
@@ -355,7 +355,7 @@ class Disk:
         total = self._stripes.total
         if self._stored is not None:
             stored = self._stored
-            self._stripes.distribute_again(stored, [file.size for file in self._files])
+            self._stripes.redistribute(stored, [file.size for file in self._files])
             self.used, self._capacities = stored.used, stored.room
             return
         if len(self.paths) == 1:

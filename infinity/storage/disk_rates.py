@@ -16,7 +16,7 @@ from torch import Tensor
 from infinity.config.schema import IoConfig
 from infinity.plan.rates import DISK_PER_CPU_S
 from infinity.storage.disk import Disk, DiskTicket, Extent
-from infinity.storage.disk_speed import keep_moving
+from infinity.storage.disk_speed import run_in_flight
 from infinity.storage.staging import host_buffer
 from infinity.types import PAGE
 
@@ -30,7 +30,7 @@ _IDLE_SHARE = 0.25  # additional share for matrix products without disk I/O
 _MIN_LOST_SHARE = 0.01  # minimum share of the time lost by products; less is noise
 _READ, _WRITE = False, True
 _DIRECTIONS = {"disk_read": (_READ,), "disk_write": (_WRITE,), "disk_mixed": (_READ, _WRITE)}
-NUM_NOISE, LEAST_CALLS = 2**20, 3
+NUM_NOISE, MIN_CALLS = 2**20, 3
 
 
 def measure_disk(
@@ -122,7 +122,7 @@ class _TierBenchmark:
     def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
         """Write records from the beginning; return their number and the seconds taken."""
         capacity = self._region.nbytes // self._nbytes
-        return keep_moving(
+        return run_in_flight(
             lambda n: self._move(_WRITE, n, n),
             seconds,
             depth=_NUM_IN_FLIGHT,
@@ -141,7 +141,7 @@ class _TierBenchmark:
             self._next_record[direction] += 1
             return self._move(direction, index, turn)
 
-        count, seconds = keep_moving(
+        count, seconds = run_in_flight(
             start, self._pass_s, depth=_NUM_IN_FLIGHT, least=len(directions)
         )
         return count * self._nbytes / seconds
@@ -183,7 +183,7 @@ def calls_per_s(
     """
     times: list[float] = []
     end = time.perf_counter() + seconds
-    while len(times) < LEAST_CALLS or time.perf_counter() < end:
+    while len(times) < MIN_CALLS or time.perf_counter() < end:
         times.append(timed(work))
     return 1 / statistic(times)
 

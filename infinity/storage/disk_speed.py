@@ -59,7 +59,7 @@ def measure_speeds(
     return [fastest if speed > (1 - _NOISE_SHARE) * fastest else speed for speed in speeds]
 
 
-def keep_moving(
+def run_in_flight(
     start: Callable[[int], Ticket],
     seconds: float,
     *,
@@ -96,7 +96,7 @@ def _file_speed(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor)
 
     # The first write to reserved space is slow, so blocks are written before the measurement, for a
     # limited time.
-    prepared, _ = keep_moving(write, PROBE_S / 8, depth=1, most=span // BLOCK)
+    prepared, _ = run_in_flight(write, PROBE_S / 8, depth=1, most=span // BLOCK)
 
     def read_or_write(turn: int) -> _aio.Ticket:
         offset = turn // 2 % prepared
@@ -105,5 +105,5 @@ def _file_speed(engine: _aio.Engine, file: _aio.File, span: int, source: Tensor)
         target = targets[turn % DEPTH].data_ptr()
         return engine.submit(_aio.READ, [(file, offset * BLOCK, BLOCK, target)])
 
-    count, seconds = keep_moving(read_or_write, PROBE_S, depth=DEPTH)
+    count, seconds = run_in_flight(read_or_write, PROBE_S, depth=DEPTH)
     return count * BLOCK / seconds

@@ -141,7 +141,7 @@ class Drive:
         return asdict(self)
 
 
-def look_at(path: Path) -> Drive:
+def probe_path(path: Path) -> Drive:
     """Probe `path` with a temporary run directory, which is removed.
 
     Raises `MachineError` if the path is missing, not a directory or not writable, or if no back end

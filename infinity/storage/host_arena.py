@@ -51,6 +51,6 @@ class HostArena:
         return self.view(start, nbytes)
 
 
-def arena_for(sizes: Sequence[int]) -> HostArena:
+def make_arena(sizes: Sequence[int]) -> HostArena:
     """Return an arena that exactly holds page-aligned ranges of these sizes."""
     return HostArena(sum(round_up(size, PAGE) for size in sizes))

@@ -90,7 +90,7 @@ _NEW_NAME = re.compile(r"\.infinity-new-[0-9]+-[0-9a-f]{16}")
 _NEW_GRACE_S = 600.0
 LOCK_NAME = "lock"
 RECORD_NAME = "run.json"
-KEPT_NAME = "kept"  # empty file that marks a directory as durable
+DURABLE_MARKER_NAME = "kept"  # empty file that marks a directory as durable
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -158,7 +158,7 @@ class Scratch:
         self._write(durable=True, **facts)
         self.durable = True
         try:  # the record may be replaced by an older copy
-            os.close(os.open(self.directory / KEPT_NAME, os.O_WRONLY | os.O_CREAT, 0o600))
+            os.close(os.open(self.directory / DURABLE_MARKER_NAME, os.O_WRONLY | os.O_CREAT, 0o600))
             sync_directory(self.directory)
         except OSError as error:
             raise refusal(self.directory, error) from error
@@ -174,7 +174,7 @@ class Scratch:
     def path(self, name: str) -> Path:
         """Return the path of the file `name`, a plain file name; the caller creates the file."""
         assert name == os.path.basename(name)
-        assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME, KEPT_NAME)
+        assert name not in ("", ".", "..", LOCK_NAME, RECORD_NAME, DURABLE_MARKER_NAME)
         return self.directory / name
 
     def free_bytes(self) -> int:
@@ -215,7 +215,7 @@ class Scratch:
         self.remove()
 
 
-def disown(directories: Sequence[Path], run: str) -> None:
+def unmark_durable(directories: Sequence[Path], run: str) -> None:
     """Undo `Scratch.keep` for a run that has ended; it is removed like other dead runs.
 
     `directories` begins with the first directory of the run. Raises `MachineError`.
@@ -246,12 +246,12 @@ def of_rank(nvme_path: Path, rank: int) -> Path:
     return nvme_path / f"rank-{rank}"
 
 
-def remove_dead_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
+def remove_dead_runs_of_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
     """Remove dead runs of the ranks `here`, and of ranks beyond the current `count`.
 
     Ranks of other nodes are skipped: if nodes share `nvme_path`, locks may not work across nodes.
     """
-    for number, path in ranks_below(nvme_path).items():
+    for number, path in directories_by_rank(nvme_path).items():
         if number in here or (number >= count and 0 in here):
             with suppress(MachineError):  # another process may remove it concurrently
                 remove_dead_runs(path)
@@ -259,7 +259,7 @@ def remove_dead_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
         remove_dead_runs(nvme_path)
 
 
-def ranks_below(nvme_path: Path) -> dict[int, Path]:
+def directories_by_rank(nvme_path: Path) -> dict[int, Path]:
     """Return the existing directories of ranks, of any run, by rank."""
     directories = {}
     with suppress(OSError):
@@ -281,7 +281,7 @@ def run_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, Any]]
     """Return all run directories under `nvme_path` with their run.json; oldest first.
 
     The record is {} if run.json is missing or damaged. Links to directories and directories of
-    other users are included; see `not_ours`. Raises `MachineError`.
+    other users are included; see `foreign_reason`. Raises `MachineError`.
     """
     root, names = _list_root(nvme_path)
     records: dict[Path, dict[str, Any]] = {}
@@ -300,11 +300,11 @@ def durable_records(nvme_path: str | os.PathLike[str]) -> dict[Path, dict[str, A
     return {
         path: record
         for path, record in records.items()
-        if record.get("durable") is True and not not_ours(path)
+        if record.get("durable") is True and not foreign_reason(path)
     }
 
 
-def not_ours(directory: Path) -> str:
+def foreign_reason(directory: Path) -> str:
     """Return why a run directory is not used or removed automatically; "" for one of this user."""
     with suppress(OSError):
         status = directory.lstat()
@@ -326,7 +326,7 @@ def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
     mounted.
     """
     first = Path(str(record.get("primary", directory)))
-    if (directory / KEPT_NAME).exists() and not first.is_dir():
+    if (directory / DURABLE_MARKER_NAME).exists() and not first.is_dir():
         return True
     for folder in (directory, first):
         for path in folder.glob("commit-*.bin"):
@@ -337,7 +337,7 @@ def has_commits(directory: Path, record: Mapping[str, Any]) -> bool:
     return False
 
 
-def never_began(directory: Path, record: Mapping[str, Any]) -> bool:
+def died_while_marking(directory: Path, record: Mapping[str, Any]) -> bool:
     """Return True if the run of a durable directory died while marking; see [Note: marking]."""
     first = Path(str(record.get("primary")))
     is_named = str(directory) in _read_record(first).get("members", [])
@@ -371,7 +371,7 @@ def remove_dead_runs(nvme_path: str | os.PathLike[str]) -> list[Path]:
         if (is_run or is_new) and _remove_if_dead(root, name, is_new=is_new):
             removed.append(root / name)
     for path, record in durable_records(root).items():  # removed with their first directory
-        if never_began(path, record):
+        if died_while_marking(path, record):
             first = Path(str(record["primary"]))
             _remove_if_dead(first.parent, first.name, is_new=False)
             if not path.exists():
@@ -441,7 +441,7 @@ def _remove_members(record: Mapping[str, Any]) -> bool:
             member_record = _read_record(path)
             is_same_run = member_record.get("run") == record.get("run")
             is_dead = member_record.get("durable") is False or is_same_run
-            if is_dead and not not_ours(path) and not has_commits(path, member_record):
+            if is_dead and not foreign_reason(path) and not has_commits(path, member_record):
                 _delete(path.parent, path.name)
     return True
 

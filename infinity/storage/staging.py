@@ -10,7 +10,7 @@ from torch import Tensor
 
 from infinity.storage.device import Device, DeviceArena, Event
 from infinity.storage.host_arena import HostArena
-from infinity.storage.store import together
+from infinity.storage.store import merge_events
 from infinity.types import PAGE, round_up
 
 
@@ -73,7 +73,7 @@ class BufferPool:
 
     def give_back(self, buffer: Tensor, *events: Event) -> None:
         """Return a buffer, not a slice of it, to the pool; it is free after all `events`."""
-        self._free.append((buffer, together(events) if events else None))
+        self._free.append((buffer, merge_events(events) if events else None))
 
     def settle(self) -> None:
         """Block until the events of all returned buffers have happened; raises their errors."""
@@ -81,5 +81,5 @@ class BufferPool:
             if event is not None:
                 event.wait()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         self._free.clear()

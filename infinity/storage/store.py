@@ -16,7 +16,7 @@ from typing import Protocol, Self
 from torch import Tensor
 
 from infinity.storage.device import HAPPENED, AllOf, Device, Event
-from infinity.storage.host_arena import arena_for
+from infinity.storage.host_arena import make_arena
 from infinity.types import PAGE, Tier, round_up
 
 
@@ -41,7 +41,7 @@ class Range(Protocol):
     def part(self, start: int, nbytes: int) -> Self:
         """Return a range inside this one; `start` is relative to its beginning, in bytes."""
 
-    def reached(self, *, by_device: bool) -> Tensor | None:
+    def addressable_view(self, *, by_device: bool) -> Tensor | None:
         """Return a uint8 tensor over the bytes themselves; None if they are not addressable.
 
         They must be addressable by a kernel of the device if `by_device`, else by the CPU.
@@ -82,7 +82,7 @@ class MemoryRange:
         assert 0 <= start <= start + nbytes <= self.nbytes, (start, nbytes, self.nbytes)
         return MemoryRange(self.tier, self.data[start : start + nbytes])
 
-    def reached(self, *, by_device: bool) -> Tensor | None:
+    def addressable_view(self, *, by_device: bool) -> Tensor | None:
         """Return the bytes: host memory in both cases, device memory only if `by_device`."""
         return self.data if by_device or self.tier is not Tier.DEVICE else None
 
@@ -97,7 +97,7 @@ class HostStore:
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[MemoryRange]:
         """Reserve one pinned mapping for all ranges, each page-aligned."""
-        arena = arena_for(sizes)
+        arena = make_arena(sizes)
         if any(sizes):
             self._device.pin(arena)
         return [MemoryRange(Tier.HOST, arena.carve(nbytes)) for nbytes in sizes]
@@ -131,24 +131,24 @@ class DeviceStore:
         return ranges
 
     def read(self, pieces: Pieces, priority: Priority = Priority.NORMAL) -> Event:
-        return together(
+        return merge_events(
             [self._device.copy_d2h(buffer, _data_of(source)) for source, buffer in pieces]
         )
 
     def write(self, pieces: Pieces, priority: Priority = Priority.BACKGROUND) -> Event:
         """Copy from host to device, not delayed by copies that wait for a slot."""
-        return together(
+        return merge_events(
             [self._device.copy_h2d_unordered(_data_of(target), buffer) for target, buffer in pieces]
         )
 
 
 def _data_of(source: Range) -> Tensor:
-    data = source.reached(by_device=True)
+    data = source.addressable_view(by_device=True)
     assert data is not None
     return data
 
 
-def together(events: Sequence[Event]) -> Event:
+def merge_events(events: Sequence[Event]) -> Event:
     """Return one event for several; waiting waits for each, so that every error is raised."""
     if not events:
         return HAPPENED

@@ -92,7 +92,7 @@ class Stripes:
         self._extents.clear()
         return dealer.used
 
-    def distribute_again(self, stored: Striping, sizes: Sequence[int]) -> None:
+    def redistribute(self, stored: Striping, sizes: Sequence[int]) -> None:
         """Reproduce the distribution of a continued run; raises `CheckpointError` on a mismatch.
 
         `sizes` are the sizes of the files in bytes.

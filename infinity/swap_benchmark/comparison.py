@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from infinity.plan.load import ProcessorTimes, load_between
+from infinity.plan.load import ProcessorTimes, describe_other_load
 from infinity.swap_benchmark.contenders import (
     Contender,
     EngineContender,
@@ -16,7 +16,7 @@ from infinity.swap_benchmark.contenders import (
     Sample,
 )
 from infinity.swap_benchmark.load import MODES, Mode, Testbed
-from infinity.swap_benchmark.rounds import loads_of, median_rate, rates_alone, take_turns
+from infinity.swap_benchmark.rounds import make_loads, measure_drives_alone, median_rate, take_turns
 
 CHUNK_BYTES = 16 * 2**20
 # Candidates for plain threads: block size in bytes, number of threads. The fastest one per mode
@@ -85,8 +85,8 @@ def compare(
         progress(done, total)
 
     progress(done, total)
-    rates = rates_alone(testbed, settings, SAMPLE_S)
-    trials, loads = loads_of(testbed, rates, TRIAL_S), loads_of(testbed, rates, SAMPLE_S)
+    rates = measure_drives_alone(testbed, settings, SAMPLE_S)
+    trials, loads = make_loads(testbed, rates, TRIAL_S), make_loads(testbed, rates, SAMPLE_S)
     with ExitStack() as stack:
         plain_threads = [
             stack.enter_context(closing(PlainThreads(testbed, block, count)))
@@ -102,7 +102,7 @@ def compare(
         before = ProcessorTimes.now()
         pairs: dict[Mode, list[Contender]] = {mode: [engine, fastest[mode]] for mode in MODES}
         paired = take_turns(pairs, loads, num_rounds, left_out={}, on_sample=on_sample)
-        load = load_between(before, ProcessorTimes.now())
+        load = describe_other_load(before, ProcessorTimes.now())
     modes = {
         mode: Pairs(
             tuple(samples[engine.name]), tuple(samples[fastest[mode].name]), trial_rates[mode]

@@ -104,7 +104,9 @@ def usable_backends(answers: Sequence[Mapping[str, Mapping[str, Any]]]) -> list[
     return usable
 
 
-def rates_alone(testbed: Testbed, settings: IoSettings, target_s: float) -> list[dict[Mode, float]]:
+def measure_drives_alone(
+    testbed: Testbed, settings: IoSettings, target_s: float
+) -> list[dict[Mode, float]]:
     """Return the rate of each drive alone by mode, from samples of at most `target_s` seconds."""
     contender = EngineContender(testbed, settings)
     try:
@@ -123,7 +125,7 @@ def rates_alone(testbed: Testbed, settings: IoSettings, target_s: float) -> list
         contender.close()
 
 
-def loads_of(
+def make_loads(
     testbed: Testbed, rates: Sequence[Mapping[Mode, float]], target_s: float
 ) -> dict[Mode, Load]:
     """Return a load of about `target_s` seconds by mode, for drives with these rates."""

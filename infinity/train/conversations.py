@@ -7,7 +7,7 @@ Rows in Alpaca's format ("instruction", optionally "input", and "output") and in
 A conversation is encoded as uint32: the lower 30 bits are the token, the flag `FIRST` is set on the
 first token of a conversation, `TRAINED` on tokens whose loss counts. The assistant's turns are
 located as character ranges of the rendered text, and the tokens that overlap them are flagged, so
-that a text is tokenised once and in full.
+that a text is tokenized once and in full.
 The ranges are those that the chat template puts between {% generation %} and {% endgeneration %}.
 If a template has no such tags, prefixes of the conversation are rendered: turn i is the text by
 which the rendering of the first i + 1 messages extends that of the first i messages with the
@@ -41,7 +41,7 @@ _GENERATION_TAG = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _OTHER_CONTENT = "\N{SYMBOL FOR NULL}"  # content that no conversation has
 _BATCH_ROWS = 256  # most conversations of a tokenizer call
 _BATCH_CHARACTERS = 1 << 20  # about the most characters of a tokenizer call
-_MAX_CHARACTERS = 1 << 23  # of a conversation; tokenising takes about a kilobyte per token
+_MAX_CHARACTERS = 1 << 23  # of a conversation; tokenizing takes about a kilobyte per token
 _FIELDS = (
     "'messages', or 'prompt' and 'completion', or as Alpaca's 'instruction' and 'output', or as "
     "ShareGPT's 'conversations'"
@@ -206,7 +206,7 @@ class Conversations:
             raise ConfigError(
                 f"{where} is one conversation of {len(text):,} characters",
                 because=f"more than {_MAX_CHARACTERS:,} are in no window, and take gigabytes to "
-                "tokenise",
+                "tokenize",
                 remedy="one conversation a line: are these several, or a file in one of them?",
             )
         return rendered._replace(trained=[(0, len(text))]) if self.everything else rendered

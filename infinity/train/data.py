@@ -186,7 +186,7 @@ def _write_tokens(spec: CorpusSpec, directory: Path, advance: Advance) -> dict[s
         dtype = np.dtype("<u2" if largest < 1 << 16 and not spec.conversations else "<u4")
         count = largest = 0
         with open_new(directory / _TOKENS) as file:
-            for tokens, ends in _tokenise(spec, advance):
+            for tokens, ends in _tokenize(spec, advance):
                 data = tokens.astype(dtype).tobytes()
                 file.write(data)
                 digest.update(data)
@@ -212,7 +212,7 @@ def _write_tokens(spec: CorpusSpec, directory: Path, advance: Advance) -> dict[s
     return index | ({"marked": True} if spec.conversations else {})
 
 
-def _tokenise(spec: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
+def _tokenize(spec: CorpusSpec, advance: Advance) -> Iterator[tuple[NDArray[Any], bool]]:
     """Yield the tokens of all texts in order, and whether a document ends with them."""
     tokenizer = spec.tokenizer
     assert tokenizer is not None
@@ -277,7 +277,7 @@ def _token_file_range(
                 f"{source.path} holds the token {int(tokens[index])} at {start + index}, and the "
                 f"model has {spec.size} tokens",
                 because="it was made with another tokenizer, or is read with another dtype",
-                remedy="tokenise it for this model; data.token_dtype is that of .bin files",
+                remedy="tokenize it for this model; data.token_dtype is that of .bin files",
             )
         update(tokens.data)
         advance(tokens.nbytes)

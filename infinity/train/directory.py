@@ -33,7 +33,7 @@ from infinity.common.files import (
     refused,
 )
 from infinity.common.parsed_json import Count, Flag, Text, Texts, made
-from infinity.config.renamed import stored_with_current_names
+from infinity.config.renamed import migrate_stored_keys
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import CheckpointError, ConfigError, MachineError, listed
 
@@ -147,9 +147,7 @@ class RunDirectory:
     @property
     def decided(self) -> Mapping[str, Any]:
         """Return the recorded settings that determine results, by name; empty for a new run."""
-        settings: dict[str, Any] = stored_with_current_names(
-            self.record.get("decides", {}), "engine."
-        )
+        settings: dict[str, Any] = migrate_stored_keys(self.record.get("decides", {}), "engine.")
         return settings
 
     def check(self, decides: Mapping[str, Any]) -> None:
@@ -199,10 +197,10 @@ class RunDirectory:
         try:
             yield
         except BaseException:
-            self.forget()
+            self.free()
             raise
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Remove the record of a run that has begun but done no step."""
         self.record = {}
         if not self._ranks.rank:

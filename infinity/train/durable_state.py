@@ -27,7 +27,7 @@ from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError, listed
-from infinity.storage.run_dir import ranks_below, run_records
+from infinity.storage.run_dir import directories_by_rank, run_records
 from infinity.train.directory import RUN_RECORD, RunDirectory, Session, state_name
 from infinity.train.loop import latest
 from infinity.train.metrics import recorded_steps
@@ -139,7 +139,7 @@ class DurableState:
 
     # --- with the engine -------------------------------------------------------------------------
 
-    def claim(self, engine: Engine) -> Session:
+    def start_session(self, engine: Engine) -> Session:
         """Record and return a new session; refuse a state that a copy has continued.
 
         See [Note: one state, one directory]. Raises `CheckpointError`, before any commit.
@@ -281,7 +281,9 @@ class DurableState:
 def rank_directories(paths: Iterable[Path]) -> list[Path]:
     """Return existing paths and the directories of ranks below them."""
     existing = [path for path in paths if path.is_dir()]
-    return [directory for path in existing for directory in (path, *ranks_below(path).values())]
+    return [
+        directory for path in existing for directory in (path, *directories_by_rank(path).values())
+    ]
 
 
 def run_directories(paths: Iterable[Path]) -> list[Path]:

@@ -34,7 +34,7 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
-from infinity.plan.machine import high_water_bytes
+from infinity.plan.machine import peak_ram_bytes
 from infinity.train.best import Best
 from infinity.train.metrics import LastStep, Metrics, TrainCallback
 from infinity.train.preparation import Prepared
@@ -214,7 +214,8 @@ class Loop:
         if is_first:
             self.watcher.note(
                 f"{path.name} was not saved: {error}\n"
-                f"  training goes on, and saves again when it can; {last_of(self.checkpoints)}"
+                "  training goes on, and saves again when it can; "
+                + last_checkpoint_clause(self.checkpoints)
             )
 
     def _train_step(self) -> None:
@@ -275,7 +276,7 @@ class Loop:
             "tokens_per_s": prepared.tokens_per_step / step_s,
             "stall_s": report.stall_s,
             "moved": report.moved,
-            "memory": report.memory | {"process": high_water_bytes()},
+            "memory": report.memory | {"process": peak_ram_bytes()},
         }
         if report.expert_load:
             record["expert_load"] = report.expert_load
@@ -393,7 +394,7 @@ class Loop:
         return total / sum(weights)
 
 
-def last_of(root: Path) -> str:
+def last_checkpoint_clause(root: Path) -> str:
     """Return a clause that names the checkpoint to resume from."""
     path = latest(root)
     return f"the last checkpoint is {path}" if path else "no checkpoint is complete yet"

@@ -219,7 +219,7 @@ class Metrics:
         )
 
 
-class Unwritten(Metrics):
+class NullMetrics(Metrics):
     """Metrics of ranks that do not write."""
 
     def __init__(self, evaluated: Iterable[int]) -> None:

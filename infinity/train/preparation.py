@@ -31,9 +31,9 @@ from infinity.errors import (
 )
 from infinity.integrations.huggingface.build import build_model, load_model, read_config
 from infinity.integrations.huggingface.hub import CONFIG_NAME, find_directory
-from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.meta import build_meta_model
 from infinity.integrations.huggingface.packages import transformers
-from infinity.model.partition import Partition, other_ranges
+from infinity.model.partition import Partition, range_size_variants
 from infinity.model.targets import Target, target_of
 from infinity.plan.batch_schedule import BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.inputs import PlanInput
@@ -50,7 +50,7 @@ from infinity.train.settings import (
 )
 from infinity.train.texts import TextSource, Tokenizer, find_sources, find_tokenizer
 from infinity.train.windows import Packed, Windows, split
-from infinity.training.run_plan import case_here
+from infinity.training.run_plan import plan_input_for
 
 CAUSAL = "AutoModelForCausalLM"
 _INVALID_CONFIG = "{} is no config that transformers takes"
@@ -82,8 +82,8 @@ class ModelFacts:
 
     @cached_property
     def on_meta(self) -> nn.Module:
-        """The model on the meta device, with its adapters; see `meta_model`."""
-        model = meta_model(self.config, CAUSAL)
+        """The model on the meta device, with its adapters; see `build_meta_model`."""
+        model = build_meta_model(self.config, CAUSAL)
         with torch.device("meta"):
             return model if self.adapter is None else adapted(model, self.adapter)
 
@@ -668,7 +668,7 @@ def check_schedule(prepared: Prepared, directory: RunDirectory, checkpoint: Path
             )
 
 
-def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
+def resumed_settings(prepared: Prepared, decided: Mapping[str, Any]) -> dict[str, Any]:
     """Return `prepared.decides()`, with the recorded value of `auto` entries of the schedule."""
     settings, scheduler = prepared.decides(), prepared.config.engine.scheduler
     recorded = decided.get(_SCHEDULE)
@@ -680,7 +680,7 @@ def decides_as_before(prepared: Prepared, decided: Mapping[str, Any]) -> dict[st
     return settings
 
 
-def follow_steps(schedule: Any, prepared: Prepared) -> str:
+def extend_schedule(schedule: Any, prepared: Prepared) -> str:
     """Set the end of a resumed schedule to that of this run; return a message if it changes.
 
     From the next step on, its rates are those of a run that had this number of steps from the
@@ -714,12 +714,12 @@ def scheduled(
     device: Device,
     ranks: DistContext = SINGLE_PROCESS,
     *,
-    keeps_ranges: bool = False,
+    retain_expert_ranges: bool = False,
 ) -> tuple[Prepared, ScheduleResult]:
     """Choose the batch schedule of a run that configures only the tokens of a step.
 
     Micro-batches and slices affect results, so a resumed run retains the `decided` ones. With
-    `keeps_ranges`, the expert ranges of `prepared` are retained too.
+    `retain_expert_ranges`, the expert ranges of `prepared` are retained too.
     """
     config, decided_count = prepared.config, decided.get("engine.gradient_accumulation_steps")
     if decided_count is not None and decided_count % ranks.count:
@@ -729,7 +729,7 @@ def scheduled(
             because="it goes on as if it had never stopped, or not at all",
             remedy=f"a number of ranks that divides {decided_count}",
         )
-    requested = BatchSchedule.named_by(
+    requested = BatchSchedule.explicit_in(
         config.engine.activations,
         None if decided_count is None else decided_count // ranks.count,
         decided.get("engine.activations.slices"),
@@ -737,7 +737,7 @@ def scheduled(
     case, target, _ = case_of(prepared, device, ranks)
     samples = prepared.windows_per_step // ranks.count
     step = case.with_step(samples * prepared.length, 1)
-    expert_ranges = () if keeps_ranges else other_ranges(step, target)
+    expert_ranges = () if retain_expert_ranges else range_size_variants(step, target)
     chosen = choose_schedule(step, requested, samples, expert_ranges)
     windows = samples // chosen.case.micro_batches
     return replace(prepared, engine=chosen.applied_to(prepared.engine), micro_batch=windows), chosen
@@ -746,9 +746,9 @@ def scheduled(
 def case_of(
     prepared: Prepared, device: Device, ranks: DistContext = SINGLE_PROCESS
 ) -> tuple[PlanInput, Target, Partition]:
-    """Return the planner's input for a run, as `case_here` does; `device` must stay open."""
+    """Return the planner's input for a run, as `plan_input_for` does; `device` must stay open."""
     facts = prepared.facts
-    return case_here(
+    return plan_input_for(
         facts.name,
         facts.on_meta,
         facts.config.to_dict(),

@@ -47,20 +47,20 @@ from infinity.integrations.huggingface.save import save_pretrained
 from infinity.model.weight_directory import holds_weights
 from infinity.plan.batch_schedule import ScheduleResult
 from infinity.plan.plan import Plan
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 from infinity.storage.os_errors import checked_root
 from infinity.storage.run_dir import durable_records
 from infinity.train.best import Best
 from infinity.train.data import Progress
 from infinity.train.directory import RunDirectory
 from infinity.train.durable_state import DurableState, rank_directories
-from infinity.train.loop import Compute, Loop, last_of, latest
+from infinity.train.loop import Compute, Loop, last_checkpoint_clause, latest
 from infinity.train.metrics import (
     LastStep,
     Metrics,
+    NullMetrics,
     Result,
     TrainCallback,
-    Unwritten,
     environment,
     recorded_steps,
 )
@@ -68,10 +68,10 @@ from infinity.train.preparation import (
     Prepared,
     build,
     check_schedule,
-    decides_as_before,
-    follow_steps,
+    extend_schedule,
     loss_of,
     prepare_run,
+    resumed_settings,
     scheduled,
 )
 from infinity.train.sample import record_sample
@@ -82,7 +82,7 @@ from infinity.train.windows import BatchIterator
 _EXPLICIT_KEYS = ("precision", "gradient_clipping")
 _SCHEDULED_KEYS = ("lr", "betas", "momentum")  # of a parameter group, that a schedule may change
 _SIGNAL_INTERVAL_S = 60.0  # interval at which rank 0 signals progress to waiting ranks
-OTHER = Path("/other/drive")  # placeholder for a directory of the user's
+OTHER_DRIVE = Path("/other/drive")  # placeholder for a directory of the user's
 _HEADING = """\
 Arguments of this run; defaults and derived values are in comments.
 This file can be given to `infinity train` again; relative paths are from {}"""
@@ -152,13 +152,13 @@ class Run:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, report, ranks.count)
         with ranks.collective_section("plans a run"):
-            if self.continues_state:
+            if self.resumes_state_in_place:
                 prepared = self._with_known_ranges(prepared)
-            if self.config.leaves_batches_to_the_plan:
+            if self.config.plans_batch_schedule:
                 prepared = self._with_batch_schedule(prepared)
             self.prepared = prepared
             check_schedule(prepared, directory, self.checkpoint)
-            directory.check(decides_as_before(prepared, directory.decided))
+            directory.check(resumed_settings(prepared, directory.decided))
             heading = _HEADING.format(Path.cwd())
             directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
         check_equal(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
@@ -177,20 +177,20 @@ class Run:
         ranks, windows = self.ranks, prepared.windows_per_step
         with ranks.collective_section("chooses micro-batches"):
             if not ranks.rank:
-                with closing(find_device(device_for(None, ranks))) as device:
+                with closing(resolve_device(device_for(None, ranks))) as device:
                     prepared, self.chosen = scheduled(
                         prepared,
                         self.directory.decided,
                         device,
                         ranks,
-                        keeps_ranges=self.continues_state,
+                        retain_expert_ranges=self.resumes_state_in_place,
                     )
         engine = shared(prepared.engine, ranks)
         micro_batch = windows // (engine.gradient_accumulation_steps * ranks.count)
         return replace(prepared, engine=engine, micro_batch=micro_batch)
 
     @property
-    def continues_state(self) -> bool:
+    def resumes_state_in_place(self) -> bool:
         """Whether the run resumes state on disk in place, so that its layout is fixed."""
         durable = self.config.engine.durable
         return durable and self.resume == AUTO and self.directory.has_run and not self.state.moves
@@ -246,17 +246,17 @@ class Run:
         last_step = LastStep()
         engine.register_state("last_step", last_step)
         try:
-            session = self.state.claim(engine) if prepared.engine.durable else None
+            session = self.state.start_session(engine) if prepared.engine.durable else None
             source = self._load_state(engine, reel, prepared)
             if session is not None and not engine.resumed:
                 engine.register_state("session", session)  # after loading: no checkpoint has it
         except BaseException:
             if self._is_new:
-                directory.forget()
+                directory.free()
             raise
         if source:
             watcher.note(f"going on from {source}")
-        if note := follow_steps(engine.lr_scheduler, prepared):
+        if note := extend_schedule(engine.lr_scheduler, prepared):
             watcher.note(note)
         if prepared.engine.durable:
             if note := self.state.keep(prepared.state_facts):
@@ -352,7 +352,7 @@ class Run:
                 metrics = Metrics(directory.metrics, after=done, trackers=trackers, facts=facts)
         evaluated = [] if metrics is None else sorted(metrics.evaluated)
         evaluated = ranks.all_gather_object(evaluated)[0]
-        return Unwritten(evaluated) if metrics is None else metrics
+        return NullMetrics(evaluated) if metrics is None else metrics
 
     def _finish(self, loop: Loop, watcher: TrainCallback) -> Result:
         """Save the last checkpoint and, if the run has ended, export; return the result."""
@@ -402,7 +402,7 @@ class Run:
         """Clause that names the state on disk to resume from."""
         if self.directory.record.get("durable"):
             return "the last committed step is on disk"
-        return last_of(self.directory.checkpoints)
+        return last_checkpoint_clause(self.directory.checkpoints)
 
     # --- resuming --------------------------------------------------------------------------------
 
@@ -533,7 +533,7 @@ def _not_saved_error(loop: Loop, error: InfinityError, model: Path | None) -> In
     kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
     return kind(
         f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
-        f"failed; {last_of(loop.checkpoints)}"
+        f"failed; {last_checkpoint_clause(loop.checkpoints)}"
         + (f"; the model is complete: {model}" if model is not None else ""),
         because=error.because,
         remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
@@ -595,7 +595,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
     copies, overrides = [], []
     if _same_drive(run.directory.path, drive):
         copies.append(run.directory.path)
-        overrides.append(f"run_dir={OTHER / run.directory.path.name}")
+        overrides.append(f"run_dir={OTHER_DRIVE / run.directory.path.name}")
     checkpoint = latest(run.directory.checkpoints)
     recovery = f"{checkpoint} is complete" if checkpoint else "there is no checkpoint to go on from"
     last_update, durable = _last_committed_update(run), run.config.engine.durable
@@ -607,14 +607,14 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
         copies.append(state)
         alternative = "there is no checkpoint to go on from instead"
         if checkpoint is not None:
-            restart = [*command, f"engine.nvme_path={OTHER}", "--resume", str(checkpoint)]
+            restart = [*command, f"engine.nvme_path={OTHER_DRIVE}", "--resume", str(checkpoint)]
             alternative = (
                 f"if it cannot be copied, `{shlex.join(restart)}` goes on from that checkpoint"
             )
         recovery = f"the commit of update {last_update} in {state} is complete; {alternative}"
-    paths = ",".join(map(str, [OTHER, *other_paths]))
+    paths = ",".join(map(str, [OTHER_DRIVE, *other_paths]))
     overrides.append(f"engine.nvme_path={f'[{paths}]' if other_paths else paths}")
-    commands = [["cp", "-a", *map(str, copies), f"{OTHER}/"]] if copies else []
+    commands = [["cp", "-a", *map(str, copies), f"{OTHER_DRIVE}/"]] if copies else []
     # With durable steps, auto refuses to resume without the state.
     resume = str(checkpoint) if durable and last_update is None and checkpoint else "auto"
     commands.append([*command, *overrides, "--resume", resume])
@@ -623,7 +623,7 @@ def elsewhere(error: InfinityError, run: Run, command: Sequence[str]) -> Infinit
         f"the drive of {drive}, which holds the state of this run, fails: {failure.what}",
         because="; ".join(part for part in (failure.because, recovery) if part),
         remedy=" && ".join(map(shlex.join, commands))
-        + f"  (with a directory of yours for {OTHER}){local_remedy}",
+        + f"  (with a directory of yours for {OTHER_DRIVE}){local_remedy}",
     )
 
 

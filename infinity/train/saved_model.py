@@ -24,25 +24,25 @@ from infinity.integrations.huggingface.build import (
     fill_model,
     load_model,
     read_config,
-    take_generation_config,
-    without_quantisation,
+    set_generation_config,
+    without_quantization,
 )
 from infinity.integrations.huggingface.hub import (
     CONFIG_NAME,
     GENERATION_CONFIG_NAME,
     find_directory,
 )
-from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.meta import build_meta_model
 from infinity.integrations.huggingface.packages import package
 from infinity.integrations.huggingface.save import (
-    as_saved,
-    name_of_tied,
     save_adapters,
+    tensors_to_save,
+    tied_weight_name,
     write_model,
 )
 from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.weight_directory import holds_weights
-from infinity.model.weight_files import Outgoing
+from infinity.model.weight_files import TensorToWrite
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.train.adapters import adapted
 from infinity.train.directory import run_record
@@ -101,10 +101,10 @@ def describe(source: str | Path) -> SavedModel:
         run = load_run_config(path / CONFIGURATION)
         tokenizer = tokenizer_of(run, required=False)
         config = read_facts(run, tokenizer).config
-        base: Any = meta_model(without_quantisation(config), CAUSAL)
+        base: Any = build_meta_model(without_quantization(config), CAUSAL)
         if (pretrained := source_of(run)) is not None:
             files = (CONFIG_NAME, GENERATION_CONFIG_NAME)
-            take_generation_config(base, find_directory(pretrained, wanted=files))
+            set_generation_config(base, find_directory(pretrained, wanted=files))
             base.config.name_or_path = pretrained
         is_chat = "data.packing" in record.get("decides", {})
         return SavedModel(str(path), base, tokenizer, run, is_chat)
@@ -122,8 +122,8 @@ def describe(source: str | Path) -> SavedModel:
             remedy="--model DIR names one that has",
         )
     # Saved state is not quantized, even if the config is that of a quantized model.
-    base = meta_model(without_quantisation(read_config(directory)))
-    take_generation_config(base, directory)
+    base = build_meta_model(without_quantization(read_config(directory)))
+    set_generation_config(base, directory)
     return SavedModel(str(source), base, _tokenizer_in(directory))
 
 
@@ -225,7 +225,7 @@ def export_model(
     if model.adapter is not None and not merge:
         save_adapters(model.module, target, _Values(reader, dtype), model.tokenizer)
         return sorted(target.glob("*.safetensors"))
-    tensors = as_saved(model.base, _base_tensors(model, reader, dtype, merge=merge))
+    tensors = tensors_to_save(model.base, _base_tensors(model, reader, dtype, merge=merge))
     return write_model(model.base, tensors, target, model.tokenizer, max_shard_bytes)
 
 
@@ -240,7 +240,7 @@ def load_values(model: SavedModel, reader: StateReader, precision: str) -> nn.Mo
     _check_names(model, reader)
     config, run = model.base.config, model.run
     attention = None if run is None else run.model.attention
-    tensors = as_saved(model.base, _base_tensors(model, reader, None, merge=False))
+    tensors = tensors_to_save(model.base, _base_tensors(model, reader, None, merge=False))
     loaded = fill_model(
         type(model.base),
         config,
@@ -330,7 +330,7 @@ class _Values(Mapping[str, Tensor]):
 
 def _base_tensors(
     model: SavedModel, reader: StateReader, dtype: torch.dtype | None, *, merge: bool
-) -> list[Outgoing]:
+) -> list[TensorToWrite]:
     """Return the tensors of the base under its names; with `merge`, add the adapters."""
     tied, layers = _tied_names(model.module), _adapted_layers(model)
     adapted_by = {_adapted_parameter_name(path, layer): path for path, layer in layers.items()}
@@ -350,7 +350,9 @@ def _base_tensors(
                 )
             path = adapted_by[changed[0]]
             read = partial(_merged_weight, layers[path], path, tensor.dtype, reader)
-        tensors.append(replace(tensor, name=name_of_tied(model.base, tuple(base_names)), read=read))
+        tensors.append(
+            replace(tensor, name=tied_weight_name(model.base, tuple(base_names)), read=read)
+        )
     return tensors
 
 

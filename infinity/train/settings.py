@@ -13,8 +13,8 @@ import yaml
 from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 
 from infinity.config.explain import explain
-from infinity.config.fields import Number, OnePath, Section, as_pair, as_path
-from infinity.config.renamed import current, with_current_names
+from infinity.config.fields import Number, Section, SinglePath, as_path, as_tuple
+from infinity.config.renamed import current, migrate_keys
 from infinity.config.schema import Config, entries
 from infinity.config.source import apply_overrides, read_source
 from infinity.errors import ConfigError
@@ -36,7 +36,7 @@ def _patterns(value: Any) -> tuple[str, ...]:
 
 
 def _as_names(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else as_pair(value)
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 def _model_source(value: Any) -> Any:
@@ -92,7 +92,7 @@ class DataSection(Section):
     if all files have rows."""
     text_field: Text = "text"
     """Field of a line of JSONL, or of a row, that holds the text."""
-    chat_template: OnePath | None = None
+    chat_template: SinglePath | None = None
     """A Jinja file that replaces the tokenizer's chat template."""
     loss_on: Literal["assistant", "all"] = "assistant"
     """Tokens of conversations with a loss: the assistant's turns and completions, or all."""
@@ -108,7 +108,7 @@ class DataSection(Section):
     """Handling of bytes that are not UTF-8."""
     shuffle: bool = True
     """Draw windows in random order, a new one for each epoch."""
-    cache: OnePath | None = None
+    cache: SinglePath | None = None
     """Directory of prepared tokens; by default in the run's directory."""
 
     @field_validator("held_out")
@@ -201,7 +201,7 @@ class AdapterSection(Section):
 class RunConfig(Section):
     """Configuration of `infinity train`; see `load_run_config`."""
 
-    run_dir: OnePath
+    run_dir: SinglePath
     """Directory of the run: its record, metrics, checkpoints and model."""
     model: ModelSection
     adapter: AdapterSection | None = None
@@ -219,8 +219,8 @@ class RunConfig(Section):
         `length` tokens, or its micro-batches no multiple of `ranks`.
         """
         tokens_per_step, engine = self.training.tokens_per_step, self.engine.with_chunked_logits()
-        quantised = self.adapter is not None and self.adapter.type == "qlora"
-        if quantised and "format" not in engine.frozen.model_fields_set:
+        quantized = self.adapter is not None and self.adapter.type == "qlora"
+        if quantized and "format" not in engine.frozen.model_fields_set:
             frozen = engine.frozen.model_copy(update={"format": FrozenFormat.NF4.value})
             engine = engine.model_copy(update={"frozen": frozen})
         count = engine.gradient_accumulation_steps
@@ -245,7 +245,7 @@ class RunConfig(Section):
         return engine.model_copy(update={"gradient_accumulation_steps": count // ranks})
 
     @property
-    def leaves_batches_to_the_plan(self) -> bool:
+    def plans_batch_schedule(self) -> bool:
         """Return True if the tokens of a step are configured, but not its micro-batches."""
         training = self.training
         is_explicit = (
@@ -258,7 +258,7 @@ class RunConfig(Section):
         length = self.data.sequence_length
         return min(context or DEFAULT_LENGTH, DEFAULT_LENGTH) if length == "auto" else length
 
-    def tokens_of_a_step(self, length: int) -> int:
+    def tokens_per_step_with(self, length: int) -> int:
         """Return the tokens of a step on all ranks, with windows of `length` tokens."""
         tokens = self.training.micro_batch * length * self.engine.gradient_accumulation_steps
         return self.training.tokens_per_step or tokens
@@ -324,7 +324,7 @@ def load_run_config(
         remedy = "`infinity init` writes one to start from"
         raise ConfigError(f"{path} does not exist", remedy=remedy)
     where, raw = read_source(source)
-    raw = with_current_names(raw, "engine.")
+    raw = migrate_keys(raw, "engine.")
     merged = apply_overrides(raw, overrides, partial(current, prefix="engine."))
     is_other = merged and not is_run_config(merged)
     if is_other and any(name in Config.model_fields for name in merged):

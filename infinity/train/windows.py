@@ -134,7 +134,7 @@ def pack(lengths: Ints, size: int) -> list[list[int]]:
     return sorted(sorted(window) for window in windows)
 
 
-def documents_of(corpus: Corpus, length: int) -> Documents:
+def find_documents(corpus: Corpus, length: int) -> Documents:
     """Return the conversations of a corpus of marked tokens, each cut to `length` tokens."""
     chunks = range(0, corpus.num_tokens, _CHUNK)
 
@@ -169,7 +169,7 @@ def split(
 
     Conversations are split first; both sides are packed separately.
     """
-    documents = documents_of(corpus, length) if corpus.marked else None
+    documents = find_documents(corpus, length) if corpus.marked else None
     count = corpus.num_tokens // length if documents is None else len(documents.starts)
     num_held_out = int(count * held_out + 0.5)
     if held_out and count > 1:

@@ -1,9 +1,9 @@
 """Asynchronous saves: a thread copies all stored state to a checkpoint while training goes on.
 
 The copier thread goes through the units chunk by chunk. Before an optimizer pass or an edit changes
-the first byte of a unit that is not copied yet, it waits for the copier (`await_copied`). So no
-state is copied or stored twice, and memory is two chunks at any model size, plus the weights of one
-unit if it has frozen parameters that are not in RAM.
+the first byte of a unit that is not copied yet, it waits for the copier (`wait_until_copied`). So
+no state is copied or stored twice, and memory is two chunks at any model size, plus the weights of
+one unit if it has frozen parameters that are not in RAM.
 
 With several ranks, each copies its local shards to their offsets in files that rank 0 has created,
 without synchronization. Completion on all ranks is detected at the next synchronization of the
@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from infinity.checkpoint.manifest import FROZEN
-from infinity.checkpoint.ranges import RangeWriter, records_of
-from infinity.checkpoint.streams import frozen_pieces, pieces
+from infinity.checkpoint.ranges import RangeWriter, combine_file_records
+from infinity.checkpoint.streams import frozen_ranges, pieces
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import InfinityWarning
 from infinity.offload.state import Staged, StateStore
@@ -57,7 +57,7 @@ class _RangeSave:
 class Saver:
     """Background saver of checkpoints, with at most one save at a time.
 
-    Any thread calls `await_copied` before it changes stored state. An error of the background
+    Any thread calls `wait_until_copied` before it changes stored state. An error of the background
     thread is raised by the next `finish`, and reported as a warning by `warn`.
     """
 
@@ -107,7 +107,7 @@ class Saver:
                 self._thread, self._uncopied, self._range_save = None, set(), None
             raise
 
-    def await_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
+    def wait_until_copied(self, unit: int, first: Callable[[], object] = bool) -> None:
         """Block until the unit is copied or the save has ended; call `first` before blocking."""
         if unit in self._uncopied:
             first()
@@ -152,7 +152,7 @@ class Saver:
             ranges = torch.cat(ranks.gather_ragged(rows.view(-1))).view(-1, rows.shape[1])
             with ranks.collective_section("saves a checkpoint"):
                 if save.writer is not None:
-                    save.writer.adopt(records_of(ranges, save.ranges.streams))
+                    save.writer.adopt(combine_file_records(ranges, save.ranges.streams))
                     save.publish()
             writer = save.writer
             self.frozen.published(None if writer is None else writer.written)
@@ -259,7 +259,7 @@ class Saver:
                 self._uncopied.discard(layout.index)
                 self._changed.notify_all()
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the retained buffers."""
         self._pinned = None
 
@@ -284,7 +284,7 @@ class Saver:
         plan, frozen = self._plan, self.frozen.read(layout)
         self.frozen.note(layout, frozen)
         rank = plan.rank if plan.ranks > 1 else None
-        for piece in frozen_pieces(plan.units[layout.index], rank):
+        for piece in frozen_ranges(plan.units[layout.index], rank):
             write_range(piece, frozen[piece.byte_range])
 
 

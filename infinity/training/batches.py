@@ -13,7 +13,7 @@ from infinity.model.torch_private import tree_leaves, tree_map
 LossFn = Callable[[Any, Any], Tensor]
 
 
-def micro_batches_of(data: Any, count: int) -> Iterator[Any]:
+def iter_micro_batches(data: Any, count: int) -> Iterator[Any]:
     """Return an iterator over the micro-batches of a step: views of a batch, or the given ones.
 
     Args:
@@ -90,7 +90,7 @@ def _iterate_source(source: Any, count: int) -> Iterator[Any]:
         yield batch
 
 
-def train_one(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
+def train_micro_batch(engine: Any, batch: Any, loss_fn: LossFn | None) -> Tensor:
     """Run forward, backward and `step()`; return the detached fp32 loss, shape ().
 
     A separate frame frees the model's output before the next micro-batch computes.

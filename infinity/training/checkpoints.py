@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.commits import OF_EACH_RANK, Document, OpenWindow
-from infinity.checkpoint.directory import find_tag, no_latest
+from infinity.checkpoint.commits import PER_RANK_KEYS, Document, OpenWindow
+from infinity.checkpoint.directory import find_tag, missing_latest_message
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.checkpoint.manifest import (
     BUFFERS,
@@ -31,8 +31,8 @@ from infinity.checkpoint.plain import MAX_ARRAY_BYTES, decode, encode
 from infinity.checkpoint.ranges import RangeWriter
 from infinity.checkpoint.reader import CheckpointReader, StateReader
 from infinity.checkpoint.schemas import check_run_state
-from infinity.checkpoint.streams import first_frozen_byte, state_streams
-from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_of
+from infinity.checkpoint.streams import frozen_segment_offset, state_streams
+from infinity.checkpoint.writer import CheckpointWriter, files_of, temporary_directory
 from infinity.common.crc32c import crc32c_of
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
@@ -45,7 +45,7 @@ from infinity.errors import (
     InfinityWarning,
     listed,
 )
-from infinity.model.buffers import Buffer, check_buffers, find_buffers, put_buffers
+from infinity.model.buffers import Buffer, check_buffers, find_buffers, restore_buffers
 from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
@@ -58,12 +58,12 @@ from infinity.training.step import StepRunner
 _MAX_RANK_BUFFER_BYTES = 4 << 20  # bytes of one rank's buffers in the manifest
 
 
-class HalfLoadedError(EngineFailedError):
+class IncompleteLoadError(EngineFailedError):
     """Failure of an engine whose load was incomplete; a later complete load clears it."""
 
 
 @dataclass(frozen=True)
-class Wanted:
+class LoadSelection:
     """Selection of the state to load from a checkpoint; weights and buffers always are."""
 
     optimizer: bool = True
@@ -126,7 +126,7 @@ class Checkpoints:
         tag = tag if tag is not None else f"global_step{self._step_runner.counters.steps}"
         check_equal(ranks, "the checkpoint to save", {"tag": tag})
         with ranks.propagate_errors("saves a checkpoint"):
-            self._values.refuse_loans("a checkpoint cannot be saved")
+            self._values.check_none_materialized("a checkpoint cannot be saved")
             self._wait_until_stored()
         gradients = sorted({self._origins[i] for i in self._gradients.arrived()})
         buffers = self._saved_buffers()
@@ -150,7 +150,9 @@ class Checkpoints:
                 if ranks.rank == 0:
                     writer = CheckpointWriter(root, tag, streams, before=previous, same=(FROZEN,))
                     if by_ranges:
-                        writer.make_files(name for name in files if not writer.shares(name))
+                        writer.create_sparse_files(
+                            name for name in files if not writer.shares(name)
+                        )
                 for buffer in buffers:
                     _write(writer, BUFFERS, buffer.value)
                 for index in gradients:
@@ -160,7 +162,7 @@ class Checkpoints:
                 if ranks.synchronize("shares frozen files", shared)[0][0]:
                     del files[FROZEN]
                 with ranks.collective_section("opens a checkpoint's files"):
-                    ranges = RangeWriter(temporary_of(root, tag), files)
+                    ranges = RangeWriter(temporary_directory(root, tag), files)
             publish = partial(
                 _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
             )
@@ -221,7 +223,7 @@ class Checkpoints:
         share_non_moment_state(self._store, self._components.updater, self._origins.keys())
         state = self.run_state.capture()
         if ranks.count > 1:
-            local_state = {name: state[name] for name in OF_EACH_RANK}
+            local_state = {name: state[name] for name in PER_RANK_KEYS}
             local_state["buffers"] = self._differing_buffers(buffers)
             with ranks.collective_section("saves a checkpoint"):
                 encoded = encode(local_state, "the run's state")
@@ -260,21 +262,21 @@ class Checkpoints:
     # --- loading -----------------------------------------------------------------------------
 
     def load(
-        self, root: Path, tag: str | None, wanted: Wanted
+        self, root: Path, tag: str | None, wanted: LoadSelection
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Implement `Engine.load_checkpoint`."""
         failure, ranks = self._failure, self._ranks
         with ranks.propagate_errors("loads a checkpoint"):
-            failure.check(besides=HalfLoadedError)
+            failure.check(besides=IncompleteLoadError)
             self._saver.finish()
-            self._values.refuse_loans("a checkpoint cannot be loaded")
+            self._values.check_none_materialized("a checkpoint cannot be loaded")
         is_run = tag is None and (root / RECORD_NAME).is_file()  # the directory of a durable run
         with ranks.propagate_errors("loads a checkpoint"):
             found_tag = "" if is_run else find_tag(root, tag)
         check_equal(ranks, "the checkpoint to load", {"tag": found_tag})
         if found_tag is None:
             if ranks.rank == 0:
-                message = f"nothing was loaded: {no_latest(root)}"
+                message = f"nothing was loaded: {missing_latest_message(root)}"
                 warnings.warn(message, InfinityWarning, stacklevel=3)
             return None, None
         with (
@@ -296,7 +298,7 @@ class Checkpoints:
                 run |= rank_states[ranks.rank % len(rank_states)]
             full = wanted.optimizer and not wanted.module_only
             self._check(reader, run, wanted, full=full)
-            failure.forgive(HalfLoadedError)
+            failure.clear_failure(IncompleteLoadError)
             try:
                 with ranks.collective_section("loads a checkpoint"):
                     self._replace(reader, wanted, run.get("buffers", {}), full=full)
@@ -304,7 +306,7 @@ class Checkpoints:
                 self._commit(reader)
             except BaseException:
                 failure.note(
-                    HalfLoadedError(
+                    IncompleteLoadError(
                         f"loading {reader.directory} did not end well: the engine holds half of it",
                         remedy="load another checkpoint",
                     )
@@ -312,7 +314,7 @@ class Checkpoints:
                 raise
         return str(root / found_tag), client_state
 
-    def _restore(self, reader: StateReader, run: dict[str, Any], wanted: Wanted) -> None:
+    def _restore(self, reader: StateReader, run: dict[str, Any], wanted: LoadSelection) -> None:
         if wanted.module_only:
             return
         if not run:  # converted from another format
@@ -340,11 +342,16 @@ class Checkpoints:
             raise
 
     def _replace(
-        self, reader: StateReader, wanted: Wanted, local_buffers: dict[str, Tensor], *, full: bool
+        self,
+        reader: StateReader,
+        wanted: LoadSelection,
+        local_buffers: dict[str, Tensor],
+        *,
+        full: bool,
     ) -> None:
         """Replace the engine's state; `local_buffers` are those that differ from rank 0's."""
         self._wait_until_stored()
-        self._window.start_over()
+        self._window.clear()
         self._gradients.reset()
         if full:
             self._load_all(reader)
@@ -352,10 +359,10 @@ class Checkpoints:
         else:
             self._load_weights(reader)
         values = {n: reader.read(BUFFERS, n) for n in reader.names(BUFFERS)} | local_buffers
-        put_buffers(self._module, values, persistent_only=wanted.module_only)
+        restore_buffers(self._module, values, persistent_only=wanted.module_only)
 
     def _check(
-        self, reader: StateReader, run: dict[str, Any], wanted: Wanted, *, full: bool
+        self, reader: StateReader, run: dict[str, Any], wanted: LoadSelection, *, full: bool
     ) -> None:
         if full:
             check_state(reader, self._plan, self._rule)
@@ -414,18 +421,18 @@ class Checkpoints:
             prefetcher.drop(layout.index)
         load_state(reader, self._plan, self._store)
         for layout in self._plan.units:
-            prefetcher.ledger.note_edit(layout.index)
+            prefetcher.ledger.record_edit(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
         saved_names = {p.name for p in reader.manifest.parameters}
         for index in sorted(self._segments, key=self._values.sort_key):
             name, form = self._segments[index].name, self._segments[index].form
-            if form and name in reader.quantised and reader.quantised[name].form == form:
+            if form and name in reader.quantized and reader.quantized[name].form == form:
                 # Copy the packed bytes: values would be rounded a second time.
                 for row_parameter, _ in self._values.rows(index):
                     segment = self._values.location_of(row_parameter)[1]
                     packed = torch.zeros(segment.nbytes, dtype=torch.uint8, device="cpu")
-                    reader.read_into(FROZEN, segment.name, first_frozen_byte(segment), packed)
+                    reader.read_into(FROZEN, segment.name, frozen_segment_offset(segment), packed)
                     self._values.write_packed(row_parameter, packed)
             elif name in saved_names:
                 self._values.write(index, reader.master(name))
@@ -474,7 +481,7 @@ class Checkpoints:
             with _open_checkpoint(data.window) as reader:
                 self._check_window(reader)
                 self._load_gradients(reader)
-        put_buffers(self._module, data.buffers)
+        restore_buffers(self._module, data.buffers)
         self.run_state.restore(data.run)
         self.run_state.resumed()
 
@@ -487,7 +494,7 @@ class Checkpoints:
         self._gradients.settle()
         self._values.settle()
         for layout in self._plan.units:
-            self._store.settle_writes(layout.index)
+            self._store.wait_writes(layout.index)
 
 
 def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
@@ -497,7 +504,7 @@ def _write(writer: CheckpointWriter | None, stream: str, value: Tensor) -> None:
         writer.write(stream, data.view(-1).view(torch.uint8))
 
 
-def check_committed(module: nn.Module) -> None:
+def check_buffer_sizes(module: nn.Module) -> None:
     """Raise `ConfigError` for a buffer that is too large for a commit."""
     for buffer in find_buffers(module):
         if buffer.persistent and _is_large(buffer):

@@ -23,16 +23,16 @@ from infinity.model.meta_init import InitialValues
 from infinity.model.parameter_map import Installation
 from infinity.model.parameters import ParameterBinding, move_buffers
 from infinity.model.partition import Partition
-from infinity.model.torch_private import forget_flat_weights
+from infinity.model.torch_private import drop_flat_weight_refs
 from infinity.offload.activations import ActivationStore
-from infinity.offload.block_forward import UnitForwards
+from infinity.offload.block_forward import BlockForwards
 from infinity.offload.call_guard import CallGuard
 from infinity.offload.cycles import Cycles
 from infinity.offload.expert_ranges import ExpertRanges
 from infinity.offload.gradients import GradientStore
 from infinity.offload.hooks import Hooks
 from infinity.offload.prefetch import Prefetcher
-from infinity.offload.sliced_logits import SlicedHeads
+from infinity.offload.sliced_logits import ChunkedHeads
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
@@ -143,12 +143,12 @@ class EngineComponents:
         self.saver = Saver(plan, self.store)
         self.optimizer_pass = OptimizerPass(
             plan, self.transfers, self.store, self.gradients, self.prefetcher.handover,
-            self.failure, self.updater, self.durability, before_change=self.saver.await_copied,
+            self.failure, self.updater, self.durability, before_change=self.saver.wait_until_copied,
         )  # fmt: skip
         # In reverse: the saver is aborted first, since the optimizer pass may wait for it.
         self._training_cleanups += [self._unbind_all, self.optimizer_pass.close, self.saver.abort]
         self.optimizer_pass.open()
-        renew_references = forget_flat_weights(model)
+        renew_references = drop_flat_weight_refs(model)
         self._training_cleanups.append(renew_references)
         self._write_initial_state(optimizer, initial_values, stored, progress, config.nvme_path)
         self.binding.settle()
@@ -156,9 +156,9 @@ class EngineComponents:
         self._written = True
         self.gradients.open()
         if self.activations is not None:
-            self.activations.write_once()
+            self.activations.prewrite()
         move_buffers(model, self.device.torch_device, initial_values.value)
-        initial_values.forget()
+        initial_values.free()
         return_freed_memory()  # of values that are stored now
         self._attach(model, config)
         if self.disk is not None:
@@ -204,12 +204,12 @@ class EngineComponents:
             index: optimizer.rule.initial(rule_params)
             for index, rule_params in params_by_index.items()
         }
-        self._training_cleanups.append(self.binding.return_to_meta)
-        self.binding.leave_meta()
+        self._training_cleanups.append(self.binding.restore_meta)
+        self.binding.offload_from_meta()
         if self.durability is not None and stored is not None:
             for layout in self.plan.units:
-                self.binding.forget(layout.index)
-            self.durability.fill_memory(progress)
+                self.binding.free(layout.index)
+            self.durability.load_memory_tiers(progress)
         else:
             folder = next(iter(paths), None)
             initial_write = InitialWrite(
@@ -224,14 +224,14 @@ class EngineComponents:
         self.guard = CallGuard(backward_threads=not plan.unified)
         self.values = ParameterValues(
             self.store, self.prefetcher, self.binding, self.kernels, self.optimizer_pass.finish,
-            self.guard, before_change=self.saver.await_copied, pieces=partition.pieces,
+            self.guard, before_change=self.saver.wait_until_copied, pieces=partition.pieces,
         )  # fmt: skip
         logits_tokens = logits_at_once(config.activations)
         host = None if config.budget.host is None else config.budget.host // self.ranks.local_count
         watch = MemoryWatch(plan, model, self.device, host, logits_tokens)
         self.hooks = Hooks(
             self.prefetcher, self.gradients, self.window, self.guard, watch, self.activations,
-            self.values.materialized_now, self.values.flush_edits, partition.units,
+            self.values.materialized_dtypes, self.values.flush_if_written, partition.units,
             partition.parameters, partition.trained,
         )  # fmt: skip
         self.access = ParameterAccess(
@@ -239,11 +239,11 @@ class EngineComponents:
         )
         cleanups.append(self.hooks.remove)
         self.cycles = Cycles(self.prefetcher, plan)
-        self.hooks.watch_root(model, *self.cycles.around_calls())
-        self.forwards = UnitForwards(self.hooks, partition.units, partition.parameters, plan)
+        self.hooks.register_call_hooks(model, *self.cycles.call_hooks())
+        self.forwards = BlockForwards(self.hooks, partition.units, partition.parameters, plan)
         cleanups.append(self.forwards.remove)
         if logits_tokens is not None:
-            heads = SlicedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)
+            heads = ChunkedHeads(model, self.hooks, partition.parameters, self.forwards.warn_once)
             cleanups.append(heads.remove)
         if self._trace is not None:
             self.timeline = StepTracer(
@@ -282,12 +282,12 @@ class EngineComponents:
         """Unbind every parameter: a bound view would keep slots and stored state alive."""
         if self._written:
             for layout in self.plan.units:
-                self.binding.forget(layout.index)
+                self.binding.free(layout.index)
 
     def _free_memory(self) -> None:
-        self.forget(state=True)
+        self.free(state=True)
 
-    def forget(self, *, state: bool) -> None:
+    def free(self, *, state: bool) -> None:
         """Free all buffers, and with `state` the stored state, even if the engine is referenced.
 
         A buffer stays allocated while a tensor of the user is a view of it.
@@ -304,7 +304,7 @@ class EngineComponents:
         for name in names:
             component = getattr(self, name, None)  # None if it was not created
             if component is not None:
-                component.forget()
+                component.free()
         return_freed_memory()
         self.device.return_freed_memory()
 
@@ -329,7 +329,7 @@ class EngineComponents:
                 self.keep_weights()
                 self._drop_modules()  # the optimizer may live on and refers to this
                 return
-        self.installation.gone = True
+        self.installation.values_lost = True
         self.close()
 
     def keep_weights(self) -> None:
@@ -342,7 +342,7 @@ class EngineComponents:
         self.values.release_all_materialized()
         self.optimizer_pass.finish(closing=True)
         for unit in range(len(self.plan.units)):
-            self.store.settle_writes(unit)
+            self.store.wait_writes(unit)
         remaining = copy.copy(self)
         remaining._storage_cleanups = [
             getattr(remaining, cleanup.__name__)
@@ -357,14 +357,14 @@ class EngineComponents:
         self.installation.stored = stored
         move_buffers(remaining.installation.modules[0], torch.device("cpu"), lambda buffer: buffer)
         try:
-            undo_all(self._training_cleanups)
+            run_cleanups(self._training_cleanups)
         finally:
             self._storage_cleanups = []
             stored.answer()
             remaining._drop_modules()
             remaining.device.synchronize()
             remaining.device.unpin()
-            remaining.forget(state=False)
+            remaining.free(state=False)
             self._release()
             PROCESS.take(remaining, remaining.store.keep_weights(), remaining.device)
 
@@ -384,10 +384,10 @@ class EngineComponents:
 
         Cleanups that a second Ctrl-C interrupts or skips run at the next call.
         """
-        undo_all(self._training_cleanups, self._storage_cleanups)
+        run_cleanups(self._training_cleanups, self._storage_cleanups)
 
 
-def undo_all(*lists: list[Callable[[], None]]) -> None:
+def run_cleanups(*lists: list[Callable[[], None]]) -> None:
     """Call the functions of each list in reverse order; raise the first error at the end."""
     first_error: Exception | None = None
     for cleanups in lists:

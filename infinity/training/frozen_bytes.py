@@ -51,7 +51,7 @@ class FrozenBytes:
 
         Collective; only rank 0 gets the checkpoint.
         """
-        self._edition, self._checksums = self._store.frozen_edition, {}
+        self._edition, self._checksums = self._store.frozen_version, {}
         last = self._last
         same = last is not None and last.edition == self._edition
         reports = self._ranks.synchronize("saves a checkpoint", same)
@@ -67,7 +67,7 @@ class FrozenBytes:
             if self._may_change_undetected(layout):
                 self.note(layout, self.read(layout))
         if self._checksums != self._last.checksums:
-            writer.unshare(FROZEN)
+            writer.discard_shared_files(FROZEN)
             self._checksums = {}
 
     def read(self, layout: UnitLayout) -> Tensor:

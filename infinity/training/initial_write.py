@@ -1,7 +1,7 @@
 """Initial write of all state: initial weights, zero moments, frozen bytes.
 
 Units are written one after the other, chunk by chunk, and the memory of a parameter is freed as
-soon as its unit is written. Values that are computed (`model/initialisers.py`) are requested once,
+soon as its unit is written. Values that are computed (`model/initializers.py`) are requested once,
 one full parameter at a time. Of values in files (fused ones lie in several) only the local shard is
 read; for quantized weights full matrices, one at a time. The first write also prepares files for
 O_DIRECT, for which file systems require that every extent has been written once.
@@ -22,12 +22,12 @@ from infinity.errors import ConfigError
 from infinity.model.lazy_tensor import PackedRead, Read
 from infinity.model.meta_init import InitialValues
 from infinity.model.parameters import ParameterBinding
-from infinity.model.quantised import join_rows, quantise_exactly
+from infinity.model.quantized import join_rows, quantize_exactly
 from infinity.model.targets import PIECE_ELEMENTS
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.moments import master_in, moment_in
+from infinity.optim.moments import master_views, moment_view
 from infinity.plan.layout import Record, Segment, UnitLayout
 from infinity.plan.plan import Plan
 from infinity.storage.staging import BufferPool, host_buffer
@@ -84,7 +84,7 @@ class InitialWrite:
                 self._write_chunk(shard, index, parameters, zero)
             self._write_frozen(layout, parameters)
             self._values.free()
-            binding.forget(layout.index)
+            binding.free(layout.index)
             for segment in layout.segments:
                 if segment.is_rows and segment.ends_stack:
                     self._values.free_stack(parameters[segment.origin])
@@ -114,7 +114,7 @@ class InitialWrite:
             nbytes = state.record.precision.nbytes(kind, count)
             views[kind] = buffer[used : used + nbytes]
             used += nbytes
-        weight, residual = master_in(views, self.plan.precision)
+        weight, residual = master_views(views, self.plan.precision)
         if residual is None:
             weight.copy_(master)
         else:
@@ -163,8 +163,8 @@ class InitialWrite:
             if kind not in views:
                 continue
             views[kind].zero_()
-            num_elements = precision.num_kept(kind, count)
-            moment = moment_in(views[kind], num_elements, precision.format_of(kind))
+            num_elements = precision.num_with_moment(kind, count)
+            moment = moment_view(views[kind], num_elements, precision.format_of(kind))
             for segment in (s for s in layout.trained_segments if s.keeps(kind)):
                 initial = self.initial.get(segment.parameter, ())
                 first, last = segment.within(start, count)
@@ -237,7 +237,7 @@ class InitialWrite:
             value = rows[0] if len(rows) == 1 else torch.cat(rows)
         packed = torch.zeros(form.nbytes(shape), dtype=torch.uint8, device="cpu")
         dtype = getattr(torch, segment.dtype)
-        quantise_exactly(value.cpu().view(shape), form, dtype, packed)
+        quantize_exactly(value.cpu().view(shape), form, dtype, packed)
         return packed
 
 

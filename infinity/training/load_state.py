@@ -9,7 +9,7 @@ from torch import Tensor
 from infinity.checkpoint.manifest import TensorSpec
 from infinity.checkpoint.manifest_check import differences
 from infinity.checkpoint.reader import StateReader
-from infinity.checkpoint.streams import StreamRange, frozen_pieces, pieces, state_streams
+from infinity.checkpoint.streams import StreamRange, frozen_ranges, pieces, state_streams
 from infinity.errors import CheckpointError, listed
 from infinity.offload.state import StateStore
 from infinity.plan.plan import Plan
@@ -71,7 +71,7 @@ def load_state(reader: StateReader, plan: Plan, store: StateStore) -> None:
             if kind is Kind.WEIGHT and shard.frozen_bytes:
                 frozen = flat[shard.trained_bytes :]
                 full = frozen if shard is layout else host_buffer(layout.frozen_bytes)
-                _fill(reader, full, frozen_pieces(layout))
+                _fill(reader, full, frozen_ranges(layout))
                 frozen.copy_(full.view(layout.shards, -1)[plan.rank])
             store.write_shard(layout.index, kind, flat)
 

@@ -21,7 +21,7 @@ from infinity.errors import ConfigError, InfinityError, MachineError
 from infinity.model.buffers import persistent_buffers
 from infinity.model.meta_init import remember_values
 from infinity.model.parameter_map import ParameterMap
-from infinity.model.safetensors_file import TensorFacts
+from infinity.model.safetensors_file import TensorEntry
 from infinity.model.weight_files import StoredTensor, WeightFiles
 from infinity.training.state_dict import StateEntry, copy_into
 
@@ -201,7 +201,7 @@ def _match(files: WeightFiles, entries: Sequence[StateEntry], rename: Rename | N
     return match
 
 
-def _mismatch(entry: StateEntry, name: str, facts: TensorFacts) -> str | None:
+def _mismatch(entry: StateEntry, name: str, facts: TensorEntry) -> str | None:
     if facts.shape != entry.shape:
         return f"{name!r} has shape {facts.shape}, not {entry.shape}"
     if facts.dtype is entry.dtype or (facts.dtype in _FLOATS and entry.dtype in _FLOATS):

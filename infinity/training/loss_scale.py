@@ -94,7 +94,7 @@ class ScaleRules:
         return ScaleState(scale, patience, state.steps + 1, last_overflow, history)
 
     def restored(self, saved: Mapping[str, Any]) -> ScaleState:
-        """Return the state saved by `as_data`; a constant scale is that of the configuration."""
+        """Return the state saved by `state_to_dict`; a constant scale is the configured one."""
         history = tuple((int(step), float(scale)) for step, scale in saved["history"])
         state = ScaleState(
             float(saved["scale"]),
@@ -108,7 +108,7 @@ class ScaleRules:
         return replace(state, patience=max(1, min(state.patience, self.hysteresis)))
 
 
-def as_data(state: ScaleState) -> dict[str, Any]:
+def state_to_dict(state: ScaleState) -> dict[str, Any]:
     """Return plain data for a checkpoint."""
     return asdict(state) | {"history": [list(change) for change in state.history]}
 
@@ -120,7 +120,7 @@ def format_history(state: ScaleState) -> str:
     )
 
 
-def scale_exhausted(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
+def exhausted_scale_error(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
     """Return the error for gradients that overflow at the smallest scale in these parameters."""
     first, last = culprits[0], culprits[-1]
     module = first.rpartition(".")[0]

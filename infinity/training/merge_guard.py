@@ -63,7 +63,9 @@ class MergeGuard:
         if not self._guarded:
             return  # the guard was removed, but a deep copy has one
         indices = [self._index_of.get(id(parameter)) for parameter in layer.parameters()]
-        offloaded = sum(i is not None and i not in self._values.materialized_now for i in indices)
+        offloaded = sum(
+            i is not None and i not in self._values.materialized_dtypes for i in indices
+        )
         if offloaded:
             raise ResidencyError(
                 f"{name}() of a {type(layer).__name__} layer of adapters: {offloaded} of its "

@@ -16,7 +16,7 @@ from __future__ import annotations
 import threading
 from contextlib import suppress
 
-from infinity.checkpoint.commits import with_kept
+from infinity.checkpoint.commits import with_optimizer_state
 from infinity.checkpoint.durability import Durability
 from infinity.errors import EngineClosedError, MachineError
 from infinity.offload.failure import FailureLatch
@@ -116,9 +116,9 @@ class OptimizerPass:
         """Whether this thread can wait for the pass: not the worker thread, nor a forked child."""
         return self._thread.is_alive() and threading.current_thread() is not self._thread
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the staging buffers."""
-        self.updates.forget()
+        self.updates.free()
 
     # --- the optimizer thread --------------------------------------------------------------------
 
@@ -149,5 +149,7 @@ class OptimizerPass:
             document = job.document
             if document is not None:  # the update has changed non-moment state
                 states = self.updates.updater.kept()
-                document = with_kept(document, {self._names[i]: v for i, v in states.items()})
+                document = with_optimizer_state(
+                    document, {self._names[i]: v for i, v in states.items()}
+                )
             self.durability.finish_step(document, lambda: self._closing)

@@ -12,7 +12,7 @@ from infinity.checkpoint.plain import decode, encode
 from infinity.errors import ConfigError
 from infinity.offload.state import StateStore
 from infinity.optim.cpu import CpuKernels
-from infinity.optim.moments import Moment, moment_in
+from infinity.optim.moments import Moment, moment_view
 from infinity.optim.update import KernelUpdater, Updater
 from infinity.plan.layout import Segment, UnitLayout
 from infinity.plan.plan import Plan
@@ -95,8 +95,8 @@ def _moment_slices(
                 first, last = shard_segment.within(start, count)
                 if first < last:
                     state_bytes = shard_bytes[plan.part(shard, kind, index)]
-                    num_elements = plan.precision_of(shard).num_kept(kind, count)
-                    moment = moment_in(state_bytes, num_elements, plan.precision.format_of(kind))
+                    num_elements = plan.precision_of(shard).num_with_moment(kind, count)
+                    moment = moment_view(state_bytes, num_elements, plan.precision.format_of(kind))
                     yield moment.part(first, last)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError
-from infinity.model.stacks import no_full_gradient
+from infinity.model.stacks import full_gradient_error
 from infinity.offload.call_guard import CallGuard
 from infinity.offload.hooks import Hooks
 from infinity.offload.window import AccumulationWindow
@@ -54,7 +54,7 @@ class ParameterAccess:
         return tensor
 
     def _is_cut(self, index: int) -> bool:
-        return index in self._values.pieces and index not in self._values.materialized_now
+        return index in self._values.pieces and index not in self._values.materialized_dtypes
 
     def copy(self, parameter: nn.Parameter) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""
@@ -75,11 +75,11 @@ class ParameterAccess:
         """Raise `ResidencyError` if the parameter is cut into ranges and not materialized."""
         index = self._index_of[id(parameter)]
         if self._is_cut(index):
-            raise no_full_gradient(self._values.name(index), what)
+            raise full_gradient_error(self._values.name(index), what)
 
-    def note_missing_gradient(self) -> None:
+    def on_missing_gradient(self) -> None:
         """Warn once that `p.grad` is None although gradients have arrived."""
-        has_gradients = self._window.is_open or self._window.has_news
+        has_gradients = self._window.is_open or self._window.has_external_gradients
         if self._warned or not has_gradients or self._guard.busy:
             return
         self._warned = True

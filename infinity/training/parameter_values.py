@@ -18,7 +18,7 @@ from torch import Tensor
 
 from infinity.errors import ConfigError, ResidencyError, TransferError
 from infinity.model.parameters import ParameterBinding
-from infinity.model.quantised import dequantise, quantise_exactly
+from infinity.model.quantized import dequantize, quantize_exactly
 from infinity.offload.call_guard import CallGuard, engine_call
 from infinity.offload.prefetch import Prefetcher
 from infinity.offload.state import StateStore
@@ -79,7 +79,7 @@ class ParameterValues:
         self._binding = binding
         self.kernels = kernels
         self.settle = settle
-        self.materialized_now: dict[int, torch.dtype] = {}
+        self.materialized_dtypes: dict[int, torch.dtype] = {}
         self.before_change = before_change  # called with a unit before its stored bytes change
         self._locations = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
         self._cached: _CachedUnit | None = None
@@ -130,7 +130,7 @@ class ParameterValues:
 
     def _value(self, segment: Segment, weight: Tensor) -> Tensor:
         if segment.form:
-            return self._dequantised(segment, weight)
+            return self._dequantized(segment, weight)
         return weight.view(segment.shape).clone()
 
     def make_read_only(self) -> None:
@@ -146,7 +146,7 @@ class ParameterValues:
         A stack of experts that is cut is returned complete, with the unit of its first rows. The
         optimizer pass must be over and no unit resident; take units from the last to the first.
         """
-        cached = _CachedUnit(layout, self.store.take_weights(layout.index))
+        cached = _CachedUnit(layout, self.store.read_and_free_weights(layout.index))
         values: dict[int, Tensor] = {}
         for segment in layout.segments:
             value = self._value(segment, self._views(cached, segment, with_master=False)[0])
@@ -185,9 +185,9 @@ class ParameterValues:
         weight, residual = self._views(cached, segment, with_master=True)
         if segment.form:
             flat, dtype = flat.view(segment.shape), self.dtype(parameter)
-            if not torch.equal(flat.to(dtype), self._dequantised(segment, weight)):
+            if not torch.equal(flat.to(dtype), self._dequantized(segment, weight)):
                 packed = torch.zeros_like(weight)
-                quantise_exactly(flat, FrozenFormat(segment.form), dtype, packed)
+                quantize_exactly(flat, FrozenFormat(segment.form), dtype, packed)
                 cached.replace(weight, packed)
             return
         for start in range(0, segment.numel, _BLOCK):
@@ -216,9 +216,9 @@ class ParameterValues:
         cached.replace(weight, new_weight)
         cached.replace(residual, new_residual)
 
-    def _dequantised(self, segment: Segment, packed: Tensor) -> Tensor:
+    def _dequantized(self, segment: Segment, packed: Tensor) -> Tensor:
         value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter), device="cpu")
-        dequantise(packed, FrozenFormat(segment.form), value)
+        dequantize(packed, FrozenFormat(segment.form), value)
         return value
 
     def shape(self, parameter: int) -> tuple[int, ...]:
@@ -266,7 +266,7 @@ class ParameterValues:
                 except TransferError as error:  # the stored value may be neither old nor new
                     self._failure.fail(error)
                     raise
-                self.ledger.note_edit(unit)
+                self.ledger.record_edit(unit)
 
     def abandon(self) -> None:
         """Flush after an error; with several ranks, discard the cached unit.
@@ -277,7 +277,7 @@ class ParameterValues:
             self._cached = None
         self.flush()
 
-    def flush_edits(self) -> None:
+    def flush_if_written(self) -> None:
         """Flush if a value of the cached unit was written."""
         if self._cached is not None and self._cached.written:
             self.flush()
@@ -318,9 +318,9 @@ class ParameterValues:
 
     # --- materialized values -----------------------------------------------------------------
 
-    def refuse_loans(self, what: str) -> None:
+    def check_none_materialized(self, what: str) -> None:
         """Raise `ResidencyError` if a parameter is materialized; `what` names the refused call."""
-        if self.materialized_now:
+        if self.materialized_dtypes:
             raise ResidencyError(
                 f"{what} while weights are lent out",
                 because="a block of engine.materialized is open, or load_state_dict of the module "
@@ -332,7 +332,7 @@ class ParameterValues:
     def materialized(self, parameters: Iterable[int], *, master: bool) -> Iterator[None]:
         """Bind full values to the parameters in the block; write edits back at its end."""
         indices = sorted(set(parameters))
-        already_materialized = [i for i in indices if i in self.materialized_now]
+        already_materialized = [i for i in indices if i in self.materialized_dtypes]
         if already_materialized:
             name = self.name(already_materialized[0])
             raise ResidencyError(f"parameter {name!r} is materialized already")
@@ -370,7 +370,7 @@ class ParameterValues:
         """Make parameters offloaded again without writing their values."""
         self._cached = None
         for index in indices:
-            if self.materialized_now.pop(index, None) is not None:
+            if self.materialized_dtypes.pop(index, None) is not None:
                 self._binding.unbind_materialized(index)
 
     def materialize(self, index: int, *, master: bool) -> None:
@@ -378,12 +378,12 @@ class ParameterValues:
         value = self.read(index, master=master)
         for unit in self.units_of(index):
             self._prefetcher.drop(unit)
-        self.materialized_now[index] = value.dtype
+        self.materialized_dtypes[index] = value.dtype
         self._binding.bind_materialized(index, value.to(self.device))
 
     def release_materialized(self, index: int) -> None:
         """Write a materialized value back and make the parameter offloaded."""
-        if self.materialized_now.pop(index, None) is not None:
+        if self.materialized_dtypes.pop(index, None) is not None:
             try:
                 self.write(index, self._binding.parameters[index].detach())
             finally:
@@ -391,4 +391,4 @@ class ParameterValues:
 
     def release_all_materialized(self) -> None:
         """Release all parameters that a failed `load_state_dict` left materialized, and flush."""
-        self._release_materialized(list(self.materialized_now))
+        self._release_materialized(list(self.materialized_dtypes))

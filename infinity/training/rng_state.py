@@ -40,7 +40,7 @@ def restore_rng(state: dict[str, Any]) -> None:
         ) from error
 
 
-def moved_since(state: dict[str, Any]) -> list[str]:
+def changed_generators(state: dict[str, Any]) -> list[str]:
     """Return the generators whose states differ from `state`: "torch", "numpy", ..."""
     current = capture_rng()
     return [name for name in state if name in current and not _equal(current[name], state[name])]

@@ -13,7 +13,7 @@ from infinity.checkpoint.durable_runs import find_run
 from infinity.common.malloc import return_freed_memory
 from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
-from infinity.distributed.shared_memory import can_share
+from infinity.distributed.shared_memory import can_share_memory
 from infinity.errors import ConfigError
 from infinity.model.checks import recomputes_itself
 from infinity.model.meta_init import InitialValues
@@ -30,14 +30,14 @@ from infinity.model.torch_private import storage_address
 from infinity.optim.update import Rule
 from infinity.plan.activations import ActivationModel
 from infinity.plan.budget import Limits
-from infinity.plan.inputs import PlanInput, activations_on_device, leaving_activations
+from infinity.plan.inputs import PlanInput, activations_on_device, limits_leaving_activations
 from infinity.plan.layout import UnitLayout, largest_trained_of
 from infinity.plan.machine import default_host_budget_bytes, read_machine
 from infinity.plan.plan import Plan, RuleFacts
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import gradient_itemsize, make_plan
 from infinity.plan.rates import Rates
-from infinity.profiling.calibration import KnownRates, kept_rates
+from infinity.profiling.calibration import KnownRates, cached_or_nominal_rates
 from infinity.storage.device import Device
 from infinity.storage.reservations import PROCESS
 from infinity.types import Tier
@@ -90,8 +90,8 @@ def limits_for(
     base = max(base, 0 if reserved_ram else PROCESS_BASE_BYTES)  # counted by the other engine
     made = max((p.nbytes for p in model.parameters() if p.is_meta), default=0)
     if initial_values is not None:
-        made = initial_values.most_bytes(
-            model.parameters(), quantises=config.frozen.format != "as_is"
+        made = initial_values.largest_value_bytes(
+            model.parameters(), quantizes=config.frozen.format != "as_is"
         )
     return Limits(device_budget, max(host - reserved_ram, 0), disk, base, made)
 
@@ -129,14 +129,16 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
-def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS) -> KnownRates:
+def machine_rates(
+    config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS
+) -> KnownRates:
     """Return cached or nominal rates of this machine; measuring is left to `infinity plan`.
 
-    They are totals of the machine's ranks, except rates of links; see `rates_of_rank`.
+    They are totals of the machine's ranks, except rates of links; see `rates_per_rank`.
     """
     paths = config.nvme_path
     paths_exist = all(path.is_dir() for path in paths)  # otherwise the disk tier raises
-    return kept_rates(
+    return cached_or_nominal_rates(
         paths if paths_exist else (),
         device,
         io=config.io,
@@ -146,9 +148,9 @@ def rates_here(config: Config, device: Device, ranks: DistContext = SINGLE_PROCE
     )
 
 
-def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRates:
+def rates_per_rank(config: Config, device: Device, ranks: DistContext) -> KnownRates:
     """Return the rates of one rank: the minimum over ranks, so that all make the same plan."""
-    known = rates_here(config, device, ranks)
+    known = machine_rates(config, device, ranks)
     if ranks.count == 1:
         return known
     local = known.rates.of_rank(ranks.local_count, ranks.num_nodes, unified=device.unified)
@@ -162,7 +164,7 @@ def rates_of_rank(config: Config, device: Device, ranks: DistContext) -> KnownRa
     return KnownRates(Rates.of(smallest), min(days, default=None), nominal)
 
 
-def case_here(
+def plan_input_for(
     name: str,
     model: nn.Module,
     facts: Mapping[str, Any],
@@ -183,10 +185,10 @@ def case_here(
     groups = groups_of(model, config)
     partition = partition_model(model, config, groups, None, ranks.count)
     target = target_of(name, model, facts)
-    known = rates_here(config, device, ranks)
+    known = machine_rates(config, device, ranks)
     limits = limits_for(config, device, model, ranks)
     paths = [path for path in config.nvme_path if path.is_dir()]
-    machine = PlanMachine.here(paths, device.memory_bytes(), known.rates)
+    machine = PlanMachine.this_machine(paths, device.memory_bytes(), known.rates)
     machine = replace(machine, nominal=known.nominal, measured=known.measured,
                       gpus=ranks.local_count, nodes=ranks.num_nodes)  # fmt: skip
     case = case_for(
@@ -211,7 +213,7 @@ def _reserve_activations(
     budget = limits.host if memory is None else int(memory * AUTO_DEVICE_BUDGET)
     assert budget is not None
     tier = Tier.HOST if device.unified else Tier.DEVICE
-    return leaving_activations(limits, activations, tier, budget)
+    return limits_leaving_activations(limits, activations, tier, budget)
 
 
 def plan_for(
@@ -224,7 +226,7 @@ def plan_for(
     initial_values: InitialValues,
 ) -> Plan:
     """Return the plan of one engine, from cached or nominal rates of this machine."""
-    known = rates_of_rank(config, device, ranks)
+    known = rates_per_rank(config, device, ranks)
     limits = limits_for(config, device, model, ranks, initial_values)
     if config.activations.tokens is not None:
         limits = _reserve_activations(limits, config, device, model, partition)
@@ -249,7 +251,7 @@ def plan_for(
         stored=run.stored if run is not None else None,
         rank=ranks.rank,
         nodes=ranks.num_nodes,
-        may_share=config.placement.shared is not False and can_share(ranks),
+        may_share=config.placement.shared is not False and can_share_memory(ranks),
         model_recomputes=recomputes_itself(model),
     )
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:

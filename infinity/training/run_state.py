@@ -17,8 +17,8 @@ from infinity.errors import CheckpointError, InfinityWarning, first_lines
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.optim.update import KernelUpdater, Updater
-from infinity.training.loss_scale import as_data
-from infinity.training.rng_state import capture_rng, moved_since, restore_rng
+from infinity.training.loss_scale import state_to_dict
+from infinity.training.rng_state import capture_rng, changed_generators, restore_rng
 from infinity.training.step import StepRunner, TrainingCounters
 
 # The loss scale is saved under a key of its own, since only fp16 has one.
@@ -108,7 +108,7 @@ class RunState:
         position = {"micro_step": window.micro_step, "backwards": window.backwards}
         return {
             "progress": {name: getattr(counters, name) for name in _COUNTERS} | position,
-            "loss_scale": None if scale is None else as_data(scale),
+            "loss_scale": None if scale is None else state_to_dict(scale),
             "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
             "groups": self._groups(),
             "kept": {self._names[i]: kept for i, kept in self._updater.kept().items()},
@@ -188,7 +188,7 @@ class RunState:
         counters = dict(state["progress"])
         micro_step, backwards = int(counters.pop("micro_step")), int(counters.pop("backwards"))
         progress = TrainingCounters(**counters, loss_scale=scale)
-        self._window.start_over()  # without optimizer states, gradients are not loaded either
+        self._window.clear()  # without optimizer states, gradients are not loaded either
         if optimizer:
             for group, saved in zip(self._optimizer.param_groups, state["groups"], strict=True):
                 group.update({k: v for k, v in saved["values"].items() if k not in _MEMBER_KEYS})
@@ -222,12 +222,12 @@ class RunState:
         """Mark the state as restored by `initialize`, until the first forward."""
         self._resumed = True
 
-    def first_forward(self) -> None:
+    def warn_if_rng_used(self) -> None:
         """Warn if random numbers were drawn since the run was resumed."""
         if not self._resumed or self._rng is None:
             return
         self._resumed = False
-        changed = moved_since(self._rng)
+        changed = changed_generators(self._rng)
         if changed:
             warnings.warn(
                 f"random numbers were drawn ({', '.join(changed)}) between initialize(), which put "

@@ -17,7 +17,7 @@ from infinity.common.sizes import parse_size
 from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError
 from infinity.model.buffers import persistent_buffers
-from infinity.model.weight_files import Outgoing, write_shards
+from infinity.model.weight_files import TensorToWrite, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.training.parameter_values import ParameterValues
 
@@ -96,7 +96,7 @@ class StateDict(Mapping[str, Tensor]):
         Raises:
             ResidencyError: A parameter is materialized.
         """
-        self._values.refuse_loans("weights cannot be loaded as a whole")
+        self._values.check_none_materialized("weights cannot be loaded as a whole")
         entries = []
         for names in self._tied_names():
             first = names[0]
@@ -124,7 +124,7 @@ class StateDict(Mapping[str, Tensor]):
         tensors = list(self.outgoing(dtype))
         write = partial(write_shards, directory.expanduser(), tensors, parse_size(max_shard))
         try:
-            return written_by_first(self._values.ranks, tensors, write)
+            return write_on_first_rank(self._values.ranks, tensors, write)
         finally:
             self._values.flush()  # nothing was edited: only frees the cached unit
 
@@ -132,18 +132,18 @@ class StateDict(Mapping[str, Tensor]):
         self,
         dtype: torch.dtype | str | None,
         tied_name: Callable[[tuple[str, ...]], str] | None = None,
-    ) -> Iterator[Outgoing]:
+    ) -> Iterator[TensorToWrite]:
         """Yield the tensors for `save`, each once, named by `tied_name` or by its first name.
 
         `dtype` as in `engine.save_weights`.
         """
-        self._values.refuse_loans("weights cannot be saved as a whole")
+        self._values.check_none_materialized("weights cannot be saved as a whole")
         dtype = _parse_dtype(dtype)
         for names in self._tied_names():
             name = names[0] if tied_name is None else tied_name(names)
             if name not in self.parameters:
                 buffer = self.buffers[name]
-                yield Outgoing(name, self._shape(name), buffer.dtype, buffer.detach)
+                yield TensorToWrite(name, self._shape(name), buffer.dtype, buffer.detach)
                 continue
             index = self.parameters[name]
             compute_dtype = self._values.dtype(index)
@@ -152,7 +152,7 @@ class StateDict(Mapping[str, Tensor]):
                 saved_dtype = dtype
             # Read the master for another dtype: its values are rounded once, not twice.
             read = partial(self._values.read, index, master=saved_dtype is not compute_dtype)
-            yield Outgoing(name, self._shape(name), saved_dtype, read)
+            yield TensorToWrite(name, self._shape(name), saved_dtype, read)
 
     def _tied_names(self) -> list[tuple[str, ...]]:
         """Return all names, grouped by tensor: parameters in the order of units, then buffers."""
@@ -174,8 +174,8 @@ class StateDict(Mapping[str, Tensor]):
         return tuple(self.buffers[name].shape)
 
 
-def written_by_first(
-    ranks: DistContext, tensors: Sequence[Outgoing], write: Callable[[], list[Path]]
+def write_on_first_rank(
+    ranks: DistContext, tensors: Sequence[TensorToWrite], write: Callable[[], list[Path]]
 ) -> list[Path]:
     """Call `write` on the first rank, and return its files on all ranks.
 
@@ -217,7 +217,7 @@ class _BroadcastReads(Mapping[str, Tensor]):
         return len(self._state)
 
 
-def read_by_first(
+def read_on_first_rank(
     ranks: DistContext, state: StateDict, use: Callable[[Mapping[str, Tensor]], None]
 ) -> None:
     """Call `use` with full values on the first rank; it may read them in any order."""
@@ -301,7 +301,7 @@ class ModuleStateHooks:
     ) -> None:
         for name, index in self._direct_parameters(module).items():
             value = state.get(prefix + name)
-            if value is not None and index not in self.values.materialized_now:
+            if value is not None and index not in self.values.materialized_dtypes:
                 # Values in the compute dtype leave the master unchanged where bits are unchanged.
                 compute_dtype = self.values.dtype(index)
                 is_compute_dtype = getattr(value, "dtype", None) is compute_dtype

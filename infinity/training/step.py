@@ -37,19 +37,19 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
-from infinity.model.torch_private import end_checkpoints
+from infinity.model.torch_private import close_checkpoints
 from infinity.optim.offloaded import OffloadedOptimizer
 from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
-from infinity.training.loss_scale import ScaleRules, ScaleState, scale_exhausted
+from infinity.training.loss_scale import ScaleRules, ScaleState, exhausted_scale_error
 from infinity.training.optimizer_state import read_state
 from infinity.training.update_job import UpdateJob
 
 MAX_SKIPPED_IN_A_ROW = 20
 # Skipped steps in a row that warn under a dynamic loss scale: fewer are its search.
-SCALES_TRIED_IN_SILENCE = 10
+SKIPPED_BEFORE_WARNING = 10
 _WARN_AT_BACKWARDS = 16  # in one micro-batch: step() is probably missing
 
 
@@ -158,18 +158,18 @@ class StepRunner:
 
     # --- rollback --------------------------------------------------------------------------------
 
-    def end_forward(self, error: Exception) -> None:
+    def clean_up_forward(self, error: Exception) -> None:
         """Clean up after an exception in a forward; gradients are retained."""
-        end_checkpoints(error)
+        close_checkpoints(error)
         self._components.recover()
         self._components.cycles.end()
 
     def roll_back(self, error: Exception | None = None) -> None:
         """Discard the gradients of the accumulation window; `error` ended a backward."""
         if error is not None:
-            end_checkpoints(error)
+            close_checkpoints(error)
         self._window.account()
-        self._window.start_over()
+        self._window.clear()
         self._components.recover()
         self._components.hooks.drop_gradients()
         self._gradients.reset()
@@ -213,7 +213,7 @@ class StepRunner:
         # Operations that may fail on one rank alone come before the ranks synchronize for the norm:
         # after it all commit.
         self._gradients.settle()
-        self._store.settle_copies()
+        self._store.wait_shared_copies()
         params_by_index = self._optimizer.params_by_index(self._index_of)
         self._updater.check(params_by_index)
         self._check_gradients(params_by_index)
@@ -254,7 +254,7 @@ class StepRunner:
         rules = self.scale_rules
         if rules is not None and scale is not None and rules.dynamic:
             if rules.is_exhausted(scale):
-                raise scale_exhausted(scale, culprits)
+                raise exhausted_scale_error(scale, culprits)
             return  # a lower scale may work
         if self.counters.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise TrainingError(
@@ -296,7 +296,7 @@ class StepRunner:
         """Warn once per row of skipped steps, if it is longer than a search for the loss scale."""
         rules = self.scale_rules
         count = self.counters.skipped_in_a_row
-        if count != (SCALES_TRIED_IN_SILENCE if rules is not None and rules.dynamic else 1):
+        if count != (SKIPPED_BEFORE_WARNING if rules is not None and rules.dynamic else 1):
             return
         steps = f"step {self.counters.steps} was" if count == 1 else f"{count} steps in a row were"
         at_scale = f", at a loss scale of {scale.scale:g}" if scale else ""
@@ -352,7 +352,7 @@ class StepRunner:
             if job is None:
                 self._gradients.reset()
             else:
-                job = replace(job, copies=self._gradients.hand_over())
+                job = replace(job, copies=self._gradients.take_copies())
             self._report(norm, clip_factor, culprits, scale)
             self._optimizer.mark_stepped()
             if not skipped and self.lr_scheduler is not None:

@@ -21,7 +21,7 @@ from infinity.common.sizes import format_size
 from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.model.lazy_tensor import Read
-from infinity.model.offloaded_parameter import gone, name_engine, unname_engine
+from infinity.model.offloaded_parameter import attach_engine, detach_engine, released_error
 from infinity.model.parameter_map import StoredParameters
 from infinity.model.parameters import ParameterBinding
 from infinity.offload.call_guard import CallGuard
@@ -71,12 +71,12 @@ class StoredWeights:
         with self._lock:
             self._guard.check()
             if self._components.closed and self._unread:
-                raise gone()
+                raise released_error()
             self._check_fits()
             while self._unread:
                 self._binding.restore(self._values.take(self._unread[-1]))
                 self._unread.pop()
-            unname_engine(self._binding.parameters)
+            detach_engine(self._binding.parameters)
             for module in self._stored_modules():
                 module.__dict__["_parameters"] = dict(dict.items(module._parameters))
             self._finalizer()
@@ -106,7 +106,7 @@ class StoredWeights:
             try:
                 for module in modules:
                     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
-                binding.to_meta(index_of[key] for key in reads)
+                binding.swap_to_meta(index_of[key] for key in reads)
             except ConfigError:
                 undo()
                 raise
@@ -115,10 +115,10 @@ class StoredWeights:
     def _undo_materialize(
         self, parameters: Mapping[nn.Module, dict[str, nn.Parameter | None]]
     ) -> None:
-        self._binding.leave_meta()
+        self._binding.offload_from_meta()
         self._binding.settle()
         for unit in self._values.store.plan.units:
-            self._binding.forget(unit.index)
+            self._binding.free(unit.index)
         for module, original in parameters.items():
             module.__dict__["_parameters"] = original
         self.answer()
@@ -140,7 +140,7 @@ class StoredWeights:
         """Return 0: stored values do not change."""
         return 0
 
-    def note_missing_gradient(self) -> None:
+    def on_missing_gradient(self) -> None:
         """Do nothing: without an engine there are no gradients."""
 
     def check_gradient(self, parameter: nn.Parameter, what: str) -> None:
@@ -148,7 +148,7 @@ class StoredWeights:
 
     def answer(self) -> None:
         """Become the `offloaded_parameter.Access` of the parameters, for existing references."""
-        name_engine(self._binding.parameters, None, self)
+        attach_engine(self._binding.parameters, None, self)
 
     @property
     def fits(self) -> bool:
@@ -163,7 +163,7 @@ class StoredWeights:
         for unit in reversed(self._unread):
             nbytes = sum(s.numel * self._values.dtype(s.parameter).itemsize for s in unit.segments)
             peak = max(peak, current + nbytes)
-            current += nbytes - store.freed_by_taking(unit.index)
+            current += nbytes - store.reclaimable_bytes(unit.index)
         return peak, read_machine().host_available_bytes
 
     def _check_fits(self) -> None:
@@ -178,7 +178,9 @@ class StoredWeights:
             )
 
 
-def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int, Read]:
+def take_over_stored_weights(
+    model: nn.Module, ranks: DistContext, undo: ExitStack
+) -> dict[int, Read]:
     """Return functions that read the values a collected engine left, by id of the parameter.
 
     Values that fit in RAM are restored to the module instead, and on several ranks all values,
@@ -196,15 +198,15 @@ def take_over(model: nn.Module, ranks: DistContext, undo: ExitStack) -> dict[int
             stored.wake()
             continue
         try:
-            functions, leave_meta = stored.materialize()
+            functions, offload_from_meta = stored.materialize()
         except ConfigError:
             stored.wake()
         else:
             reads |= functions
-            undo.callback(leave_meta)
+            undo.callback(offload_from_meta)
     return reads
 
 
 def _close_in_process(guard: CallGuard, components: Closing) -> None:
-    if guard.is_here():
+    if guard.in_creating_process():
         components.close()

@@ -122,12 +122,12 @@ class UnitUpdater:
         self._published: dict[int, list[Event]] = {}  # copies of new weights to slots, by unit
         self._remaining: dict[int, int] = {}  # chunks not yet updated, by unit in progress
 
-    def forget(self) -> None:
+    def free(self) -> None:
         """Free the reserved buffers, and end the CPU thread."""
         if self._cpu_thread is not None:
             self._cpu_thread.shutdown()
-        self._staging.forget()
-        self._streams.forget()
+        self._staging.free()
+        self._streams.free()
         self._target = None
 
     def run(self, job: UpdateJob, stopped: Callable[[], bool]) -> None:
@@ -158,7 +158,7 @@ class UnitUpdater:
             while pending is not None and len(queue) < self.plan.num_staging_buffers - 2:
                 unit, chunks, streamed = pending
                 laps = Laps(self.transfers.trace, unit)
-                in_place = self.plan.reached(self.plan.placements[unit], by_device=streamed)
+                in_place = self.plan.is_addressable(self.plan.placements[unit], by_device=streamed)
                 buffer = _NO_BUFFER if in_place else self._staging.take(self._complete_oldest)
                 queue.append(self._issue(job, unit, chunks, streamed, buffer))
                 laps.lap("optimizer_pass", "wait for a buffer, request")
@@ -189,7 +189,7 @@ class UnitUpdater:
         """Queue one update of all chunks of a unit that is stored on the device."""
         assert isinstance(self.updater, KernelUpdater)
         state = self.store.units[unit]
-        self.store.settle_writes(unit)
+        self.store.wait_writes(unit)
         count = state.layout.num_chunks(self.plan.chunk_elements)
         views = self.store.stage(unit, 0, _NO_BUFFER, chunks=count, by_device=True).views
         views[Kind.GRADIENT] = self.gradients.on_device[unit].view(torch.uint8)
@@ -208,7 +208,7 @@ class UnitUpdater:
     ) -> ChunkUpdate:
         """Start to read the state and gradients of chunks into memory that the updater reaches."""
         if chunks.start == 0:
-            self.store.settle_writes(unit)
+            self.store.wait_writes(unit)
         views, waits, used, on_device = self.store.stage(
             unit,
             chunks.start,
@@ -223,10 +223,10 @@ class UnitUpdater:
         update.waits += job.copies.pop(unit, ())
         span = self.plan.part(self.plan.local_units[unit], Kind.GRADIENT, chunks.start, len(chunks))
         source = self.gradients.ranges[unit].part(span.start, span.stop - span.start)
-        view = source.reached(by_device=streamed)
+        view = source.addressable_view(by_device=streamed)
         if view is None:
             view, label = buffer[used : used + source.nbytes], (unit, "gradient")
-            device_view = source.reached(by_device=True)
+            device_view = source.addressable_view(by_device=True)
             if device_view is None:
                 update.waits.append(self.transfers.read([(source, view)], label=label))
             else:
@@ -241,7 +241,7 @@ class UnitUpdater:
     def _process(self, job: UpdateJob, update: ChunkUpdate) -> None:
         """Update chunks on the CPU, or queue their update, which `_land` completes."""
         if not update.streamed:  # a copy to the device may still read the old weights
-            update.waits.append(self._handover.weights_read(update.unit))
+            update.waits.append(self._handover.weights_read_event(update.unit))
         laps = Laps(self.transfers.trace, update.unit)
         if update.streamed:
             if not all(item.done() for item in update.waits):
@@ -359,7 +359,7 @@ class UnitUpdater:
 
     def _slot_range(self, update: ChunkUpdate, slot: Slot) -> Tensor:
         """Return the range of the slot for the weights of these chunks."""
-        shard, *_ = self.store.shard_in(update.unit, slot.memory)
+        shard, *_ = self.store.shard_views(update.unit, slot.memory)
         layout, chunks = self.plan.local_units[update.unit], update.chunks
         return shard[self.plan.part(layout, Kind.WEIGHT, chunks.start, len(chunks))]
 
@@ -392,7 +392,7 @@ class UnitUpdater:
         tiles = self._tiles(job, update.unit, update.chunks, update.device_views)
         pieces = self.updater.pieces(tiles, job.grad_scale)
         # A copy of the old weights to the device may still read the range about to change.
-        after = after_all(job.computed, self._handover.weights_read(update.unit))
+        after = after_all(job.computed, self._handover.weights_read_event(update.unit))
         self._launch(update, pieces, after)
 
     def _copy_in(

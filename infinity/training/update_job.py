@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from infinity.offload.gradient_copies import Copy
-from infinity.optim.moments import master_in, moment_in
+from infinity.optim.moments import master_views, moment_view
 from infinity.optim.update import Tile
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan
@@ -53,10 +53,12 @@ def tiles_of(
     precision = plan.precision_of(layout)
     start, _ = layout.chunk(chunks.start, plan.chunk_elements)
     count = sum(layout.chunk(chunks.stop - 1, plan.chunk_elements)) - start
-    weights, residuals = master_in(views, precision)
+    weights, residuals = master_views(views, precision)
     gradients = views[Kind.GRADIENT].view(gradient_dtype)
     moments = {
-        kind: moment_in(views[kind], precision.num_kept(kind, count), precision.format_of(kind))
+        kind: moment_view(
+            views[kind], precision.num_with_moment(kind, count), precision.format_of(kind)
+        )
         for kind in precision.moment_kinds
     }
     tiles = []

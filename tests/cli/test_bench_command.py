@@ -20,7 +20,7 @@ from infinity.cli.main import app
 from infinity.plan.load import ProcessorTimes
 from infinity.profiling import calibration, processor_rates
 from infinity.storage.device import CpuDevice
-from infinity.storage.drives import Drive, look_at
+from infinity.storage.drives import Drive, probe_path
 from infinity.swap_benchmark import comparison
 from infinity.swap_benchmark.comparison import Pairs
 from infinity.swap_benchmark.contenders import EngineContender, PlainThreads, Sample
@@ -54,7 +54,7 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def kept_rates(quick_rates: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def cached_or_nominal_rates(quick_rates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure rates of processors only, never of disks."""
     describe = doctor.describe
     monkeypatch.setattr(doctor, "describe", lambda paths, refresh: describe([]))
@@ -69,7 +69,7 @@ def drive(tmp_path: Path) -> Path:
 
 def some_drive(path: Path, **changes: Any) -> Drive:
     good = {"file_system": "ext4", "direct": True, "notes": [], "free_bytes": 50}
-    return replace(look_at(path), **(good | {"total_bytes": 100} | changes))
+    return replace(probe_path(path), **(good | {"total_bytes": 100} | changes))
 
 
 def test_verdict_follows_from_rates(drive: Path) -> None:
@@ -126,21 +126,21 @@ def test_bench_prints_verdict_and_rows_and_keeps_rates(drive: Path) -> None:
     for detail in ("io_uring", "threads", "compute", "CPU"):
         assert detail not in out
     assert error == "", "no progress where stderr is no terminal"
-    assert calibration.kept_rates([drive], CpuDevice()).nominal == ()
+    assert calibration.cached_or_nominal_rates([drive], CpuDevice()).nominal == ()
     assert list(drive.iterdir()) == []
     alone = json.loads(run("bench", "--json")[1])
     assert set(alone) == {"rates", "origin"}
     assert "disk_read" not in alone["rates"]
 
 
-@pytest.mark.usefixtures("brief", "kept_rates")
+@pytest.mark.usefixtures("brief", "cached_or_nominal_rates")
 def test_bench_without_paths_prints_the_rates_of_this_machine() -> None:
     code, out, _ = run("bench")
     assert (code, out.splitlines()[0][:18]) == (0, "rates      measure")
     assert "update: fp32" in out
 
 
-@pytest.mark.usefixtures("brief", "kept_rates")
+@pytest.mark.usefixtures("brief", "cached_or_nominal_rates")
 def test_bench_verbose_adds_ranges_settings_and_rates(drive: Path) -> None:
     code, out, error = run("bench", str(drive), *SMALL, "-v")
     assert code == 0, error
@@ -150,7 +150,7 @@ def test_bench_verbose_adds_ranges_settings_and_rates(drive: Path) -> None:
     assert str(drive) in out
 
 
-@pytest.mark.usefixtures("brief", "kept_rates")
+@pytest.mark.usefixtures("brief", "cached_or_nominal_rates")
 def test_bench_json_holds_all_numbers(drive: Path) -> None:
     second = drive.parent / "second"
     second.mkdir()
@@ -192,7 +192,7 @@ def test_bench_refuses_wrong_bytes(
     assert list(drive.iterdir()) == []
 
 
-@pytest.mark.usefixtures("brief", "kept_rates")
+@pytest.mark.usefixtures("brief", "cached_or_nominal_rates")
 def test_bench_names_the_load_of_other_programs(
     drive: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -273,7 +273,7 @@ def test_exit_code_is_that_of_the_error(
 
 def test_library_output_on_stdout_goes_to_stderr(capfd: pytest.CaptureFixture[str]) -> None:
     os.write(1, b"before\n")
-    with terminal.stdout_is_ours():
+    with terminal.library_stdout_to_stderr():
         os.write(1, b"noise of a library\n")
         subprocess.run(["echo", "noise of its compiler"], check=True)
     os.write(1, b"after\n")
@@ -284,7 +284,7 @@ def test_library_output_on_stdout_goes_to_stderr(capfd: pytest.CaptureFixture[st
 
 
 def test_stdout_is_restored_after_an_error(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(KeyError), terminal.stdout_is_ours():
+    with pytest.raises(KeyError), terminal.library_stdout_to_stderr():
         raise KeyError
     os.write(1, b"after\n")
     assert capfd.readouterr().out == "after\n"

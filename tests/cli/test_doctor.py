@@ -183,7 +183,7 @@ def test_failing_io_backend_is_explained(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_missing_torch_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    facts = doctor_module.examine([])
+    facts = doctor_module.collect_facts([])
     assert facts["torch"] is None
     found = {problem["what"]: problem for problem in facts["problems"]}["torch cannot be imported"]
     assert found["exit_code"] == 4
@@ -203,7 +203,7 @@ def computer(root: Path, files: dict[str, str]) -> Path:
 
 def test_too_little_memory_is_a_problem(tmp_path: Path) -> None:
     root = computer(tmp_path, {"proc/meminfo": MEMINFO.format(total=4 << 20, free=1 << 18)})
-    facts = doctor_module.examine([], root)
+    facts = doctor_module.collect_facts([], root)
     (problem,) = facts["problems"]
     assert problem["exit_code"] == 3
     assert "a run could use 204.80 MiB of RAM" in problem["what"]
@@ -216,7 +216,7 @@ def test_numa_nodes_match_kernels(tmp_path: Path) -> None:
     lists = [str(cpus[0]), ",".join(map(str, cpus[1:]))]
     files = {f"sys/devices/system/node/node{i}/cpulist": cpulist for i, cpulist in enumerate(lists)}
     files["proc/meminfo"] = MEMINFO.format(total=64 << 20, free=64 << 20)
-    facts = doctor_module.examine([], computer(tmp_path, files))
+    facts = doctor_module.collect_facts([], computer(tmp_path, files))
     several = len(cpus) > 1
     assert facts["kernels"]["cpus_by_node"] == ([cpus[:1], cpus[1:]] if several else [cpus])
     expected = f"1+{len(cpus) - 1} CPUs" if several else "no"
@@ -232,7 +232,7 @@ def test_memory_bound_of_cgroup(tmp_path: Path) -> None:
         "sys/fs/cgroup/box/memory.current": "0",
         "sys/kernel/mm/transparent_hugepage/enabled": "always madvise [never]\n",
     }
-    facts = doctor_module.examine([], computer(tmp_path, files))
+    facts = doctor_module.collect_facts([], computer(tmp_path, files))
     memory = facts["memory"]
     assert (memory["usable_bytes"], memory["physical_bytes"]) == (8 << 30, 64 << 30)
     assert memory["bounded_by"] == "memory cgroup /box"
@@ -241,7 +241,7 @@ def test_memory_bound_of_cgroup(tmp_path: Path) -> None:
     out = text_of(facts)
     assert "8.00 GiB usable, bounded by memory cgroup /box; 64.00 GiB in the machine" in out
     (tmp_path / "sys/fs/cgroup/box/memory.max").write_text("max")
-    assert doctor_module.examine([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"
+    assert doctor_module.collect_facts([], tmp_path)["memory"]["bounded_by"] == "the machine's RAM"
 
 
 # The machine file

@@ -87,7 +87,7 @@ def test_command_mistake_is_named(
         remaining = remaining.partition(text)[2]
     assert not (tmp_path / "run" / "run.json").exists()
     if name == "drive":
-        assert not (tmp_path / "run" / "data").exists()  # fails before tokenising
+        assert not (tmp_path / "run" / "data").exists()  # fails before tokenizing
 
 
 def model(width: int = 16) -> nn.Module:

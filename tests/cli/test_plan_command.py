@@ -289,24 +289,24 @@ def test_target_is_name_file_or_directory(tiny: str) -> None:
     assert answer("1.3B", *aliases)["model"]["family"] == "gpt2"
 
 
-def test_adapters_on_quantised_base(tmp_path: Path) -> None:
+def test_adapters_on_quantized_base(tmp_path: Path) -> None:
     """Sizes are computed by hand for two layers of 8b."""
     layers = smaller_model(tmp_path, "8b", num_hidden_layers=2)
     arguments = ["--device", "24GiB", "--host", "32GiB", "--disk", "1TiB", "--lora", "8"]
     plain = answer(layers, *arguments, "--tokens", "2048")
-    quantised = answer(layers, *arguments, "--tokens", "2048", "--rest", "nf4")
+    quantized = answer(layers, *arguments, "--tokens", "2048", "--rest", "nf4")
     hidden, inner, keys = 4096, 14336, 1024
     shapes = [(hidden, hidden)] * 2 + [(keys, hidden)] * 2 + [(inner, hidden)] * 3
     matrices, tables = 2 * sum(a * b for a, b in shapes), 2 * 128256 * hidden
     adapters = 2 * sum(8 * (a + b) for a, b in shapes)
     weights = [
         sum(at["bytes"] for at in report["plan"]["placement"]["weights"].values())
-        for report in (plain, quantised)
+        for report in (plain, quantized)
     ]
     assert weights[0] == pytest.approx(2 * (matrices + tables + adapters), rel=1e-3)
     assert weights[1] == pytest.approx(0.5625 * matrices + 2 * (tables + adapters), rel=1e-3)
-    assert "436.2M rest and travel as nf4 (lossy)" in quantised["plan"]["frozen"]
-    assert quantised["model"]["parameters"] == plain["model"]["parameters"]
+    assert "436.2M rest and travel as nf4 (lossy)" in quantized["plan"]["frozen"]
+    assert quantized["model"]["parameters"] == plain["model"]["parameters"]
     for wrong in (["--rest", "nf4"], ["--lora", "8", "--rest", "fp4"]):
         code, _, error = run(layers, *arguments[:6], *wrong)
         assert code == 2

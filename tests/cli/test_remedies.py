@@ -10,7 +10,7 @@ import pytest
 from support.runs import LENGTH, settings
 
 from infinity.cli.main import load
-from infinity.cli.remedies import NAMES, for_plan, for_train
+from infinity.cli.remedies import NAMES, plan_command_text, train_command_text
 from infinity.config.schema import load_config
 from infinity.plan.advice import Change
 from infinity.train.settings import RunConfig, load_run_config
@@ -51,7 +51,7 @@ def test_plan_accepts_change(change: Change) -> None:
     plan = load("plan")
     options = {name for param in plan.params for name in (*param.opts, *param.secondary_opts)}
     for of_run in (False, True):
-        typed = for_plan(of_run=of_run)((change,))
+        typed = plan_command_text(of_run=of_run)((change,))
         assert typed
         if of_run and change.name == "adapter":
             assert typed in ("adapter.type=lora", "adapter.type=qlora")
@@ -69,7 +69,7 @@ def test_plan_accepts_change(change: Change) -> None:
 def test_train_accepts_change_unless_hardware(change: Change, tmp_path: Path) -> None:
     raw = settings(tmp_path, engine__nvme_path=str(tmp_path))
     run = load_run_config(raw)
-    typed = for_train(run, LENGTH)((change,))
+    typed = train_command_text(run, LENGTH)((change,))
     assert (typed is None) == (change.name in {*HARDWARE, "finer_units"})
     found = load_run_config(raw, shlex.split(typed or ""))
     assert typed is None or found != run or already_set(run, change)
@@ -83,10 +83,10 @@ def test_batch_change_is_global(tmp_path: Path) -> None:
         raw["training"]["tokens_per_step"] = tokens
         raw["engine"].pop("gradient_accumulation_steps", None)
         raw["engine"] |= steps
-        typed = for_train(load_run_config(raw), LENGTH)((change,))
+        typed = train_command_text(load_run_config(raw), LENGTH)((change,))
         assert typed is not None
         found = load_run_config(raw, shlex.split(typed))
-        assert found.tokens_of_a_step(LENGTH) == 8 * LENGTH
+        assert found.tokens_per_step_with(LENGTH) == 8 * LENGTH
         assert found.training.micro_batch == 2
 
 

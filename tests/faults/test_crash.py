@@ -28,11 +28,11 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "done").read_text()
 
 
-def start(folder: Path, job: Job, die_at_line: int | None = None) -> Any:
+def start(folder: Path, job: Job, kill_at_line: int | None = None) -> Any:
     """Start a child that runs the job in a folder, which may exist."""
     target, placement, every = job
     folder.mkdir(parents=True, exist_ok=True)
-    return forked.start(target, str(folder), placement, every, die_at_line=die_at_line)
+    return forked.start(target, str(folder), placement, every, kill_at_line=kill_at_line)
 
 
 def phase_of(folder: Path) -> str:
@@ -87,7 +87,7 @@ def test_kill_at_any_line_resumes_to_same_state(tmp_path: Path, expected: str, n
     job, kills = JOBS[name], Counter[str]()
     rng = random.Random(name)
     for line in LINES:
-        child = start(tmp_path, job, die_at_line=line + rng.randrange(3_000))
+        child = start(tmp_path, job, kill_at_line=line + rng.randrange(3_000))
         child.join()
         assert child.exitcode in (0, -signal.SIGKILL)
         kills[phase_of(tmp_path) if child.exitcode else "done"] += 1

@@ -22,7 +22,7 @@ from support.durable import (
     stacked,
     state_of,
     step,
-    train_and_tell,
+    train_and_log,
     undisturbed,
 )
 
@@ -65,7 +65,7 @@ def kill_repeatedly(root: Path, case: str, moments: Iterable[int | float | None]
         (root / "told").write_text("")
         line, extra = moment if isinstance(moment, int) else None, 2 if moment is None else None
         args = str(root), options, extra, build
-        child = forked.start(train_and_tell, *args, die_at_line=line)
+        child = forked.start(train_and_log, *args, kill_at_line=line)
         if isinstance(moment, float):
             child.join(moment)
             os.kill(child.pid, signal.SIGKILL)

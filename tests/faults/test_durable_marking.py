@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import forked
 from support.durable import PLACEMENTS, durable_engine, gated, step
-from support.inside import components
+from support.internals import components
 
 import infinity
 from infinity.errors import InfinityWarning, MachineError

@@ -16,7 +16,7 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.small import (
     MIXED,
     ON_DEVICE,

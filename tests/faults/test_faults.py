@@ -24,13 +24,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.leaks import descriptors, tasks
-from support.patience import wait_until
 from support.small import batch, masters, same, settings, small_model
 from support.trainer import make_device
+from support.waiting import wait_until
 from torch import Tensor
 
 import infinity
@@ -192,7 +192,7 @@ def run(case: Case, root: Path) -> Outcome:
     accelerator = FakeAccelerator(case.seed, max_delay_s=0.0005) if case.uses_accelerator else None
     engine = None
     try:
-        engine, *_ = rough.initialize(
+        engine, *_ = fault_injection.initialize(
             small_model(num_blocks=2), case.config(root), device=accelerator
         )
         train(engine, outcome)

@@ -23,7 +23,7 @@ from infinity.cli.init import _write as write_preset
 from infinity.common.files import TEMPORARY_NAME, atomic_write
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
-from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.model.weight_files import TensorToWrite, WeightFiles, write_shards
 from infinity.profiling.trace_recorder import Trace
 from infinity.train.directory import RunDirectory
 from infinity.train.metrics import Metrics
@@ -55,10 +55,10 @@ def save(
         (folder / "config.json").write_text(model)
 
     tensors = [
-        Outgoing(n, (4,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
+        TensorToWrite(n, (4,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
         for n in NAMES
     ]
-    return write_shards(directory, tensors, MAX_SHARD[form], beside=write_config)
+    return write_shards(directory, tensors, MAX_SHARD[form], write_extra=write_config)
 
 
 def loaded_model(directory: Path) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
+from support import fault_injection
 from support.small import MIXED, ON_DEVICE, ON_DISK, masters, same, settings, small_model, train
 from torch import Tensor
 
@@ -33,7 +33,7 @@ PLACEMENTS = (ON_DISK, MIXED, {**ON_DEVICE, "optimizer_state": "disk"})
 def make_engine(root: Path, placement: dict[str, str], **options: Any) -> Engine:
     root.mkdir(exist_ok=True)
     config = settings(root, placement, **options)
-    return rough.initialize(small_model(num_blocks=2), config, poison=None)[0]
+    return fault_injection.initialize(small_model(num_blocks=2), config, poison=None)[0]
 
 
 def state_of(engine: Engine) -> dict[str, Tensor]:

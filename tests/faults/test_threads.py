@@ -15,7 +15,6 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.leaks import descriptors, native_threads, threads
-from support.patience import wait_until
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -28,6 +27,7 @@ from support.small import (
     small_model,
     train,
 )
+from support.waiting import wait_until
 from torch import Tensor
 
 import infinity

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.small import VOCABULARY, small_model
 from torch import Tensor
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, Rooms, combinations
+from support.cuda_pieces import BF16, FLOATS, FP32, HYPERS, PieceBuffers, combinations
 
 from infinity.errors import ConfigError, ResidencyError
 from infinity.optim import cuda, cuda_compile
@@ -47,7 +47,7 @@ def test_update_equals_cpu_kernels(gpu, cpu, rule: str) -> None:
         if combination[0] != rule:
             continue
         _, weight, gradient, format = combination
-        source = Rooms(seed=7)
+        source = PieceBuffers(seed=7)
         for aligned, wild in itertools.product((True, False), repeat=2):
             params_by_index = itertools.cycle(HYPERS[rule])
             states = [
@@ -65,7 +65,7 @@ def test_update_equals_cpu_kernels(gpu, cpu, rule: str) -> None:
 
 @pytest.mark.parametrize("step_count", [20])
 def test_update_equals_cpu_kernels_after_many_steps(gpu, cpu, step_count: int) -> None:
-    state = Rooms(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
+    state = PieceBuffers(seed=3).make(1_000_000, BF16, BF16, ADAM, MomentFormat.INT8, wild=False)
     on_gpu = state.copy("cuda:0")
     for step in range(1, step_count + 1):
         state.step = on_gpu.step = step
@@ -76,7 +76,7 @@ def test_update_equals_cpu_kernels_after_many_steps(gpu, cpu, step_count: int) -
 
 @pytest.mark.parametrize("count", [40, 300, 700])
 def test_update_of_many_parameters_and_groups(gpu, cpu, count: int) -> None:
-    source = Rooms(seed=1)
+    source = PieceBuffers(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     states = [
         source.make(977 * k % 9001 + 1, BF16, BF16, params_by_index[k % 4], MomentFormat.FP32)
@@ -102,7 +102,7 @@ def test_square_sums_equal_cpu_kernels(gpu, cpu, dtype: torch.dtype) -> None:
 
 
 def test_update_is_enqueued_on_current_stream(gpu, cpu) -> None:
-    state = Rooms(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
+    state = PieceBuffers(seed=2).make(200_000, BF16, BF16, ADAM, MomentFormat.FP32, wild=False)
     on_gpu = state.copy("cuda:0")
     gpu.update_all([state.copy("cuda:0").piece])  # compiles and loads the kernels
     torch.cuda.synchronize()
@@ -125,7 +125,7 @@ def test_update_is_enqueued_on_current_stream(gpu, cpu) -> None:
 
 
 def test_update_launched_from_another_thread(gpu, cpu) -> None:
-    state = Rooms(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
+    state = PieceBuffers(seed=4).make(5000, FP32, FP32, ADAM, MomentFormat.FP32)
     on_gpu = state.copy("cuda:0")
     errors: list[BaseException] = []
 
@@ -155,7 +155,7 @@ def test_compiled_kernels_are_cached(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_invalid_input_is_refused(gpu) -> None:
-    piece = Rooms(seed=5).make(300, BF16, BF16, ADAM, MomentFormat.FP32).copy("cuda:0").piece
+    piece = PieceBuffers(seed=5).make(300, BF16, BF16, ADAM, MomentFormat.FP32).copy("cuda:0").piece
     with pytest.raises(ResidencyError, match="gradient is on cpu"):
         gpu.update_all([piece._replace(gradient=piece.gradient.cpu())])
     with pytest.raises(ConfigError, match="overlap"):

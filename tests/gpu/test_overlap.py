@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.small import VOCABULARY, small_model
 from torch import Tensor
 
@@ -26,7 +26,7 @@ from infinity.plan.plan import UpdatePlace, update_place
 from infinity.profiling.trace_reader import read_timeline
 from infinity.profiling.trace_shares import Shares
 from infinity.storage.cuda_events import CudaEvent
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 
 pytestmark = [
     pytest.mark.gpu,
@@ -175,7 +175,7 @@ def test_backward_called_on_the_loss(tmp_path: Path, placement: str) -> None:
 
 def test_copy_streams_are_not_handed_out_to_users() -> None:
     """torch hands out 32 streams per priority, in rotation."""
-    with closing(find_device("cuda")) as device:
+    with closing(resolve_device("cuda")) as device:
         copy_streams = [
             device._h2d_stream,
             device._d2h_stream,

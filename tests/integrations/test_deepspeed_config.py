@@ -21,11 +21,11 @@ from torch.utils.data import TensorDataset
 
 import infinity
 from infinity.config.optimizer import LossScaleConfig
-from infinity.config.schema import DEEPSPEED_NAMES, Config, load_config
+from infinity.config.schema import DEEPSPEED_KEYS, Config, load_config
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.config import Translation, translate_deepspeed
 from infinity.integrations.deepspeed.key_table import TABLE, Key, KeyStatus
-from infinity.integrations.deepspeed.keys import KEYS, OLD_NAMES, SECTIONS, names_in
+from infinity.integrations.deepspeed.keys import KEYS, RENAMED_KEYS, SECTIONS, names_in
 from infinity.integrations.deepspeed.settings import read_settings
 from infinity.integrations.deepspeed.source import find_source, is_deepspeed
 
@@ -370,7 +370,7 @@ def test_key_table_covers_installed_deepspeed_schema() -> None:
         "comet": monitor.CometConfig,
         "compile": compiled.CompileConfig,
     }
-    known = {*KEYS, *OLD_NAMES, *SECTIONS}
+    known = {*KEYS, *RENAMED_KEYS, *SECTIONS}
     for section, schema in sections.items():
         for name, info in schema.model_fields.items():
             for word in {name, info.alias or name}:
@@ -681,9 +681,9 @@ def test_nvme_paths_collected_or_unused() -> None:
 # --- names -----------------------------------------------------------------------------------
 
 
-@each([name for name in OLD_NAMES if OLD_NAMES[name] in KEYS])
+@each([name for name in RENAMED_KEYS if RENAMED_KEYS[name] in KEYS])
 def test_deprecated_key_equals_current_key(old: str) -> None:
-    key = KEYS[OLD_NAMES[old]]
+    key = KEYS[RENAMED_KEYS[old]]
     value = DONE[key.name][0] if key.name in DONE else SAMPLES[key.kind]
     found = translated({old: value})
     assert values(found.config) == values(translated({key.name: value}).config)
@@ -1121,4 +1121,4 @@ def test_table_described_only_at_info_level(
 
 
 def test_deepspeed_names_match_key_table() -> None:
-    assert frozenset(names_in("")) - Config.model_fields.keys() == DEEPSPEED_NAMES
+    assert frozenset(names_in("")) - Config.model_fields.keys() == DEEPSPEED_KEYS

@@ -20,7 +20,7 @@ from support.forked import Program
 
 import infinity
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.door import announce_alone
+from infinity.integrations.deepspeed.door import set_single_process_environment
 
 ROOT = Path(__file__).parents[2]
 DOORS = ROOT / "tests" / "integrations" / "doors"
@@ -198,12 +198,12 @@ def test_infinity_run_starts_one_and_two_processes(tmp_path: Path) -> None:
 def test_announce_alone_picks_free_port() -> None:
     first: dict[str, str] = {}
     second: dict[str, str] = {}
-    announce_alone(first)
+    set_single_process_environment(first)
     with socket.create_server((first["MASTER_ADDR"], int(first["MASTER_PORT"]))):
-        announce_alone(second)
+        set_single_process_environment(second)
         socket.create_server((second["MASTER_ADDR"], int(second["MASTER_PORT"]))).close()
     given = {"MASTER_PORT": "7"}
-    announce_alone(given)
+    set_single_process_environment(given)
     assert given["MASTER_PORT"] == "7"
 
 

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.fault_injection import faulty_io
 from support.loops import loop_mount
-from support.rough import rough_io
 from torch import Tensor
 
 from infinity import _aio
@@ -299,7 +299,7 @@ def test_late_wait_checks_sums_at_submission(tmp_path: Path) -> None:
 def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
     path = tmp_path / "drive"
     path.mkdir()
-    with rough_io(faults="seed=1,kinds=stuck,rate=1"):
+    with faulty_io(faults="seed=1,kinds=stuck,rate=1"):
         disk = Disk([path], IoConfig(timeout_s=0.2))
     extent = disk.extent(PAGE, "unit 'u', chunk 7")
     disk.allocate()
@@ -314,6 +314,6 @@ def test_stuck_request_times_out_and_close_returns(tmp_path: Path) -> None:
 
 
 def test_native_engine_rejection_raises_config_error(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="io: "), rough_io(faults="seed=1,kinds=fire"):
+    with pytest.raises(ConfigError, match="io: "), faulty_io(faults="seed=1,kinds=fire"):
         Disk([tmp_path], IoConfig())
     assert not list(tmp_path.iterdir())

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
-from support.patience import wait_until
-from support.rough import rough_io
+from support.fault_injection import faulty_io
+from support.internals import components
 from support.small import MIXED, ON_DISK, batch, masters, same, small_engine, train
+from support.waiting import wait_until
 from torch import Tensor
 
 from infinity import _aio
@@ -42,7 +42,7 @@ def completed_ns(request: _aio.Ticket | None) -> int:
 
 def test_urgent_read_finishes_first(tmp_path: Path) -> None:
     """An urgent read overtakes a long write-back and a read-ahead."""
-    with rough_io(slow_bytes_per_s=20 << 20):
+    with faulty_io(slow_bytes_per_s=20 << 20):
         disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
         extents = [disk.extent(1 << 20) for _ in range(3)]
@@ -62,7 +62,7 @@ def test_urgent_read_finishes_first(tmp_path: Path) -> None:
 
 
 def test_waiting_promotes_request(tmp_path: Path) -> None:
-    with rough_io(slow_bytes_per_s=4 << 20):
+    with faulty_io(slow_bytes_per_s=4 << 20):
         disk = Disk([tmp_path], IoConfig(block_size=64 << 10, queue_depth=1))
     try:
         extents = [disk.extent(1 << 20) for _ in range(3)]

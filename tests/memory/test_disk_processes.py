@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 from support.forked import Program
-from support.inside import components
+from support.internals import components
 from support.loops import loop_mount, loop_name, throttled
-from support.patience import wait_until
 from support.small import (
     assert_nothing_left,
     batch,
@@ -27,6 +26,7 @@ from support.small import (
     train,
 )
 from support.train_alone import digest, train_alone
+from support.waiting import wait_until
 
 import infinity
 from infinity.errors import EngineFailedError, InfinityError, MachineError, TransferError

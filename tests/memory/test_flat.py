@@ -15,7 +15,7 @@ import torch
 from support import forked
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
-from support.process_memory import SMALL_BYTES, count_held, held_bytes
+from support.process_memory import SMALL_BYTES, count_held, resident_bytes
 from support.small import MIXED, ON_DISK, batch, settings, small_model, train
 
 import infinity
@@ -38,7 +38,7 @@ class Usage:
         return_freed_memory()
         files = [p.stat() for p in path.rglob("*") if p.is_file()]
         return cls(
-            memory=held_bytes(),
+            memory=resident_bytes(),
             files=frozenset(open_files()),
             threads=frozenset(str(thread) for thread in threading.enumerate()),
             on_disk=sum(file.st_size for file in files),
@@ -122,10 +122,10 @@ def memory_of_engine(path: Path, weights: str) -> tuple[int, int]:
     count_held()
     config = settings(path, {"weights": weights, "optimizer_state": "host", "gradients": "host"})
     for num_blocks in (1, 8):
-        start = held_bytes()
+        start = resident_bytes()
         model = small_model(width=1024, num_blocks=num_blocks)
         engine, *_ = infinity.initialize(model, {**config, "chunk_size": 1 << 20})
         train(engine, 1)
-        grown = held_bytes() - start
+        grown = resident_bytes() - start
         engine.close()
-    return grown, held_bytes() - start
+    return grown, resident_bytes() - start

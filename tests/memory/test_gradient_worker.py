@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.ordered_accelerator import ordered_device
 from support.small import (
     MIXED,
@@ -83,8 +83,8 @@ def test_windows_read_in_expected_order(
         reads.append(label[0])
         return HAPPENED
 
-    monkeypatch.setattr(gradient_windows, "num_windows", lambda plan: 2)
-    monkeypatch.setattr(gradient_windows, "largest_window", lambda plan: 4096)
+    monkeypatch.setattr(gradient_windows, "num_gradient_windows", lambda plan: 2)
+    monkeypatch.setattr(gradient_windows, "gradient_window_bytes", lambda plan: 4096)
     plan: Any = SimpleNamespace(
         local_units=[SimpleNamespace(trained_segments=[0])] * 5, ranks=1,
         gradient_bytes=lambda unit: 4096,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from support.forked import call
-from support.init_alone import make_engine_alone
+from support.init_alone import measure_initialization
 from support.process_memory import SMALL_BYTES, needs_peak
 
 from infinity.model.deferred_init import KEEP_BYTES
@@ -15,7 +15,7 @@ pytestmark = needs_peak
 
 
 def memory_growth(path: Path, mode: str) -> dict[str, int]:
-    found: dict[str, int] = call(make_engine_alone, path, mode)
+    found: dict[str, int] = call(measure_initialization, path, mode)
     assert not list(path.iterdir())
     return found
 
@@ -26,7 +26,7 @@ def test_initialize_peak_within_plan(tmp_path: Path, mode: str) -> None:
     found = memory_growth(tmp_path, mode)
     margin = 4 * found["largest"] + SMALL_BYTES  # truncated initialization compares and redraws
     assert found["built"] < (KEEP_BYTES + margin if mode == "init" else SMALL_BYTES)
-    assert found["initialised"] < found["planned"] + margin
+    assert found["initialized"] < found["planned"] + margin
     assert found["model"] > 2 * (found["planned"] + margin), "the model must be much larger"
 
 

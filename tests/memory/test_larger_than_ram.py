@@ -96,7 +96,7 @@ def make_job(width: int, num_layers: int, steps: int) -> dict[str, Any]:
         "precision": "fp32",  # few test machines multiply bf16 fast
         "steps": steps,
         "micro_batches": 2,
-        "reload": "initialised",
+        "reload": "initialized",
     }
 
 

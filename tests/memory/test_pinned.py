@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.bare_cuda import bare_cuda_device
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.small import small_model
 
 import infinity
@@ -25,7 +25,7 @@ from infinity.storage import cuda as cuda_module
 from infinity.storage import host_arena as host_module
 from infinity.storage import prefault as prefault_module
 from infinity.storage.cuda import CudaDevice
-from infinity.storage.host_arena import HostArena, arena_for
+from infinity.storage.host_arena import HostArena, make_arena
 from infinity.storage.prefault import prefault
 from infinity.types import PAGE, Kind
 
@@ -74,7 +74,7 @@ def test_arena_rounds_up_to_pages_only(nbytes: int, monkeypatch: pytest.MonkeyPa
 
 
 def test_arena_for_ranges_has_exact_size() -> None:
-    arena = arena_for([1, PAGE, PAGE + 1])
+    arena = make_arena([1, PAGE, PAGE + 1])
     assert arena.nbytes == 4 * PAGE
     views = [arena.carve(size) for size in (1, PAGE, PAGE + 1)]
     assert [view.data_ptr() - address_of(arena) for view in views] == [0, PAGE, 2 * PAGE]

@@ -72,7 +72,7 @@ def test_measured_peaks_match_plan(tmp_path: Path, names: tuple[str, ...]) -> No
     assert_initial_write_peak(found.pop("initial_write"))
     for name, one in found.items():
         host, ram = one["memory"]["host"], ram_of(one)
-        assert one["initialised"] <= ram + SMALL_BYTES, name
+        assert one["initialized"] <= ram + SMALL_BYTES, name
         ram += one["activations"] - host["saving"]  # nothing is saved
         assert one["peak"] <= ram + SMALL_BYTES, name
         # All gradients of a unit are planned, one is held. Unused buffers are not resident.
@@ -93,5 +93,5 @@ def ram_of(found: dict[str, Any]) -> int:
 
 def assert_initial_write_peak(found: dict[str, Any]) -> None:
     host, ram = found["memory"]["host"], ram_of(found)
-    assert found["initialised"] <= ram + SMALL_BYTES
-    assert found["initialised"] > ram - host["initial_write"] - host["gradients"]
+    assert found["initialized"] <= ram + SMALL_BYTES
+    assert found["initialized"] > ram - host["initial_write"] - host["gradients"]

@@ -20,9 +20,9 @@ from support.adam_values import (
     Source,
     assert_same,
     bits,
-    copy_in_place,
+    copy_aligned,
     equal_or_both_nan,
-    update_one,
+    update_piece,
 )
 from support.reference import reference_square_sum, reference_update
 from support.rounding import join_master, split_master
@@ -73,7 +73,7 @@ def test_update_equals_reference(
     pools, seed, n, layout, gradient_dtype, rule_params, kind, step, grad_scale, key, block, wild
 ) -> None:
     source = Source(seed)
-    state = source.whole_state(n, layout, rule_params, kind, wild=wild)
+    state = source.update_state(n, layout, rule_params, kind, wild=wild)
     gradient = source.floats(n, gradient_dtype, wild=wild)
     first = block * MOMENT_BLOCK
     if kind is not MomentFormat.INT8:
@@ -83,7 +83,7 @@ def test_update_equals_reference(
     reference_update(want.weight, want.master_state, want.moments, *arguments)
     for pool in pools:
         got = state.copy()
-        update_one(pool, got.weight, got.master_state, got.moments, *arguments)
+        update_piece(pool, got.weight, got.master_state, got.moments, *arguments)
         assert_same(got.tensors, want.tensors)
 
 
@@ -93,7 +93,7 @@ def test_update_equals_reference_for_every_rule_and_layout(pools, rule_params, k
     source = Source(17)
     for layout in LAYOUTS:
         for gradient_dtype in FLOATS:
-            state = source.whole_state(1033, layout, rule_params, kind)
+            state = source.update_state(1033, layout, rule_params, kind)
             gradient = source.floats(1033, gradient_dtype)
             want = state.copy()
             reference_update(
@@ -101,7 +101,7 @@ def test_update_equals_reference_for_every_rule_and_layout(pools, rule_params, k
             )
             for pool in pools[::4]:
                 got = state.copy()
-                update_one(
+                update_piece(
                     pool,
                     got.weight,
                     got.master_state,
@@ -129,11 +129,11 @@ def test_update_does_not_depend_on_piece_boundaries(
 ) -> None:
     """Updating consecutive pieces, in one job or in several, equals updating the whole tensor."""
     source = Source(seed)
-    full = source.whole_state(n, "split", rule_params, kind)
+    full = source.update_state(n, "split", rule_params, kind)
     gradient = source.floats(n, BF16)
     in_one_job, separately = full.copy(), full.copy()
     step, scale, key, first = 5, 0.25, 77, 2**32 - 2048
-    update_one(
+    update_piece(
         pools[-1],
         full.weight,
         full.master_state,
@@ -153,7 +153,7 @@ def test_update_does_not_depend_on_piece_boundaries(
         arguments = (gradient[start:end], rule_params, step, scale, key, first + start)
         job.append(Piece(state.weight, state.master_state, state.moments, *arguments))
         separate_state = separately.part(start, end)
-        update_one(
+        update_piece(
             pools[0],
             separate_state.weight,
             separate_state.master_state,
@@ -169,7 +169,7 @@ def test_update_does_not_depend_on_piece_boundaries(
 def test_job_of_many_pieces_equals_reference(pools, kind) -> None:
     source = Source(31)
     sizes = [0, 1, 127, 40_000, 128, 33_000, 5, 16_384, 16_385, 0]
-    states = [source.whole_state(n, "split", ADAMW, kind, wild=False) for n in sizes]
+    states = [source.update_state(n, "split", ADAMW, kind, wild=False) for n in sizes]
     gradients = [source.floats(n, BF16, wild=False) for n in sizes]
     wants = [state.copy() for state in states]
     for key, (want, gradient) in enumerate(zip(wants, gradients, strict=True)):
@@ -200,11 +200,11 @@ def test_accumulate_and_convert_equal_torch(pools, seed, n, target_dtype, source
     converted = torch.empty_like(target).copy_(term)
     results = []
     for pool in pools:
-        total = copy_in_place(target)
+        total = copy_aligned(target)
         pool.accumulate(total, term)
         assert equal_or_both_nan(total, added)
         assert set(bits(total)[total.isnan().numpy()]) <= {0x7FC00000, 0x7FC0, 0x7E00}
-        cast = copy_in_place(target)
+        cast = copy_aligned(target)
         pool.convert(cast, term)
         assert equal_or_both_nan(cast, converted)
         if target_dtype == source_dtype:
@@ -296,7 +296,7 @@ def test_nan_is_canonical_after_an_update(pools) -> None:
         for pool in pools:
             weight, residual, moment1, moment2 = Source(3).state(100, split=split, wild=False)
             gradient = torch.full((100,), -torch.nan)
-            update_one(
+            update_piece(
                 pool, weight, residual, [Moment(moment1), Moment(moment2)], gradient, ADAMW, 1
             )
             assert set(bits(weight)) == {0x7FC0 if split else 0x7FC00000}

@@ -17,9 +17,9 @@ from support.adam_values import (
     Source,
     assert_same,
     bits,
-    copy_in_place,
+    copy_aligned,
     fp32_moments,
-    update_one,
+    update_piece,
 )
 from support.reference import reference_square_sum, reference_update
 
@@ -34,7 +34,7 @@ def test_two_threads_share_one_pool() -> None:
     state = source.state(n, split=True, wild=False)
     gradient = source.floats(n, BF16, wild=False)
     total = source.floats(n, torch.float32, wild=False)
-    want_total, want_state = total.clone(), [copy_in_place(tensor) for tensor in state]
+    want_total, want_state = total.clone(), [copy_aligned(tensor) for tensor in state]
     for step in range(1, 9):
         reference_update(*want_state[:2], fp32_moments(want_state), gradient, ADAMW, step)
     for _ in range(8):
@@ -44,7 +44,7 @@ def test_two_threads_share_one_pool() -> None:
     def update_all() -> None:
         started.wait()
         for step in range(1, 9):
-            update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, step)
+            update_piece(pool, *state[:2], fp32_moments(state), gradient, ADAMW, step)
 
     def accumulate() -> None:
         started.wait()
@@ -88,13 +88,13 @@ def test_flush_denormal_does_not_change_results() -> None:
     source = Source(8)
     state = source.state(50_000, split=True)
     gradient = source.floats(50_000, torch.float32)
-    want = [copy_in_place(tensor) for tensor in state]
+    want = [copy_aligned(tensor) for tensor in state]
     reference_update(*want[:2], fp32_moments(want), gradient, ADAMW, 1)
     if not torch.set_flush_denormal(True):
         pytest.skip("this CPU cannot flush denormals")
     try:
         with CpuKernels(2) as pool:
-            update_one(pool, *state[:2], fp32_moments(state), gradient, ADAMW, 1)
+            update_piece(pool, *state[:2], fp32_moments(state), gradient, ADAMW, 1)
         assert float(torch.full((1,), 1e-40) * 2) == 0.0  # torch's setting is restored
     finally:
         torch.set_flush_denormal(False)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.adam_values import ADAMW, L2, Source, update_one
+from support.adam_values import ADAMW, L2, Source, update_piece
 from support.rounding import join_master, split_master
 
 from infinity.optim.cpu import CpuKernels
@@ -66,7 +66,7 @@ def test_adam_agrees_with_torch_within_ulps(rule_params, split) -> None:
             native_moments = [moment.clone() for moment in moments]
             if split:
                 split_halves = split_master(master)
-                update_one(
+                update_piece(
                     pool,
                     *split_halves,
                     [Moment(moment) for moment in native_moments],
@@ -76,7 +76,7 @@ def test_adam_agrees_with_torch_within_ulps(rule_params, split) -> None:
                 )
                 master = join_master(*split_halves)
             else:
-                update_one(
+                update_piece(
                     pool,
                     master,
                     None,

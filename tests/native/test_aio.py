@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S
 from support.native_io import BLOCK, KIB, Buffer, make_file, noise
+from support.stalled import LONG_S
 
 from infinity._aio import READ, WRITE, Engine, File
 

@@ -9,15 +9,15 @@ import signal
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, held_engine, interrupt, while_this_thread_waits
 from support.native_io import BLOCK, Buffer, make_file, noise
-from support.patience import wait_until
+from support.stalled import LONG_S, interrupt, run_when_gil_is_released, stalled_engine
+from support.waiting import wait_until
 
 from infinity._aio import READ, AioError, Engine
 
 
 def test_wait_releases_the_gil(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend)
+    engine = stalled_engine(backend)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
@@ -27,13 +27,13 @@ def test_wait_releases_the_gil(backend: str, tmp_path: Path) -> None:
         ticket.wait(float("nan"))
     assert not ticket.done()
     assert ticket.times_ns is None
-    with while_this_thread_waits(engine.close):
+    with run_when_gil_is_released(engine.close):
         assert ticket.wait(LONG_S) is True
     assert ticket.times_ns is not None
 
 
 def test_interrupted_wait_leaves_the_request_running(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend)
+    engine = stalled_engine(backend)
     data = noise(4 * BLOCK)
     file = make_file(tmp_path / "f", data)
     target = Buffer(4 * BLOCK)
@@ -45,7 +45,7 @@ def test_interrupted_wait_leaves_the_request_running(backend: str, tmp_path: Pat
 
 
 def test_close_cancels_queued_requests(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend)
+    engine = stalled_engine(backend)
     data = noise(20 * BLOCK)
     file = make_file(tmp_path / "f", data)
     target = Buffer(20 * BLOCK)
@@ -77,7 +77,7 @@ def test_close_cancels_queued_requests(backend: str, tmp_path: Path) -> None:
 def test_dropped_engine_waits_for_blocks_in_flight(backend: str, tmp_path: Path) -> None:
     file = make_file(tmp_path / "f", bytes(8 * BLOCK))
     target = Buffer(8 * BLOCK)
-    engine = held_engine(backend, queue_depth=2)
+    engine = stalled_engine(backend, queue_depth=2)
     ticket = engine.submit(READ, [(file, 0, 8 * BLOCK, target.address)])
     del engine
     gc.collect()
@@ -87,7 +87,7 @@ def test_dropped_engine_waits_for_blocks_in_flight(backend: str, tmp_path: Path)
 
 
 def test_engine_in_forked_child_raises(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend)
+    engine = stalled_engine(backend)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, target.address)])
@@ -130,7 +130,7 @@ def test_dropped_ticket_waits_for_its_transfer(backend: str, tmp_path: Path) -> 
     """Dropping a ticket waits for its transfer, so that its memory can be reused."""
     file = make_file(tmp_path / "file", noise(4 * BLOCK))
     buffer = Buffer(4 * BLOCK)
-    engine = held_engine(backend)
+    engine = stalled_engine(backend)
     ticket = engine.submit(READ, [(file, 0, 4 * BLOCK, buffer.address)])
     assert wait_until(lambda: engine.counters()["in_flight_blocks"] == 4)
     events: list[str] = []
@@ -139,7 +139,7 @@ def test_dropped_ticket_waits_for_its_transfer(backend: str, tmp_path: Path) -> 
         events.append("closing")
         engine.close()
 
-    with while_this_thread_waits(close):
+    with run_when_gil_is_released(close):
         del ticket
         events.append("dropped")
         assert engine.counters()["in_flight_blocks"] == 0

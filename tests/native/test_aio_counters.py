@@ -8,16 +8,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, held_engine
 from support.leaks import descriptors, native_threads
 from support.native_io import BLOCK, Buffer, make_file, slow_engine
-from support.patience import wait_until
+from support.stalled import LONG_S, stalled_engine
+from support.waiting import wait_until
 
 from infinity._aio import READ, WRITE, Engine, File
 
 
 def test_queue_depth_bounds_blocks_in_flight(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend, queue_depth=3)
+    engine = stalled_engine(backend, queue_depth=3)
     file = make_file(tmp_path / "f", bytes(20 * BLOCK))
     target = Buffer(20 * BLOCK)
     tickets = [engine.submit(READ, [(file, 0, 5 * BLOCK, target.address)]) for _ in range(4)]
@@ -144,7 +144,7 @@ def test_device_counters(backend: str, files_on_two_devices: list[File]) -> None
 
 
 def test_devices_transfer_concurrently(backend: str, files_on_two_devices: list[File]) -> None:
-    engine = held_engine(backend, queue_depth=1)
+    engine = stalled_engine(backend, queue_depth=1)
     target = Buffer(2 * BLOCK)
     segments = [
         (f, 0, BLOCK, target.address + i * BLOCK) for i, f in enumerate(files_on_two_devices)

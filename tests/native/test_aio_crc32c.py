@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 import pytest
-from support.held import while_this_thread_waits
 from support.native_io import Buffer, noise
+from support.stalled import run_when_gil_is_released
 
 from infinity import _aio
 
@@ -128,7 +128,7 @@ def test_crc32c_releases_the_gil() -> None:
     """Another thread runs while this one computes checksums."""
     buffer = Buffer(16 << 20)
     ran: list[bool] = []
-    with while_this_thread_waits(lambda: ran.append(True)):
+    with run_when_gil_is_released(lambda: ran.append(True)):
         for _ in range(1000):
             _aio.crc32c(buffer.address, buffer.nbytes)
             if ran:

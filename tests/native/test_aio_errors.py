@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S
 from support.native_io import BLOCK, Buffer, in_subprocess, make_file, noise
+from support.stalled import LONG_S
 
 from infinity._aio import READ, WRITE, AioError, Engine, File
 

@@ -8,8 +8,8 @@ import random
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, wait_all
 from support.native_io import BLOCK, Buffer, make_file, noise
+from support.stalled import LONG_S, wait_all
 
 from infinity._aio import READ, WRITE, AioError, Engine, File, Ticket
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from support.leaks import descriptors
 from support.native_io import BLOCK, Buffer, make_file, noise
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity._aio import READ, WRITE, Engine, File
 

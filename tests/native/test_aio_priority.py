@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from support.held import LONG_S, wait_all
 from support.native_io import BLOCK, Buffer, make_file, noise, slow_engine
-from support.patience import wait_until
+from support.stalled import LONG_S, wait_all
+from support.waiting import wait_until
 
 from infinity._aio import (
     BACKGROUND,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
-from support.held import LONG_S, held_engine
 from support.native_io import BLOCK, Buffer, make_file, slow_engine
-from support.patience import wait_until
+from support.stalled import LONG_S, stalled_engine
+from support.waiting import wait_until
 
 from infinity._aio import READ, Engine
 
@@ -40,7 +40,7 @@ def test_queued_ticket_begins_after_previous_ends(backend: str, tmp_path: Path) 
 
 
 def test_running_ticket_has_no_times(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend, queue_depth=1)
+    engine = stalled_engine(backend, queue_depth=1)
     file = make_file(tmp_path / "f", bytes(BLOCK))
     target = Buffer(BLOCK)
     tickets = [engine.submit(READ, [(file, 0, BLOCK, target.address)]) for _ in range(2)]
@@ -49,7 +49,7 @@ def test_running_ticket_has_no_times(backend: str, tmp_path: Path) -> None:
 
 
 def test_cancelled_ticket_has_zero_duration(backend: str, tmp_path: Path) -> None:
-    engine = held_engine(backend, queue_depth=1)
+    engine = stalled_engine(backend, queue_depth=1)
     file = make_file(tmp_path / "f", bytes(4 * BLOCK))
     target = Buffer(4 * BLOCK)
     first = engine.submit(READ, [(file, 0, BLOCK, target.address)])

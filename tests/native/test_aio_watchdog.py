@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from support.leaks import descriptors, native_threads
 from support.native_io import BLOCK, Buffer, make_file
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity._aio import READ, WRITE, AioError, Engine, File
 

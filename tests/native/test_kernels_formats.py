@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.adam_values import ADAMW, Source, update_one
+from support.adam_values import ADAMW, Source, update_piece
 from support.reference import read_moment, write_moment
 from support.rounding import random_bits, random_for_bf16
 
@@ -114,7 +114,7 @@ def test_nan_gradient_propagates_to_moments_and_weight(kernels) -> None:
         moments = [Moment.zeros(256, kind), Moment.zeros(256, kind)]
         gradient = torch.ones(256)
         gradient[3] = torch.nan
-        update_one(kernels, weight, None, moments, gradient, ADAMW, 1)
+        update_piece(kernels, weight, None, moments, gradient, ADAMW, 1)
         assert weight.isnan().nonzero().flatten().tolist() == [3]
         for moment, signed in zip(moments, (True, False), strict=True):
             assert decode(kernels, moment, signed)[3].isnan()
@@ -126,7 +126,7 @@ def test_int8_second_moment_stays_positive(kernels) -> None:
     weight = torch.zeros(256)
     moments = [Moment.zeros(256, INT8), Moment.zeros(256, INT8)]
     for step in range(1, 30):
-        update_one(kernels, weight, None, moments, gradient, ADAMW, step, key=step)
+        update_piece(kernels, weight, None, moments, gradient, ADAMW, step, key=step)
     assert (decode(kernels, moments[1], signed=False) > 0).all()
     assert float(weight.abs().max()) < 29 * ADAMW.lr * 1.5
 
@@ -151,7 +151,7 @@ def test_stochastic_rounding_is_unbiased(kernels, kind) -> None:
     rounds = 400
     for key in range(rounds):
         moment = start.clone()
-        update_one(kernels, torch.zeros(n), None, [moment], gradient, rule_params, 1, key=key)
+        update_piece(kernels, torch.zeros(n), None, [moment], gradient, rule_params, 1, key=key)
         total += decode(kernels, moment, signed=False).double()
     want = decode(kernels, start, signed=False).double() + gradient.double() ** 2
     step = want * (2.0**-7 if kind is MomentFormat.BF16_STOCHASTIC else 2.0**-3)
@@ -172,7 +172,7 @@ def test_stochastic_rounding_accumulates_small_terms(kernels) -> None:
         gradient = torch.full((4096,), 1e-3**0.5)
         gradient[::MOMENT_BLOCK] = 0.0  # keeps the scale of the block
         for step in range(1, 1001):
-            update_one(
+            update_piece(
                 kernels,
                 torch.zeros(4096),
                 None,
@@ -224,7 +224,7 @@ def test_lossy_moments_stay_close_to_fp32(kernels, kind) -> None:
     lossy_moments = [Moment.zeros(n, kind) for _ in range(2)]
     for step in range(1, 201):
         gradient = mean + spread * torch.randn(n, generator=generator)
-        update_one(kernels, exact, None, exact_moments, gradient, ADAMW, step)
-        update_one(kernels, lossy, None, lossy_moments, gradient, ADAMW, step, key=step)
+        update_piece(kernels, exact, None, exact_moments, gradient, ADAMW, step)
+        update_piece(kernels, lossy, None, lossy_moments, gradient, ADAMW, step, key=step)
     distance = float((exact - lossy).norm() / exact.norm())
     assert distance < {INT8: 0.12, MomentFormat.BF16: 0.05}.get(kind, 0.02)

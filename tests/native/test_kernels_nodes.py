@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.adam_values import ADAMW, Source, assert_same, update_one
+from support.adam_values import ADAMW, Source, assert_same, update_piece
 from support.reference import reference_update
 
 from infinity import _adam
@@ -96,14 +96,14 @@ def test_results_do_not_depend_on_nodes(tmp_path, kind) -> None:
     root = Path(make_sysfs(tmp_path, str(ALLOWED[0]), ",".join(map(str, ALLOWED[1:]))))
     source = Source(51)
     for n in (5, 40_000, 200_001):
-        state = source.whole_state(n, "split", ADAMW, kind, wild=False)
+        state = source.update_state(n, "split", ADAMW, kind, wild=False)
         gradient = source.floats(n, torch.bfloat16, wild=False)
         want = state.copy()
         reference_update(want.weight, want.master_state, want.moments, gradient, ADAMW, 3, 1.0, 8)
         for threads in (1, 2, 3, 7):
             got = state.copy()
             with CpuKernels(threads, root=root) as kernels:
-                update_one(
+                update_piece(
                     kernels, got.weight, got.master_state, got.moments, gradient, ADAMW, 3, 1.0, 8
                 )
                 assert kernels.square_sum(gradient) == CpuKernels(1).square_sum(gradient)

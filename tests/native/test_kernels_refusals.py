@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.adam_values import ADAMW, Source, update_one
+from support.adam_values import ADAMW, Source, update_piece
 
 from infinity import _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
@@ -26,7 +26,7 @@ def kernels() -> Iterator[CpuKernels]:
 
 
 def valid_arguments(kind: MomentFormat = MomentFormat.FP32) -> dict[str, Any]:
-    state = Source(1).whole_state(N, "split", ADAMW, kind, wild=False)
+    state = Source(1).update_state(N, "split", ADAMW, kind, wild=False)
     return {
         "weight": state.weight,
         "master_state": state.master_state,
@@ -94,7 +94,7 @@ def test_invalid_input_raises_and_changes_nothing(kernels, change, error, patter
     on_cpu = [t for t in tensors if t is not None and t.is_cpu]
     before = [tensor.clone() for tensor in on_cpu]
     with pytest.raises(error, match=pattern):
-        update_one(kernels, **arguments)
+        update_piece(kernels, **arguments)
     with pytest.raises(error, match=pattern):
         kernels.update_all([Piece(**valid_arguments()), Piece(**arguments)])
     with pytest.raises(error, match=pattern):
@@ -146,7 +146,7 @@ def test_closed_pool_raises() -> None:
     pool = CpuKernels(1)
     pool.close()
     with pytest.raises(EngineClosedError):
-        update_one(pool, **valid_arguments())
+        update_piece(pool, **valid_arguments())
     with pytest.raises(EngineClosedError):
         pool.decode(Moment(torch.zeros(4)), torch.zeros(4), signed=True)
     with pytest.raises(EngineClosedError):

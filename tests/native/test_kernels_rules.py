@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.adam_values import BY_KERNEL, Source, update_one
+from support.adam_values import BY_KERNEL, Source, update_piece
 
 from infinity.errors import ConfigError
 from infinity.optim.cpu import CpuKernels
@@ -69,7 +69,7 @@ def test_rules_follow_torch_for_ten_steps(rule_params, make, arguments) -> None:
             gradient = source.floats(n, torch.float32, wild=False)
             torch_weight.grad = gradient.clone()
             optimizer.step()
-            update_one(kernels, weight, None, moments, gradient, rule_params, step)
+            update_piece(kernels, weight, None, moments, gradient, rule_params, step)
             torch.testing.assert_close(weight, torch_weight.detach(), rtol=2e-5, atol=2e-6)
     assert not torch.equal(weight, torch.zeros(n))
 
@@ -85,7 +85,7 @@ def test_lion_equals_its_definition() -> None:
             g = gradient.double().numpy()
             p = p * (1 - 0.01 * 0.1) - 0.01 * np.sign(0.9 * m + 0.1 * g)
             m = 0.99 * m + 0.01 * g
-            update_one(kernels, weight, None, [moment], gradient, rule_params, step)
+            update_piece(kernels, weight, None, [moment], gradient, rule_params, step)
     np.testing.assert_allclose(weight.numpy(), p, rtol=1e-5, atol=1e-7)
     np.testing.assert_allclose(moment.values.numpy(), m, rtol=1e-5, atol=1e-7)
 
@@ -94,7 +94,7 @@ def test_lion_propagates_nan() -> None:
     weight, moment = torch.ones(4), Moment(torch.zeros(4))
     with CpuKernels(1) as kernels:
         gradient = torch.tensor([1.0, torch.nan, -1.0, 0.0])
-        update_one(kernels, weight, None, [moment], gradient, Lion(lr=0.5), 1)
+        update_piece(kernels, weight, None, [moment], gradient, Lion(lr=0.5), 1)
     assert weight.isnan().tolist() == [False, True, False, False]
     assert weight[[0, 2, 3]].tolist() == [0.5, 1.5, 1.0]
 
@@ -104,9 +104,9 @@ def test_sgd_first_momentum_is_the_gradient() -> None:
     gradient = torch.arange(8.0)
     rule_params = SGD(lr=1.0, momentum=0.9, dampening=0.5)
     with CpuKernels(1) as kernels:
-        update_one(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 1)
+        update_piece(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 1)
         assert torch.equal(moment.values, gradient)
-        update_one(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 2)
+        update_piece(kernels, torch.zeros(8), None, [moment], gradient, rule_params, 2)
     torch.testing.assert_close(moment.values, 0.9 * gradient + 0.5 * gradient)
 
 

@@ -30,7 +30,7 @@ def kernels() -> Iterator[CpuKernels]:
 def make_pieces(layout: str, kind: MomentFormat, n: int, *, first: int = 256) -> list[Piece]:
     source, pieces = Source(5), []
     for number, rule_params in enumerate(HYPERS):
-        state = source.whole_state(n, layout, rule_params, kind, wild=False)
+        state = source.update_state(n, layout, rule_params, kind, wild=False)
         gradient = torch.linspace(-1, 1, n).to((torch.float32, torch.bfloat16)[number % 2])
         moments = state.moments[: rule_params.num_moments]
         pieces.append(

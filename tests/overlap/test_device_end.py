@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from support.fake_accelerator import FakeAccelerator, Range
-from support.inside import components
+from support.internals import components
 from support.small import ON_DEVICE, ON_DISK, batch, small_engine, train
 from torch import Tensor
 

@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from support.fake_accelerator import PASSED_ON_BY, UNPINNED, asker
+from support.fake_accelerator import FORWARDING_MODULES, PAGEABLE_COPIERS, asker
 from support.grids import diagonal
 from support.models import CASES
 from support.ordered_accelerator import OrderedAccelerator, ordered_device
 from support.ranks import make_engine, on_ranks
-from support.trainer import PLACEMENTS, TIERS, Result, Run, cpu_beside, make_config, train
+from support.trainer import PLACEMENTS, TIERS, Result, Run, cpu_update_share, make_config, train
 from torch import Tensor
 
 import infinity
@@ -113,7 +113,7 @@ def test_device_order_each_placement_pair(
 @pytest.mark.parametrize("number", range(8))
 def test_device_order_streamed_with_cpu_share(number: int) -> None:
     placement = tuple(("host", "device")[number >> bit & 1] for bit in range(3))
-    with cpu_beside(0.4):
+    with cpu_update_share(0.4):
         assert_run_ordered(placement, "device", 1 + number % 2, soon=number in (1, 2, 4))
 
 
@@ -234,13 +234,13 @@ def reuse_buffer_early(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def drop_pending_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     """The optimizer pass uses gradients whose copies to RAM are pending."""
-    hand_over = GradientStore.hand_over
+    take_copies = GradientStore.take_copies
 
     def hand_over_nothing(self: GradientStore) -> dict[int, Any]:
-        hand_over(self)
+        take_copies(self)
         return {}
 
-    monkeypatch.setattr(GradientStore, "hand_over", hand_over_nothing)
+    monkeypatch.setattr(GradientStore, "take_copies", hand_over_nothing)
 
 
 def release_units_early(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -437,13 +437,13 @@ UNPINNED_RESERVERS = {
 def test_pinned_table_lists_every_pinning_function() -> None:
     reserving = {each for each in functions_that_call("reserve") if ".offload." in each[0]}
     pinning = reserving | functions_that_call("pin") | functions_that_call("BufferPool")
-    pinning = {each for each in pinning if each[0] not in PASSED_ON_BY}
+    pinning = {each for each in pinning if each[0] not in FORWARDING_MODULES}
     assert pinning - UNPINNED_RESERVERS == set(PINNED)
     calls = [
         functions_that_call(name) for name in ("copy_h2d", "copy_d2h", "stage", "read", "write")
     ]
     copying = set().union(*calls)
-    assert copying >= UNPINNED
+    assert copying >= PAGEABLE_COPIERS
 
 
 @pytest.mark.parametrize("function", PINNED, ids=".".join)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from support import rough
+from support import fault_injection
 from torch import Tensor, nn
 
 NUMEL = 1 << 14
@@ -34,7 +34,7 @@ def masters_after_old_backward(path: Path, tier: str, slow_bytes_per_s: int) -> 
         "gradient_clipping": 0.0,
         "io": {"slow_bytes_per_s": slow_bytes_per_s},
     }
-    engine, *_ = rough.initialize(Shift(), config, poison=None)
+    engine, *_ = fault_injection.initialize(Shift(), config, poison=None)
     generator = torch.Generator().manual_seed(0)
     with engine:
         first, second = (engine(torch.randn(NUMEL, generator=generator)) for _ in range(2))

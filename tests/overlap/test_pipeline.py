@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
-from support.held import LONG_S
+from support import fault_injection
+from support.stalled import LONG_S
 from torch import Tensor, nn
 
 import infinity
@@ -59,7 +59,7 @@ class SlowModel(nn.Module):
 
 def make_engine(path: Path, *, prefetch_units: int, slow_bytes_per_s: int) -> infinity.Engine:
     torch.manual_seed(0)
-    engine, *_ = rough.initialize(
+    engine, *_ = fault_injection.initialize(
         SlowModel(),
         {
             "nvme_path": str(path),

@@ -15,7 +15,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
 from support.small import VOCABULARY, small_model
 
@@ -40,7 +40,9 @@ def train_losses(
         "prefetch_units": 1,
         "optimizer": {"lr": 3e-3},
     }
-    engine, *_ = rough.initialize(small_model(num_blocks=5), config, device=device or "cpu")
+    engine, *_ = fault_injection.initialize(
+        small_model(num_blocks=5), config, device=device or "cpu"
+    )
     generator = torch.Generator().manual_seed(1)
     losses = []
     with engine:

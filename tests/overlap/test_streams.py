@@ -226,7 +226,7 @@ class RejectedLauncher:
     def load(self, variant: object) -> None:
         """Compilation succeeds."""
 
-    def room(self, num_elements: int, stream: object) -> Tensor:
+    def scratch(self, num_elements: int, stream: object) -> Tensor:
         return torch.zeros(num_elements, dtype=torch.float64)
 
 

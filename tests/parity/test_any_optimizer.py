@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 
 from infinity.errors import ConfigError, DoesNotFitError, EngineFailedError
 from infinity.optim.adapter import TILE_ELEMENTS
-from infinity.optim.adapter_probe import Trial, open_adapter
+from infinity.optim.adapter_probe import Trial, probe_optimizer
 from infinity.optim.adapter_rule import AdapterRule
 from infinity.optim.update import BuiltInRule
 
@@ -132,7 +132,7 @@ def test_schedule_free_masters_match_torch_in_train_mode() -> None:
             expected_average = masters[name].lerp(z, 1 - 1 / 0.8)
             assert same_bits(expected_average, reference.get_parameter(name).detach())
         with pytest.raises(ConfigError, match=r"not in train mode.*\n.*\n.*calls its train\(\)"):
-            open_adapter(package.AdamWScheduleFree, [{"params": list(run.model.parameters())}])
+            probe_optimizer(package.AdamWScheduleFree, [{"params": list(run.model.parameters())}])
 
 
 @pytest.mark.parametrize("name", ["NAdam", "RMSprop", "own", "Adafactor"])
@@ -706,7 +706,7 @@ def test_adapter_probe_keeps_rng_state_and_allocates_no_parameter() -> None:
     with torch.device("meta"):
         huge = nn.Parameter(torch.empty(1 << 20, 1 << 20))
     before = torch.get_rng_state()
-    facts = open_adapter(optim.Adagrad, [{"params": [huge]}])
+    facts = probe_optimizer(optim.Adagrad, [{"params": [huge]}])
     assert torch.equal(torch.get_rng_state(), before)
     assert facts.groups[0]["params"][0] is huge
     assert facts.make_state is not None

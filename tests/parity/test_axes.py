@@ -21,21 +21,21 @@ from typing import Any
 import pytest
 from support.adam_values import SECTIONS
 from support.fake_accelerator import FakeAccelerator
-from support.half import HalfResult, ScaleWords, train_half
+from support.fp16_reference import HalfResult, LossScaleSettings, train_half
 from support.models import CASES, CHECKPOINTINGS, LENGTH, Batch, Checkpointing
 from support.optimizers import ELEMENTWISE, WHOLE
-from support.quantised import round_frozen
+from support.quantized import round_frozen
 from support.ranks import train_ranks
 from support.trainer import (
     TIERS,
     Result,
     Run,
     at_once,
-    cpu_beside,
+    cpu_update_share,
     make_config,
     make_device,
-    train_exactly,
     train_on,
+    train_reference,
 )
 
 from infinity import _adam, _aio
@@ -43,7 +43,7 @@ from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.storage.device import Device
 
 TIGHT = 0.5  # below the gradient norm of most steps, so that it takes effect
-SCALE = ScaleWords(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
+SCALE = LossScaleSettings(initial=2.0**16, window=2, hysteresis=2)  # the first steps overflow
 OptimizerChoice = dict[str, Any]
 NONE = CHECKPOINTINGS[0]
 RECOMPUTED = Checkpointing("non_reentrant", "block")  # the engine's own, in plain torch
@@ -176,7 +176,7 @@ def config_of(choice: OptimizerChoice) -> dict[str, Any]:
         cpu={"isa": choice["isa"], "num_threads": choice["adam_threads"]},
         seed=5,
     )
-    config["frozen"] = {"rest": choice["frozen"]}
+    config["frozen"] = {"format": choice["frozen"]}
     config["placement"] |= {
         "reshard_after_forward": not choice["whole"],
         "shared": choice["shared"],
@@ -216,7 +216,7 @@ def _plain(computation: tuple[Any, ...]) -> Result:
     options = {"groups": case.groups, "make_optimizer": ADAPTED.get(choice["optimizer"])}
     if choice["precision"] == "fp16":
         return train_half(model, batches, config, SCALE, **options)
-    return train_exactly(model, batches, config, **options)
+    return train_reference(model, batches, config, **options)
 
 
 def device_of(choice: OptimizerChoice, seed: int) -> Device | str:
@@ -303,7 +303,7 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
         return ["no step was without an overflow"]
     several = choice["chunk_size"] == "several"
     with (
-        cpu_beside(0.4 if choice["update"] == "both" else 0.0),
+        cpu_update_share(0.4 if choice["update"] == "both" else 0.0),
         at_once(3) if several else nullcontext(),
     ):
         run = TrainingRun(choice, seed).run()
@@ -319,7 +319,7 @@ def check(choice: OptimizerChoice, seed: int = 0) -> list[str]:
     if isinstance(expected, HalfResult) and run.report.loss_scale != expected.scales[-1]:
         found.append(f"loss scale {run.report.loss_scale} instead of {expected.scales[-1]}")
     if CASES[choice["model"]].regular and is_steady(choice, expected):
-        found += run.misforecast()
+        found += run.unforecast_moves()
         if run.report.mispredictions:
             found.append(f"{run.report.mispredictions} mispredictions in the last step")
         checkpointing, _ = RECOMPUTE[choice["recompute"]]

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.models import CASES, CHECKPOINTINGS, Batch, Case, Checkpointing, block_calls
 from support.trainer import LiveBytes, Run, SavedBytes, cast_frozen, make_config
 from torch import Tensor, nn

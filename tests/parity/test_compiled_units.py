@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.models import Batch, Case
-from support.trainer import Run, make_config, make_device, train, train_exactly
+from support.trainer import Run, make_config, make_device, train, train_reference
 from torch import Tensor, nn
 
 from infinity.errors import ConfigError, TrainingError
@@ -121,7 +121,7 @@ def test_inductor_is_bitwise_equal_across_placements(
         pytest.skip(f"inductor does not work here: {str(error).splitlines()[0]}")
     dynamo.reset()
     dynamo.utils.counters.clear()
-    plain = train_exactly(CASE.build(), CASE.batches(4), make_config())
+    plain = train_reference(CASE.build(), CASE.batches(4), make_config())
     resident, _ = train_compiled("cpu", "inductor", {}, ("device", "device", "device"))
     offloaded, graphs = train_compiled("fake", "inductor", {}, ON_DISK)
     assert offloaded[0] == resident[0]

@@ -16,7 +16,7 @@ from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.models import CASES
 from support.small import masters
-from support.trainer import same_bits, train_exactly, train_torch
+from support.trainer import same_bits, train_reference, train_torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -162,7 +162,7 @@ def test_loop_style_by_accumulation_and_offload_is_bitwise_equal(
         "infinity": {"cpu": {"num_threads": 1}, "chunk_size": 2048},
     }
     batches = case.batches(3 * steps)
-    expected = train_exactly(
+    expected = train_reference(
         case.build(),
         batches,
         load_config(deepspeed.translate_deepspeed(config).config).model_dump(exclude_unset=True),

@@ -1,6 +1,6 @@
 """Tests of every update rule in every moment format, bit for bit across placements.
 
-The reference (`train_exactly`) holds everything in RAM and updates with the numpy kernels.
+The reference (`train_reference`) holds everything in RAM and updates with the numpy kernels.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from support.trainer import (
     make_device,
     same_bits,
     train,
-    train_exactly,
+    train_reference,
 )
 
 from infinity.errors import ConfigError, EngineClosedError
@@ -69,7 +69,7 @@ def train_and_compare(
 
 def plain_loop(optimizer: dict[str, Any], moments: str, **overrides: Any) -> Result:
     config = config_of(optimizer, moments, PLACEMENTS[0], **overrides)
-    return train_exactly(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
+    return train_reference(CASE.build(), CASE.batches(STEPS), config, groups=CASE.groups)
 
 
 def test_rule_without_moments_matches_plain_loop() -> None:

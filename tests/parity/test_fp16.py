@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.fp16_reference import LossScaleSettings, train_half
 from support.grids import diagonal
-from support.half import ScaleWords, train_half
 from support.models import CASES, CHECKPOINTINGS, Batch, Case
 from support.trainer import (
     SIMPLEST,
@@ -24,7 +24,7 @@ from support.trainer import (
     make_device,
     same_bits,
     train,
-    train_exactly,
+    train_reference,
 )
 from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ from infinity.types import Kind
 
 STEPS = 6
 # With this scale the first steps overflow.
-SCALE_SETTINGS = ScaleWords(initial=2.0**16, window=2, hysteresis=2)
+SCALE_SETTINGS = LossScaleSettings(initial=2.0**16, window=2, hysteresis=2)
 SECTION = {"initial_power": 16, "window": 2, "hysteresis": 2}
 
 
@@ -262,8 +262,8 @@ def test_autocast_equals_plain_torch(name: str, checkpointing: Any, where: str) 
     cast = batches if where == "inside" else [under_autocast(batch) for batch in batches]
     used = cast if where == "around" else batches
     with without_cache():
-        expected = train_exactly(model(), cast, make_config())
-    plain = train_exactly(case.build(checkpointing=checkpointing), batches, make_config())
+        expected = train_reference(model(), cast, make_config())
+    plain = train_reference(case.build(checkpointing=checkpointing), batches, make_config())
     assert expected.losses != plain.losses  # autocast takes effect
     for number, (placement, device) in enumerate(
         [(SIMPLEST, "cpu"), (("disk", "host", "disk"), "fake")]

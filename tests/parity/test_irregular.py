@@ -20,8 +20,8 @@ from support.trainer import (
     make_device,
     same_bits,
     train,
-    train_exactly,
     train_on,
+    train_reference,
 )
 from torch import Tensor, nn
 from torch.nn import functional
@@ -190,7 +190,7 @@ def test_parametrized_rnn_weights_match_plain_torch(
     build = seeded(lambda: Recurrent(parametrize))
     plain, model = build(), build()
     batches, config = [Batch((ids(i),)) for i in range(3)], make_config(placement)
-    expected = train_exactly(plain, batches, config)
+    expected = train_reference(plain, batches, config)
     loss = plain.eval()(ids(7)).detach()
     calls: list[nn.Module] = []
     with Run(model, config, device=make_device(device)) as run:
@@ -249,7 +249,7 @@ def test_unequal_micro_batches_match_plain_torch(setup: tuple[str, tuple[str, st
     case = CASES["gpt"]
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=3)
     batches = [Batch((ids(i, size=1 + i % 4),)) for i in range(15)]
-    expected = train_exactly(case.build(), batches, config)
+    expected = train_reference(case.build(), batches, config)
     run = train(case.build(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
 
@@ -284,7 +284,7 @@ def test_parameters_without_gradient_stay_unchanged(setup: Any, micro_batches: i
     batches = [Batch((ids(i), uses[i % len(uses)])) for i in range(7 * micro_batches)]
     build = seeded(PartlyUsed)
     initial = {name: p.detach().clone() for name, p in build().named_parameters()}
-    expected = train_exactly(build(), batches, config)
+    expected = train_reference(build(), batches, config)
     run = train(build(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
     for name in ("never.weight", "never.bias"):
@@ -308,7 +308,7 @@ def test_eval_between_steps_does_not_change_training(
     config = make_config(placement, precision="bf16", gradient_accumulation_steps=2)
     case = CASES["gpt"]
     batches = case.batches(20)
-    expected = train_exactly(case.build(), batches, config)
+    expected = train_reference(case.build(), batches, config)
     losses, held_out = [], set()
     with Run(case.build(), config, device=make_device(device)) as run:
         for number, batch in enumerate(batches):
@@ -343,7 +343,7 @@ def test_mispredicted_prefetch_matches_plain_torch(
     config = make_config(placement, prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(30)
     checkpointing = Checkpointing(mode, "inside")
-    expected = train_exactly(case.build(checkpointing), batches, config)
+    expected = train_reference(case.build(checkpointing), batches, config)
     run = train(case.build(checkpointing), batches, config, device=make_device(device))
     assert run.differences(expected) == []
 
@@ -354,7 +354,7 @@ def test_slot_evicted_while_filled_matches_plain_torch(weights: str, seed: int) 
     case = CASES["routed"]
     config = make_config((weights, "host", "host"), prefetch_units=3, gradient_accumulation_steps=3)
     batches = case.batches(18)
-    expected = train_exactly(case.build(), batches, config)
+    expected = train_reference(case.build(), batches, config)
     fake = FakeAccelerator(seed, max_delay_s=0.02)
     run = train(case.build(), batches, config, device=fake, poison=None)
     assert run.differences(expected) == []
@@ -398,7 +398,7 @@ def test_fetch_while_optimizer_pass_fills_last_slot(prefetch_units: int, device:
     build = seeded(Nested)
     config = make_config(DISK, prefetch_units=prefetch_units, io={"slow_bytes_per_s": 8 << 20})
     batches = [Batch((ids(i), [i % 4])) for i in range(10)]
-    expected = train_exactly(build(), batches, config)
+    expected = train_reference(build(), batches, config)
     run = train(build(), batches, config, device=make_device(device))
     assert run.differences(expected) == []
 
@@ -430,7 +430,7 @@ def test_odd_parameters_and_dropout_match_plain_torch(setup: Any, precision: str
     config = make_config(placement, precision=precision, gradient_accumulation_steps=2)
     batches = [Batch((ids(i),)) for i in range(8)]
     torch.manual_seed(5)
-    expected = train_exactly(seeded(OddShapes)(), batches, config)
+    expected = train_reference(seeded(OddShapes)(), batches, config)
     torch.manual_seed(5)
     run = train(seeded(OddShapes)(), batches, config, device=make_device(device))
     assert run.differences(expected) == []

@@ -15,7 +15,7 @@ import torch
 from parity.test_resume import SIMPLEST, ending, micro_step, straight
 from parity.test_resume import Run as ResumeRun
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.models import CASES
 from support.trainer import Run, make_config, same_bits
 from torch import nn, optim

@@ -28,7 +28,7 @@ from infinity.config.schema import load_config
 from infinity.errors import EngineClosedError, InfinityWarning
 from infinity.integrations.huggingface.models import choose_logits
 from infinity.offload import sliced_logits
-from infinity.offload.sliced_logits import Logits, heads_of
+from infinity.offload.sliced_logits import Logits, find_heads
 from infinity.train.settings import load_run_config
 
 CHUNK = 5  # tokens
@@ -313,16 +313,16 @@ def test_eval_loss_is_chunked_and_reading_logits_does_not_warn() -> None:
 
 def test_heads_are_detected_and_restored() -> None:
     model: Any = MODELS["gpt2, tied"].build()
-    assert heads_of(nn.Sequential(model)) == {"0.lm_head": model.lm_head}
+    assert find_heads(nn.Sequential(model)) == {"0.lm_head": model.lm_head}
     plain: Any = CASES["gpt"].build()
-    assert heads_of(plain) == {"head": plain.head}
-    assert heads_of(nn.Linear(3, 4)) == {}
+    assert find_heads(plain) == {"head": plain.head}
+    assert find_heads(nn.Linear(3, 4)) == {}
     with run(plain, "sliced"):
         assert "forward" in vars(plain.head)
-        assert heads_of(plain) == {}  # wrapped by another engine or by the user
+        assert find_heads(plain) == {}  # wrapped by another engine or by the user
     assert "forward" not in vars(plain.head)
     with run(CASES["gpt"].build(), "auto") as one:
-        assert heads_of(one.model)
+        assert find_heads(one.model)
 
 
 def test_causal_lm_entry_points_default_to_chunked_logits() -> None:

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.models import VOCAB, WIDTH, Batch, Case, Gpt
 from support.slices import in_slices
-from support.trainer import Result, Run, make_config, make_device, train, train_exactly
+from support.trainer import Result, Run, make_config, make_device, train, train_reference
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -69,7 +69,7 @@ def build(slices: int = 0, *, recompute: bool = False) -> nn.Module:
 
 def expected_of(slices: int, *, recompute: bool, **changes: Any) -> Result:
     config = make_config(activations={"slices": slices}, **changes)
-    found = train_exactly(build(slices, recompute=recompute), batches(), config)
+    found = train_reference(build(slices, recompute=recompute), batches(), config)
     found.masters = {name.replace(".block.", "."): v for name, v in found.masters.items()}
     return found
 
@@ -138,7 +138,7 @@ def test_rnn_slice_gradients_are_summed_in_fp32() -> None:
         return model
 
     config = make_config(ON_DISK, precision="bf16", activations={"slices": 3}, prefetch_units=0)
-    expected = train_exactly(recurrent(3), batches(), config)
+    expected = train_reference(recurrent(3), batches(), config)
     expected.masters = {name.replace(".block.", "."): v for name, v in expected.masters.items()}
     found = train(recurrent(), batches(), config, device=make_device("fake"))
     assert found.differences(expected) == []
@@ -228,7 +228,7 @@ def test_shorter_last_slice_matches_torch(rows: int) -> None:
     plain = build(2)
     for block in plain.blocks:
         block.size = -(-rows // 2)
-    expected = train_exactly(plain, batch, make_config(activations={"slices": 2}))
+    expected = train_reference(plain, batch, make_config(activations={"slices": 2}))
     assert found.losses == expected.losses
     assert found.norms == expected.norms
 
@@ -560,7 +560,7 @@ def test_experts_in_sliced_block_match_torch() -> None:
     case = Case("experts", lambda _: Base(Experts), lambda index: data[index])
     plain = case.build()
     plain.blocks = nn.ModuleList(Sliced(b, 2, recompute=True) for b in plain.blocks)
-    expected = train_exactly(plain, data, make_config())
+    expected = train_reference(plain, data, make_config())
     expected.masters = {n.replace(".block.", "."): v for n, v in expected.masters.items()}
     config = make_config(
         ON_DISK, activations={"checkpoint": "units", "slices": 3}, prefetch_units=0

@@ -15,7 +15,7 @@ import torch
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
 from support.ordered_accelerator import ordered_device
-from support.trainer import Result, at_once, cpu_beside, make_config, train_case
+from support.trainer import Result, at_once, cpu_update_share, make_config, train_case
 
 import infinity
 from infinity.offload.handover import UpdateHandover
@@ -72,7 +72,7 @@ def test_streamed_update_bits_and_forecast_by_placement(
         changes["loss_scale"] = {"value": 4}  # no step is skipped
     expected = run("cpu", ("device",) * 3, **changes)
     fake = with_kernels()
-    with cpu_beside(share), at_once(2):
+    with cpu_update_share(share), at_once(2):
         result = run(fake, placement, **STREAMED, **changes)
     assert result.differences(expected) == []
     assert result.plan is not None
@@ -162,7 +162,7 @@ def test_cpu_updates_overlap_streamed_chunks(
     monkeypatch.setattr(UnitUpdater, "_submit_cpu_update", record_in_flight)
     monkeypatch.setattr(UnitUpdater, "_update_on_cpu", slow_update)
     monkeypatch.setattr(Transfers, "copy_h2d", record_copy)
-    with ordered_device(seed=1, kernels=True) as device, cpu_beside(0.4), at_once(2):
+    with ordered_device(seed=1, kernels=True) as device, cpu_update_share(0.4), at_once(2):
         result = run(device, **STREAMED)
     assert device.violations == []
     assert result.differences(expected) == []
@@ -196,7 +196,7 @@ def test_unit_is_updated_after_all_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     config = make_config(IN_RAM, update="device", chunk_size=2048)
     with (
         ordered_device(seed=1, kernels=True) as device,
-        cpu_beside(0.2),
+        cpu_update_share(0.2),
         at_once(1),
         infinity.initialize(model, config, device=device)[0] as engine,
     ):

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.models import (
     CASES,
     CHECKPOINTINGS,
@@ -35,8 +35,8 @@ from support.trainer import (
     make_device,
     same_bits,
     train,
-    train_exactly,
     train_on,
+    train_reference,
 )
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -73,7 +73,7 @@ def test_unit_checkpoints_match_torch_checkpoint_bitwise(
         "precision": "bf16" if name == "gpt" else "fp32",
         "gradient_accumulation_steps": micro_batches,
     }
-    expected = train_exactly(
+    expected = train_reference(
         case.build(MODEL_CHECKPOINTS),
         case.batches(4),
         make_config(**computation),
@@ -172,7 +172,9 @@ def test_model_with_own_checkpoints_is_not_wrapped_twice(checkpointing: Checkpoi
     else:
         assert (calls, recomputed) == ((4, 4), 4)
     batches = case.batches(4)
-    expected = train_exactly(case.build(checkpointing), batches, make_config(), groups=case.groups)
+    expected = train_reference(
+        case.build(checkpointing), batches, make_config(), groups=case.groups
+    )
     for device in ("cpu", "fake"):
         config = make_config(ON_DISK, activations=TO_DISK)
         found = train(
@@ -259,7 +261,7 @@ class WithDropout(Gpt):
 def test_recomputation_replays_random_numbers() -> None:
     case = Case("noisy", WithDropout, CASES["gpt"].batch)
     torch.manual_seed(5)
-    expected = train_exactly(case.build(MODEL_CHECKPOINTS), case.batches(4), make_config())
+    expected = train_reference(case.build(MODEL_CHECKPOINTS), case.batches(4), make_config())
     for device, activations in (("cpu", UNITS), ("fake", TO_DISK)):
         torch.manual_seed(5)
         found = run(case, device, activations)
@@ -318,7 +320,7 @@ def test_recomputation_writes_buffers_once(micro_batches: int) -> None:
     case = Case("counts", BufferModel, lambda index: Batch((rows[index],)))
     computation = {"gradient_accumulation_steps": micro_batches}
     plain = case.build()
-    expected = train_exactly(plain, case.batches(4), make_config(**computation))
+    expected = train_reference(plain, case.batches(4), make_config(**computation))
     for device, offload in (("cpu", "none"), ("fake", "all")):
         model = case.build()
         config = make_config(ON_DISK, activations=OFFLOADS[offload], **computation)
@@ -366,7 +368,7 @@ def test_weights_computed_by_pre_hooks_match_torch(norm: Any, activations: dict[
     rows = [torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(i)) for i in range(3)]
     case = Case("adversary", lambda _: TwoForwards(norm), lambda index: Batch((rows[index],)))
     plain = case.build()
-    expected = train_exactly(plain, case.batches(3), make_config())
+    expected = train_reference(plain, case.batches(3), make_config())
     for device in ("cpu", "fake"):
         model, config = case.build(), make_config(ON_DISK, activations=activations)
         with Run(model, config, device=make_device(device)) as run:
@@ -432,7 +434,7 @@ def test_fused_attention_is_kept_under_saved_tensor_hooks(activations: dict[str,
         return Batch((torch.randn(2, 24, 32, generator=torch.Generator().manual_seed(index)),))
 
     case = Case("attention", lambda _: Attention(), batch)
-    expected = train_exactly(case.build(), case.batches(3), make_config())
+    expected = train_reference(case.build(), case.batches(3), make_config())
     calls: list[str] = []
     for device in ("cpu", "fake"):
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
@@ -514,7 +516,7 @@ class Caching(nn.Module):
 
 def test_nested_inputs_are_saved_and_caches_are_dropped() -> None:
     x = torch.randn(4, WIDTH)
-    expected = train_exactly(
+    expected = train_reference(
         Case("keyed", lambda _: Caching(), lambda _: Batch((x,))).build(),
         [Batch((x,))] * 3,
         make_config(),

@@ -19,7 +19,7 @@ def test_free_ram_seen_by_tests_has_a_minimum(
     monkeypatch.setattr(free_ram, "_read", lambda root: dict(crowded))
     monkeypatch.setattr(machine, "_memory_limits", lambda root: [])
     assert machine.read_machine().host_available_bytes == free_ram.LEAST_BYTES
-    assert machine.memory_room() == (24 * GIB, free_ram.LEAST_BYTES)
+    assert machine.memory_headroom() == (24 * GIB, free_ram.LEAST_BYTES)
     assert machine.read_meminfo(tmp_path) == crowded  # a machine described by a test is not changed
 
 

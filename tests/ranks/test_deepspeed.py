@@ -15,7 +15,7 @@ from ranks.test_processes import pytestmark, run_ranks  # noqa: F401
 from support import deepspeed_rank
 from support.models import CASES
 from support.ranks import make_engine, on_ranks
-from support.trainer import make_config, masters_of, train_exactly
+from support.trainer import make_config, masters_of, train_reference
 
 import infinity
 from infinity.distributed.context import DistContext
@@ -96,7 +96,7 @@ def test_no_sync_extends_accumulation_window(tmp_path: Path) -> None:
     """As in scripts for DDP: more micro-batches than configured, with a step after the last."""
     models, batches, config = [GPT.build() for _ in range(2)], GPT.batches(12), make_config(ON_DISK)
     one = config | {"gradient_accumulation_steps": 6}
-    expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
+    expected = train_reference(GPT.build(), batches, one, groups=GPT.groups)
 
     def work(ranks: DistContext) -> list[float | None]:
         norms, options = [], {"groups": GPT.groups, "engine_class": DeepSpeedEngine}

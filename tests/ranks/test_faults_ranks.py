@@ -11,8 +11,8 @@ import pytest
 import torch
 from support import forked
 from support.durable import PLACEMENTS
-from support.inside import components
-from support.rank_crash import HANG_S, train_until_one_hangs
+from support.internals import components
+from support.rank_crash import HANG_S, train_until_rank_hangs
 from support.ranks import make_engine, on_ranks, together
 from support.small import batch, settings, small_model
 
@@ -27,7 +27,7 @@ COUNT = 3
 
 def start_ranks(folder: Path, patience_s: float | None) -> list[Any]:
     return [
-        forked.start(train_until_one_hangs, str(folder), rank, COUNT, patience_s)
+        forked.start(train_until_rank_hangs, str(folder), rank, COUNT, patience_s)
         for rank in range(COUNT)
     ]
 

@@ -16,11 +16,11 @@ import pytest
 import torch
 from ranks.test_processes import HANG_S, TESTS, Processes, has_loopback
 from support.models import CASES
-from support.trainer import make_config, train_exactly
+from support.trainer import make_config, train_reference
 
 from infinity.cli.main import main
 from infinity.plan.plan import LINKS
-from infinity.profiling.link_rates import kept_links
+from infinity.profiling.link_rates import read_cached_links
 from infinity.storage.device import CpuDevice
 
 pytestmark = [
@@ -100,7 +100,7 @@ def test_each_node_stores_state_on_local_drive(tmp_path: Path) -> None:
     assert ranks == ["rank-0", "rank-1"]  # one on each node
     assert all(len(list(node.glob("rank-*/infinity-run-*"))) == 1 for node in nodes)
     single_config = config | {"gradient_accumulation_steps": 2}
-    expected = train_exactly(case.build(), case.batches(6), single_config, groups=case.groups)
+    expected = train_reference(case.build(), case.batches(6), single_config, groups=case.groups)
     for rank in range(2):
         masters = torch.load(tmp_path / f"out-{rank}")["masters"]
         assert all(torch.equal(masters[n], value) for n, value in expected.masters.items())
@@ -120,7 +120,7 @@ def test_doctor_measures_links_between_ranks(
     links = facts["links"]
     assert (links["gpus"], links["nodes"]) == (2, 1)
     assert set(links["rates"]) == set(LINKS)
-    cached = kept_links(CpuDevice(), 2, 1)
+    cached = read_cached_links(CpuDevice(), 2, 1)
     if not facts["torch"]["accelerators"]:
         assert cached == (links["rates"], links["measured"])
     machine = json.loads(file.read_text())
@@ -140,7 +140,7 @@ def test_doctor_measures_links_within_and_between_nodes(
     links = json.loads(re.findall(r"^{.*$", outputs, re.MULTILINE)[0])["links"]
     assert (links["gpus"], links["nodes"]) == (2, 2)
     assert set(links["rates"]) == {*LINKS, "between_nodes", "between_hosts"}
-    cached, _ = kept_links(CpuDevice(), 2, 5) or ({}, "")
+    cached, _ = read_cached_links(CpuDevice(), 2, 5) or ({}, "")
     assert set(cached) == set(links["rates"])
     assert cached["between_nodes"] == links["rates"]["between_nodes"]
 

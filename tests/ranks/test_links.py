@@ -17,11 +17,11 @@ from infinity.distributed.context import DistContext
 from infinity.plan.plan import LINKS
 from infinity.plan.rates import Rates, nominal, with_links
 from infinity.profiling import link_rates
-from infinity.profiling.calibration import KnownRates, kept_rates
-from infinity.profiling.link_rates import cached_links, kept_links
+from infinity.profiling.calibration import KnownRates, cached_or_nominal_rates
+from infinity.profiling.link_rates import cached_links, read_cached_links
 from infinity.storage.device import CpuDevice
 from infinity.training import run_plan
-from infinity.training.run_plan import rates_of_rank
+from infinity.training.run_plan import rates_per_rank
 
 NAMES = set(LINKS)
 
@@ -32,7 +32,7 @@ def test_links_are_measured_jointly_and_cached_per_rank_count(
 ) -> None:
     monkeypatch.setattr(link_rates, "_LINK_BYTES", 3 << 20)
     device = CpuDevice()
-    assert kept_links(device, 3, 1) is None
+    assert read_cached_links(device, 3, 1) is None
 
     def work(ranks: DistContext) -> tuple[Any, ...]:
         assert isinstance(ranks, ThreadRanks)
@@ -51,13 +51,13 @@ def test_links_are_measured_jointly_and_cached_per_rank_count(
     assert first == cached
     assert set(first) == NAMES
     assert all(rate > 0 for rate in first.values())
-    known = kept_rates((), device, gpus=3)
+    known = cached_or_nominal_rates((), device, gpus=3)
     assert not NAMES & set(known.nominal)
     assert known.measured is not None
     for gpus, nodes in ((2, 1), (3, 2)):
-        other = kept_rates((), device, gpus=gpus, nodes=nodes)
+        other = cached_or_nominal_rates((), device, gpus=gpus, nodes=nodes)
         assert set(other.nominal) >= NAMES, "another number of ranks"
-    assert kept_rates((), device).rates.all_gather is None, "one rank has no links"
+    assert cached_or_nominal_rates((), device).rates.all_gather is None, "one rank has no links"
 
 
 def test_links_within_and_between_nodes_are_cached(
@@ -89,15 +89,15 @@ def test_links_within_and_between_nodes_are_cached(
     mib = 2.0**20
     between = {"between_nodes": 4 * mib, "between_hosts": 2 * mib}
     assert rates == {"all_gather": 2.5 * mib, "all_to_all": 2.5 * mib, **between}
-    assert kept_links(device, 2, 3) == found[0]
+    assert read_cached_links(device, 2, 3) == found[0]
     inside = dict.fromkeys(LINKS, 1.5 * mib)
-    assert kept_links(device, 2, 1) == (inside, day)
-    assert kept_links(device, 2, 8) == (inside | between, day)
-    assert kept_links(device, 1, 8) == (between, day)
-    assert kept_links(device, 4, 1) is None
-    known = kept_rates((), device, gpus=2, nodes=8)
+    assert read_cached_links(device, 2, 1) == (inside, day)
+    assert read_cached_links(device, 2, 8) == (inside | between, day)
+    assert read_cached_links(device, 1, 8) == (between, day)
+    assert read_cached_links(device, 4, 1) is None
+    known = cached_or_nominal_rates((), device, gpus=2, nodes=8)
     assert not {*NAMES, *between} & set(known.nominal)
-    known = kept_rates((), device, gpus=1, nodes=8)
+    known = cached_or_nominal_rates((), device, gpus=1, nodes=8)
     assert set(known.nominal) > NAMES
     assert not between.keys() & set(known.nominal)
 
@@ -128,8 +128,8 @@ def test_rank_plans_with_its_share_of_the_lowest_rates(
         nodes = Rates.of(base_rates.numbers() | slower)
         return KnownRates(nodes, f"2026-01-0{ranks.rank + 1}", ("disk_write",) * ranks.rank)
 
-    monkeypatch.setattr(run_plan, "rates_here", known)
-    found = on_ranks(2, lambda ranks: rates_of_rank(Config(), CpuDevice(), ranks))
+    monkeypatch.setattr(run_plan, "machine_rates", known)
+    found = on_ranks(2, lambda ranks: rates_per_rank(Config(), CpuDevice(), ranks))
     assert found[0] == found[1], "differing rates could give differing plans"
     rates = found[0].rates
     assert rates.disk_read == 1e9 / 2

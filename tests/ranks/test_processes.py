@@ -19,12 +19,12 @@ import torch.distributed as dist
 from support import forked, rank_alone
 from support.forked import HANG_S
 from support.models import CASES
-from support.patience import wait_until
 from support.process_memory import SMALL_BYTES, needs_peak
-from support.trainer import make_config, train_exactly
+from support.trainer import make_config, train_reference
+from support.waiting import wait_until
 from torch.distributed import HashStore, TCPStore
 
-from infinity.distributed.environment import on_this_machine
+from infinity.distributed.environment import local_rank_and_count
 from infinity.distributed.torch_context import TorchDistContext
 from infinity.errors import ConfigError
 
@@ -129,7 +129,7 @@ def test_launched_processes_match_single_process_bitwise(
     case, num_batches = CASES["gpt"], 6 * count
     batches = case.batches(num_batches)
     combined = {**config, "gradient_accumulation_steps": 2 * count}
-    expected = train_exactly(case.build(), batches, combined, groups=case.groups)
+    expected = train_reference(case.build(), batches, combined, groups=case.groups)
     (nvme := tmp_path / "nvme").mkdir()
     job = {"case": "gpt", "config": {**config, "nvme_path": str(nvme)}, "batches": num_batches}
     found = run_ranks(count, tmp_path, rank_alone.main, nodes=nodes, **job)
@@ -156,7 +156,7 @@ def test_non_contiguous_ranks_of_machine_are_rejected(
     store.set("machine of rank 2", "here")
     monkeypatch.setattr("infinity.distributed.environment._machine_id", lambda: b"here")
     with pytest.raises(ConfigError, match="ranks 0, 2 are on one machine, and others between"):
-        on_this_machine(store, 0, 3)
+        local_rank_and_count(store, 0, 3)
 
 
 @needs_peak
@@ -177,7 +177,7 @@ def test_rank_peak_ram_is_its_planned_share(tmp_path: Path) -> None:
 
 def test_shared_ram_counts_once_per_rank(tmp_path: Path) -> None:
     (nvme := tmp_path / "nvme").mkdir()
-    for found in run_ranks(2, tmp_path, rank_alone.shares_ram, nvme=str(nvme)):
+    for found in run_ranks(2, tmp_path, rank_alone.train_with_shared_weights, nvme=str(nvme)):
         assert found["others"] > 64 << 20
         assert found["less"] == pytest.approx(found["others"], rel=0.1)
 
@@ -216,7 +216,9 @@ def test_mismatched_world_size_is_reported(
             monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
         monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     job = {"nvme": str(tmp_path), "rank": rank}
-    with Processes(2, tmp_path, rank_alone.counted_otherwise, job, agent=agent) as processes:
+    with Processes(
+        2, tmp_path, rank_alone.start_with_wrong_world_size, job, agent=agent
+    ) as processes:
         assert processes.exit_codes() == [1, 1], processes.log_text()
     one, other = (3, 2) if rank == 0 else (2, 3)
     first, second = (log.read_text() for log in processes.logs)
@@ -257,7 +259,7 @@ def test_lone_rank_reports_wait_and_ends_on_sigint(rank: int, port_in_use: bool)
 def wait_alone(rank: int, port: str, awaited: str) -> None:
     environment = {"WORLD_SIZE": "2", "RANK": str(rank), "MASTER_PORT": port}
     environment |= {"MASTER_ADDR": "127.0.0.1", "LOCAL_WORLD_SIZE": "2"}
-    with forked.Program(rank_alone.waits_for_others, **environment) as program:
+    with forked.Program(rank_alone.find_missing_ranks, **environment) as program:
         expected_line = f"rank {rank} of 2 waits for {awaited} at 127.0.0.1:{port}"
         assert wait_until(lambda: expected_line in program.err.read_text(), HANG_S)
         program.signal(signal.SIGINT)
@@ -306,7 +308,7 @@ def test_call_on_one_rank_only_is_reported(
 ) -> None:
     job = {name: str(tmp_path / name) for name in ("nvme", "saves", "store")}
     (tmp_path / "nvme").mkdir()
-    (waits, lost), others = run_ranks(2, tmp_path, rank_alone.on_one_rank_only, **job)
+    (waits, lost), others = run_ranks(2, tmp_path, rank_alone.save_on_one_rank, **job)
     assert "for other ranks to come where it is (compares the checkpoint to save)" in waits
     assert "`if rank == 0:`" in waits
     assert "rank 0 of 2 lost the others, for rank 1 closed the engine, or ended" in lost

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.half import ScaleWords, train_half
-from support.inside import components
+from support.fp16_reference import LossScaleSettings, train_half
+from support.internals import components
 from support.models import CASES, Batch
 from support.ranks import make_engine, on_ranks, together, train_ranks
-from support.trainer import make_config, same_bits, train_exactly
+from support.trainer import make_config, same_bits, train_reference
 from torch import Tensor, nn
 
 from infinity.distributed.context import DistContext
@@ -105,7 +105,7 @@ def test_compiled_blocks_match_single_rank_bitwise(tmp_path: Path) -> None:
     generator = torch.Generator().manual_seed(0)
     batches = [Batch((torch.randn(4, WIDTH, generator=generator),)) for _ in range(6)]
     config = make_config(ON_DISK)
-    expected = train_exactly(build_stack(), batches, {**config, "gradient_accumulation_steps": 2})
+    expected = train_reference(build_stack(), batches, {**config, "gradient_accumulation_steps": 2})
     models = [build_stack() for _ in range(2)]
 
     def work(ranks: DistContext) -> dict[str, Tensor]:
@@ -136,7 +136,7 @@ def test_routed_experts_match_single_rank_bitwise() -> None:
     assert len(batches) == 3 * count * micro_batches
     config = make_config(ON_DISK, precision="bf16", gradient_accumulation_steps=micro_batches)
     one = {**config, "gradient_accumulation_steps": count * micro_batches}
-    expected = train_exactly(case.build(), batches, one, groups=case.groups)
+    expected = train_reference(case.build(), batches, one, groups=case.groups)
     found = train_ranks(count, case.build, batches, config, groups=case.groups)
     assert found.differences(expected) == []
 
@@ -162,7 +162,7 @@ def build_scaled_loss() -> nn.Module:
 
 
 def test_overflow_on_one_rank_is_skipped_by_all() -> None:
-    count, scale_settings = 3, ScaleWords(initial=2.0**8, window=2, hysteresis=1)
+    count, scale_settings = 3, LossScaleSettings(initial=2.0**8, window=2, hysteresis=1)
     config = make_config(ON_DISK, precision="fp16")
     config["loss_scale"] = {"initial_power": 8, "window": 2, "hysteresis": 1}
     generator = torch.Generator().manual_seed(0)

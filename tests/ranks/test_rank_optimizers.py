@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from support.half import ScaleWords, train_half
+from support.fp16_reference import LossScaleSettings, train_half
 from support.models import Batch
 from support.optimizers import ELEMENTWISE, WHOLE, Maker, SignedMomentum
-from support.ranks import make_engine, on_ranks, together, train_over, train_ranks
-from support.trainer import make_config, make_device, same_bits, train_exactly
+from support.ranks import make_engine, on_ranks, together, train_ranks, train_with_rank_counts
+from support.trainer import make_config, make_device, same_bits, train_reference
 from torch import Tensor, nn, optim
 
 from infinity.distributed.context import DistContext
@@ -29,8 +29,8 @@ from infinity.plan.layout import (
     SQUARE_BLOCK,
     ParameterFacts,
     UnitLayout,
-    dealt_notes,
     lay_out,
+    padding_notes,
 )
 from infinity.types import round_up
 
@@ -117,11 +117,11 @@ def test_torch_optimizers_match_plain_torch_bitwise(
         count, build, batches, config_of(placement, 2, **settings), groups=groups_of,
         device=partial(make_device, device), optimizer=MAKERS[name],
     )  # fmt: skip
-    plain = partial(train_half, words=ScaleWords(static=1024.0)) if half else train_exactly
+    plain = partial(train_half, words=LossScaleSettings(static=1024.0)) if half else train_reference
     expected = plain(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
     assert found.differences(expected) == []
     assert found.plan is not None
-    assert found.misforecast() == []
+    assert found.unforecast_moves() == []
     split = [s for unit in found.plan.units for s in unit.trained_segments if is_split(unit, s)]
     assert bool(split) == (name in ELEMENTWISE), "the model must (not) have split parameters"
 
@@ -153,7 +153,7 @@ def test_adapted_muon_matches_plain_torch_bitwise() -> None:
     generator = torch.Generator().manual_seed(1)
     batches = [Batch((torch.randn(3, WIDTH, generator=generator),)) for _ in range(8)]
     muon = partial(optim.Muon, lr=0.02)
-    expected = train_exactly(make(), batches, config_of(ON_DISK, 2), make_optimizer=muon)
+    expected = train_reference(make(), batches, config_of(ON_DISK, 2), make_optimizer=muon)
     found = train_ranks(2, make, batches, config_of(ON_DISK), optimizer=muon)
     assert found.differences(expected) == []
 
@@ -209,8 +209,8 @@ def test_checkpoint_resumes_on_other_rank_counts(
     counts, micro_batches, steps = (3, 1, 2), 6, 2
     batches = batches_of(micro_batches * steps * len(counts))
     one = config_of(placement, micro_batches, precision="bf16")
-    expected = train_exactly(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
-    found = train_over(
+    expected = train_reference(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
+    found = train_with_rank_counts(
         counts, build, batches,
         lambda _, count: config_of(placement, micro_batches // count, precision="bf16"),
         tmp_path, groups=groups_of, optimizer=MAKERS[name],
@@ -258,8 +258,8 @@ def test_largest_shard_rotates_over_ranks() -> None:
 def test_padding_note_reports_cost() -> None:
     block = lay_out(0, "block", facts_of([40_960] * 8), BF16, ranks=4, needs_full=True)
     alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, needs_full=True)
-    assert dealt_notes([block], "Rule") == ()
-    (note,) = dealt_notes([block, alone], "Rule")
+    assert padding_notes([block], "Rule") == ()
+    (note,) = padding_notes([block, alone], "Rule")
     assert "Rule needs whole parameters, which are dealt to 4 ranks" in note
     assert "2.00 times what they hold; most in unit 'embed', 4.00 times" in note
 

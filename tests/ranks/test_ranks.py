@@ -21,10 +21,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.inside import components
+from support.internals import components
 from support.models import CASES, Batch, Gpt
-from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_over, train_ranks
-from support.trainer import make_config, make_device, same_bits, train_exactly
+from support.ranks import (
+    ThreadRanks,
+    make_engine,
+    on_ranks,
+    together,
+    train_ranks,
+    train_with_rank_counts,
+)
+from support.trainer import make_config, make_device, same_bits, train_reference
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -64,7 +71,7 @@ def test_ranks_match_single_rank_bitwise(
     config = make_config(placement, precision="bf16")
     batches = GPT.batches(3 * count * micro_batches)
     one = with_micro_batches(config, count * micro_batches)
-    expected = train_exactly(GPT.build(), batches, one, groups=GPT.groups)
+    expected = train_reference(GPT.build(), batches, one, groups=GPT.groups)
     found = train_ranks(
         count, GPT.build, batches, with_micro_batches(config, micro_batches), groups=GPT.groups,
         device=partial(make_device, device),
@@ -147,7 +154,9 @@ def test_each_rank_has_separate_directories_on_every_drive(tmp_path: Path) -> No
         drive.mkdir()
     config = make_config(ON_DISK, precision="bf16")
     models, batches = [GPT.build() for _ in range(3)], GPT.batches(6)
-    expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 3), groups=GPT.groups)
+    expected = train_reference(
+        GPT.build(), batches, with_micro_batches(config, 3), groups=GPT.groups
+    )
     config |= {"nvme_path": [str(drive) for drive in drives], "io": {"weights": [2, 1]}}
 
     def work(ranks: DistContext) -> Any:
@@ -298,7 +307,7 @@ def test_gradient_missing_on_some_ranks_matches_single_rank() -> None:
         model.load_state_dict(start)
         return model
 
-    expected = train_exactly(build(), batches, with_micro_batches(config, count * micro_batches))
+    expected = train_reference(build(), batches, with_micro_batches(config, count * micro_batches))
     found = train_ranks(count, build, batches, with_micro_batches(config, micro_batches))
     assert found.differences(expected) == []
 
@@ -860,7 +869,7 @@ def test_deferred_models_are_materialized_by_shard(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(InitialValues, "value", record_value)
     monkeypatch.setattr(torch, "manual_seed", seeded)
     batches = GPT.batches(6)
-    expected = train_exactly(build(deferred=False), batches, with_micro_batches(config, 2))
+    expected = train_reference(build(deferred=False), batches, with_micro_batches(config, 2))
     found = train_ranks(2, partial(build, deferred=True), batches, config)
     assert found.differences(expected) == []
     num_parameters = len(list(build(deferred=True).parameters()))
@@ -907,7 +916,7 @@ def test_checkpoint_resumes_on_other_rank_counts(name: str, moments: str, tmp_pa
     counts = (3, 1, 2, 3)
     batches = case.batches(micro_batches * steps * len(counts))
     one = with_micro_batches(config, micro_batches)
-    expected = train_exactly(case.build(), batches, one, groups=case.groups)
+    expected = train_reference(case.build(), batches, one, groups=case.groups)
 
     def config_of(number: int, count: int) -> dict[str, Any]:
         placement = {"weights": ("disk", "host", "device")[number % 3]}
@@ -916,14 +925,16 @@ def test_checkpoint_resumes_on_other_rank_counts(name: str, moments: str, tmp_pa
     def build(number: int) -> nn.Module:
         return case.build(seed=number)
 
-    found = train_over(counts, build, batches, config_of, tmp_path, groups=case.groups)
+    found = train_with_rank_counts(counts, build, batches, config_of, tmp_path, groups=case.groups)
     assert found.differences(expected) == []
 
 
 def test_open_window_resumes_on_same_rank_count(tmp_path: Path) -> None:
     batches = GPT.batches(8)
     config = with_micro_batches(make_config(IN_RAM, precision="bf16"), 2)
-    expected = train_exactly(GPT.build(), batches, with_micro_batches(config, 4), groups=GPT.groups)
+    expected = train_reference(
+        GPT.build(), batches, with_micro_batches(config, 4), groups=GPT.groups
+    )
     first = train_ranks(2, GPT.build, batches[:6], config, groups=GPT.groups, save=tmp_path)
     with pytest.raises(
         CheckpointError, match=r"2 micro-batches on 2 ranks; this engine has 2 on 1"

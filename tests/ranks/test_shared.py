@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.models import CASES
 from support.ranks import ThreadRanks, make_engine, on_ranks, train_ranks
-from support.trainer import make_config, make_device, train_exactly
+from support.trainer import make_config, make_device, train_reference
 
 from infinity.config.schema import load_config
 from infinity.distributed import shared_memory
 from infinity.distributed.context import CompletedWork, DistContext
-from infinity.distributed.shared_memory import SharedWeights, can_share
+from infinity.distributed.shared_memory import SharedWeights, can_share_memory
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError, InfinityError, MachineError
 from infinity.plan.budget import Limits
@@ -53,7 +53,7 @@ def test_shared_weights_bits_and_bytes(
     config["placement"] |= {"reshard_after_forward": not unsharded, "shared": True}
     batches = case.batches(6 * count)
     one = {**config, "gradient_accumulation_steps": 2 * count}
-    expected = train_exactly(case.build(), batches, one, groups=case.groups)
+    expected = train_reference(case.build(), batches, one, groups=case.groups)
     found, gathered = (
         train_ranks(
             count, case.build, batches, {**config, "placement": config["placement"] | more},
@@ -157,7 +157,7 @@ def test_failed_broadcast_raises_in_is_here() -> None:
         weights._peers.all_gather = lambda *_, **__: Failed()  # type: ignore[method-assign]
         weights.bring(0)
         with pytest.raises(MachineError) as caught:
-            weights.is_here(0)
+            weights.is_up_to_date(0)
         weights.close()
         return str(caught.value)
 
@@ -194,10 +194,10 @@ def test_memory_not_of_rank_0_is_not_shared(monkeypatch: pytest.MonkeyPatch) -> 
     """As if its process has that PID only in another container."""
     other = os.memfd_create("other")
     os.ftruncate(other, PAGE)
-    assert on_ranks(2, can_share) == [True, True]
+    assert on_ranks(2, can_share_memory) == [True, True]
     monkeypatch.setattr(shared_memory.os, "open", lambda *_: os.dup(other))
     try:
-        assert on_ranks(2, can_share) == [False, False]
+        assert on_ranks(2, can_share_memory) == [False, False]
         with pytest.raises(InfinityError, match="is not rank 0 here"):
             on_ranks(2, partial(shared_memory.SharedArena, PAGE))
     finally:

@@ -11,9 +11,9 @@ import psutil
 import pytest
 from ranks.test_processes import HANG_S, TESTS, pytestmark  # noqa: F401
 from support.forked import Program
-from support.patience import wait_until
 from support.ranks import on_ranks
 from support.runs import losses_of, metrics_of, settings, train, write_chat
+from support.waiting import wait_until
 
 from infinity.cli.main import main
 from infinity.distributed.context import DistContext

@@ -128,7 +128,7 @@ class Source:
             moment.values.copy_(torch.from_numpy(self.random.integers(0, 256, n, dtype=np.uint8)))
         return moment
 
-    def whole_state(
+    def update_state(
         self, n: int, layout: str, rule_params: RuleParams, kind: MomentFormat, *, wild: bool = True
     ) -> State:
         """Return the state of `n` elements for a rule, all tensors at random offsets."""
@@ -156,15 +156,13 @@ class State:
 
     def copy(self) -> State:
         """Return a copy with the same alignments."""
-        weight = copy_in_place(self.weight)
+        weight = copy_aligned(self.weight)
         assert weight is not None
         moments = [
-            moment._replace(
-                values=copy_in_place(moment.values), scales=copy_in_place(moment.scales)
-            )
+            moment._replace(values=copy_aligned(moment.values), scales=copy_aligned(moment.scales))
             for moment in self.moments
         ]
-        return State(weight, copy_in_place(self.master_state), moments)
+        return State(weight, copy_aligned(self.master_state), moments)
 
     def part(self, first: int, end: int) -> State:
         """Return elements [first, end), as views."""
@@ -196,7 +194,7 @@ def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
-def copy_in_place(tensor: torch.Tensor | None) -> torch.Tensor | None:
+def copy_aligned(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a copy with the same storage offset, hence the same alignment."""
     if tensor is None:
         return None
@@ -217,6 +215,6 @@ def equal_or_both_nan(one: torch.Tensor, other: torch.Tensor) -> bool:
     return bool((same | (one.isnan() & other.isnan())).all())
 
 
-def update_one(kernels: CpuKernels, *piece: Any, **more: Any) -> None:
+def update_piece(kernels: CpuKernels, *piece: Any, **more: Any) -> None:
     """Run one update of one piece, given the arguments of `Piece`."""
     kernels.update_all([Piece(*piece, **more)])

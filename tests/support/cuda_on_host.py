@@ -47,7 +47,7 @@ class HostLauncher:
         ran = library.run(launch.kernel.encode(), launch.blocks, launch.threads, arguments)
         assert ran, f"no kernel {launch.kernel} in {launch.variant}"
 
-    def room(self, num_elements: int, stream: object) -> torch.Tensor:
+    def scratch(self, num_elements: int, stream: object) -> torch.Tensor:
         del stream
         return torch.full((num_elements,), float("nan"), dtype=torch.float64)
 

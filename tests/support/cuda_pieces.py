@@ -83,7 +83,7 @@ class PieceBuffer:
         return torch.equal(self.storage.cpu(), other.storage.cpu())
 
 
-class Rooms:
+class PieceBuffers:
     """Factory of buffers with seeded values; with `wild` NaN, infinities and subnormals too."""
 
     def __init__(self, seed: int) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
-from support.inside import components
+from support import fault_injection
+from support.internals import components
 from support.models import VOCAB, Stacked
 from support.small import batch, settings, small_model
 from torch import Tensor, nn
@@ -78,7 +78,7 @@ def durable_engine(path: Path | list[Path], model: nn.Module, **more: Any) -> It
     config["nvme_path"] = [str(p) for p in path] if isinstance(path, list) else str(path)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", infinity.errors.InfinityWarning)
-        engine, *_ = rough.initialize(model, config, poison=None)
+        engine, *_ = fault_injection.initialize(model, config, poison=None)
     with engine:
         yield engine
 
@@ -278,7 +278,7 @@ def copies(originals: list[Path], root: Path) -> tuple[list[Path], dict[str, Pat
 # --- children that are killed ---------------------------------------------------------------------
 
 
-def train_and_tell(
+def train_and_log(
     root: str, more: dict[str, Any], extra: int | None, build: Callable[[], nn.Module] = gated
 ) -> None:
     """Resume from the last commit in `root`/nvme, for `extra` steps or until killed.

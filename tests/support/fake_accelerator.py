@@ -10,8 +10,8 @@ collects broken rules.
 On CUDA a copy in flight does not keep its memory alive: freed memory may be reused at once. So a
 copy holds no reference here either. When it runs, its memory must still be alive: an arena through
 any reference, other device memory through its storage. Copies to or from pageable host memory are
-not asynchronous on CUDA: they are forbidden, except those of `UNPINNED`, which are waited for at
-once.
+not asynchronous on CUDA: they are forbidden, except those of `PAGEABLE_COPIERS`, which are waited
+for at once.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _TIMEOUT_S = 120.0  # timeout, so that a bug of the fake hangs one test and not 
 
 # Functions that may copy to and from pageable memory: before training, and where a user reads or
 # sets values. (Calibration measures both kinds.)
-UNPINNED = {
+PAGEABLE_COPIERS = {
     ("infinity.training.initial_write", "_write_chunk"),
     ("infinity.training.initial_write", "_write_frozen"),
-    ("infinity.checkpoint.durability", "fill_memory"),
+    ("infinity.checkpoint.durability", "load_memory_tiers"),
     ("infinity.offload.state", "read_shard"),
     ("infinity.offload.state", "write_shard"),
     ("infinity.offload.gradients", "_read"),
     ("infinity.profiling.processor_rates", "copy_in"),
     ("infinity.profiling.processor_rates", "copy_out"),
 }
-PASSED_ON_BY = {
+FORWARDING_MODULES = {
     "infinity.storage.device",
     "infinity.storage.store",
     "infinity.storage.staging",
@@ -256,7 +256,7 @@ class FakeAccelerator(Device):
         if found is not None:
             return found.mapping
         caller = asker()
-        if caller is not None and caller not in UNPINNED:
+        if caller is not None and caller not in PAGEABLE_COPIERS:
             self.violations.append(f"{name}: host memory is not pinned, for {'.'.join(caller)}")
         return lambda: tensor
 
@@ -413,7 +413,11 @@ def asker() -> tuple[str, str] | None:
     frame = sys._getframe(1)
     while frame is not None:
         call = frame.f_globals["__name__"], frame.f_code.co_name
-        if call[0].startswith("infinity.") and call[0] not in PASSED_ON_BY and call not in _STAGING:
+        if (
+            call[0].startswith("infinity.")
+            and call[0] not in FORWARDING_MODULES
+            and call not in _STAGING
+        ):
             return call
         frame = frame.f_back
     return None

@@ -112,7 +112,7 @@ def _decoder(name: str, config: str, **more: Any) -> Family:
     return Family("decoder", name, lambda: getattr(hf, config)(**{**DECODER, **more}), causal)
 
 
-def _moe(name: str, config: str, **more: Any) -> Family:
+def moe_family(name: str, config: str, **more: Any) -> Family:
     return Family("MoE", name, lambda: getattr(hf, config)(**{**DECODER, **more}), causal)
 
 
@@ -184,15 +184,15 @@ FAMILIES: dict[str, Family] = {
         lambda g: {"input_values": torch.randn(BATCH, 64, generator=g),
                    "labels": torch.tensor([0, 1])},
     ),
-    "mixtral": _moe("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
-    "qwen3_moe": _moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **SPARSE,
+    "mixtral": moe_family("MixtralForCausalLM", "MixtralConfig", num_local_experts=4),
+    "qwen3_moe": moe_family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **SPARSE,
                       output_router_logits=True),
-    "deepseek_v3": _moe("DeepseekV3ForCausalLM", "DeepseekV3Config", n_routed_experts=4,
+    "deepseek_v3": moe_family("DeepseekV3ForCausalLM", "DeepseekV3Config", n_routed_experts=4,
                         num_experts_per_tok=2, moe_intermediate_size=16, n_group=2, topk_group=1,
                         kv_lora_rank=8, q_lora_rank=8, qk_rope_head_dim=4, qk_nope_head_dim=4,
                         v_head_dim=8, num_key_value_heads=2, head_dim=4,
                         first_k_dense_replace=1),
-    "gpt_oss": _moe("GptOssForCausalLM", "GptOssConfig", num_local_experts=4,
+    "gpt_oss": moe_family("GptOssForCausalLM", "GptOssConfig", num_local_experts=4,
                     num_experts_per_tok=2, sliding_window=4),
     "vit": Family(
         "vision", "ViTForImageClassification",

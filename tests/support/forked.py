@@ -57,7 +57,7 @@ def server() -> ForkServerContext:
 def start(
     target: Callable[..., Any],
     *args: Any,
-    die_at_line: int | None = None,
+    kill_at_line: int | None = None,
     environment: Mapping[str, str] | None = None,
     out: Path | None = None,
     err: Path | None = None,
@@ -67,14 +67,14 @@ def start(
     Args:
         target: Function to run.
         *args: Its arguments.
-        die_at_line: Kill the child with SIGKILL at the n-th line of the library that it runs.
+        kill_at_line: Kill the child with SIGKILL at the n-th line of the library that it runs.
         environment: Variables to add to those of this process.
         out: File to which stdout is appended, and stderr too if `err` is None.
         err: File to which stderr is appended.
     """
     variables = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
     child = server().Process(
-        target=_run, args=(target, args, die_at_line, variables, out, err or out)
+        target=_run, args=(target, args, kill_at_line, variables, out, err or out)
     )
     child.start()
     return child

@@ -175,7 +175,7 @@ c10::Stream stream_of(int line) {
 // --- memory -------------------------------------------------------------------------------------
 
 // Emulation of torch's caching allocator: segments belong to a stream and are split into blocks; a
-// freed block is merged with its free neighbours and reused on that stream. Segments are released
+// freed block is merged with its free neighbors and reused on that stream. Segments are released
 // only if entirely free, when the limit is reached: so memory fragments as on a GPU.
 struct DeviceMemory final : c10::Allocator {
   static constexpr std::size_t kSmall = 1 << 20, kLarge = 10 << 20, kPage = 2 << 20;

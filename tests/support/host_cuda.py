@@ -320,7 +320,7 @@ def _patch_kernels() -> None:
             super().__init__()
             self.device = DEVICE
 
-        def room(self, num_elements: int, stream: Any) -> Tensor:
+        def scratch(self, num_elements: int, stream: Any) -> Tensor:
             with on_stream(stream):
                 return torch.empty(num_elements, dtype=torch.float64, device=DEVICE)
 

@@ -1,8 +1,8 @@
-"""Memory use of initialising a model much larger than the planned RAM.
+"""Memory use of initializing a model much larger than the planned RAM.
 
-`make_engine_alone(path, way)` runs in a separate process and returns bytes: of the model (fp32), of
-its largest tensor, of the plan's reservations, and the growth of the peak while the model was built
-and while it was initialised.
+`measure_initialization(path, way)` runs in a separate process and returns bytes: of the model
+(fp32), of its largest tensor, of the plan's reservations, and the growth of the peak while the
+model was built and while it was initialized.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def start(model: nn.Module, config: Mapping[str, Any]) -> infinity.Engine:
     return engine
 
 
-def make_engine_alone(path: Path, way: str) -> dict[str, int]:
+def measure_initialization(path: Path, way: str) -> dict[str, int]:
     """Return numbers of bytes; `way` is init, meta, read or real."""
     process_memory.count_held()
     torch.set_num_threads(1)
@@ -69,7 +69,7 @@ def make_engine_alone(path: Path, way: str) -> dict[str, int]:
     built = peak.grown
     peak.reset()
     with start(model, config) as engine:
-        initialised = peak.grown
+        initialized = peak.grown
         memory = engine.plan.memory
         planned = sum(memory["device"].values()) + sum(memory["host"].values())
         return {
@@ -77,5 +77,5 @@ def make_engine_alone(path: Path, way: str) -> dict[str, int]:
             "largest": 4 * WIDTH * WIDTH,
             "planned": planned - memory["host"]["process"],
             "built": built,
-            "initialised": initialised,
+            "initialized": initialized,
         }

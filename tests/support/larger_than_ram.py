@@ -5,7 +5,7 @@ losses as hexadecimal floats, so that equal text means equal bits, and digests o
 
 JSON: `width`, `num_layers` or the `num_experts` of a single layer, `vocab_size`, `context`,
 `precision`, `path`, `save_dir`, `steps`, `micro_batches`, `host` (a budget), `placement`, and
-`reload`: "initialised" (a new engine with the saved weights), "loaded" (into an existing engine),
+`reload`: "initialized" (a new engine with the saved weights), "loaded" (into an existing engine),
 or "".
 """
 
@@ -97,7 +97,7 @@ def build(job: dict[str, Any]) -> nn.Module:
 
 
 def start(job: dict[str, Any], weights: Path | None = None) -> infinity.Engine:
-    """Return an engine for a fresh model, initialised with saved `weights` if given."""
+    """Return an engine for a fresh model, initialized with saved `weights` if given."""
     model = build(job)
     if weights is not None:
         infinity.load_weights(model, weights)
@@ -189,7 +189,7 @@ def live(job: dict[str, Any]) -> dict[str, Any]:
     }
     if not job["reload"]:
         return results
-    with start(job, saved if job["reload"] == "initialised" else None) as engine:
+    with start(job, saved if job["reload"] == "initialized" else None) as engine:
         if job["reload"] == "loaded":
             results["fresh"] = evaluate(engine, job)
             infinity.load_weights(engine, saved)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity.engine import Engine
 

@@ -81,7 +81,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
     peak.reset()
     device = FakeAccelerator(1) if job["fake"] else "cpu"
     with infinity.initialize(model, config, device=device)[0] as engine:
-        initialised = peak.grown
+        initialized = peak.grown
         peak.reset()
         train(engine, job)
         report = engine.last_report
@@ -90,7 +90,7 @@ def _measure(job: dict[str, Any]) -> dict[str, Any]:
         memory = {tier: dict(sizes) for tier, sizes in plan.memory.items()}
         del memory["host"]["process"]  # held before
         return {
-            "initialised": initialised,
+            "initialized": initialized,
             "peak": peak.grown,
             "memory": memory,
             "activations": shape.of(job["tokens"]).total,

@@ -42,7 +42,7 @@ def count_held() -> None:
     os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:_MAX_CPUS])
 
 
-def held_bytes() -> int:
+def resident_bytes() -> int:
     """Return the bytes of anonymous and shared memory that this process holds now."""
     return _status("RssAnon") + _status("RssShmem")
 
@@ -51,7 +51,7 @@ class Peak:
     """Peak of the bytes held by this process since `reset`, relative to those at creation."""
 
     def __init__(self) -> None:
-        self._start = held_bytes()
+        self._start = resident_bytes()
         self.reset()
 
     def reset(self) -> None:

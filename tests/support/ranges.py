@@ -8,7 +8,7 @@ from infinity.model import partition
 from infinity.plan import batch_schedule
 
 
-def choose_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+def force_largest_range(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the rule select single experts, and the planner accept every candidate range.
 
     The largest range is tried last, hence chosen.
@@ -18,6 +18,6 @@ def choose_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_schedule, "RANGE_GAIN", -1e9)
 
 
-def choose_the_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+def force_rule_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the planner reject every candidate range, so that the rule decides."""
     monkeypatch.setattr(batch_schedule, "RANGE_GAIN", 1.0)

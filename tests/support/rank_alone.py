@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 from support import init_alone, process_memory
-from support.inside import components
+from support.internals import components
 from support.models import CASES
 
 import infinity
@@ -80,7 +80,7 @@ def main(job: dict[str, Any]) -> None:
     torch.save(results | {"stage": engine.plan.zero_stage}, f"{job['out']}-{rank}")
 
 
-def waits_for_others() -> None:
+def find_missing_ranks() -> None:
     """Search for other ranks, of which none is started."""
     infinity.distributed.launch._WARN_AFTER_S = 0.0
     infinity.distributed.launch.find_ranks()
@@ -93,17 +93,17 @@ def machines(job: dict[str, Any]) -> None:
     os.environ.pop("GLOO_SOCKET_IFNAME")
     rank, name = int(os.environ["RANK"]), socket.gethostname()
     socket.gethostname = lambda: f"{name}-{rank // 2}"
-    by_loopback = []
+    gloo_over_loopback = []
 
     def record_one_machine(one_machine: bool) -> Any:
-        by_loopback.append(one_machine)
+        gloo_over_loopback.append(one_machine)
         return original(True)  # in fact all are on one machine
 
-    original = infinity.distributed.environment.by_loopback
+    original = infinity.distributed.environment.gloo_over_loopback
     for module in (infinity.distributed.launch, infinity.distributed.torch_context):
-        module.by_loopback = record_one_machine
+        module.gloo_over_loopback = record_one_machine
     with closing(infinity.distributed.launch.find_ranks()) as ranks:
-        found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *by_loopback)
+        found = (ranks.local_rank, ranks.local_count, ranks.num_nodes, *gloo_over_loopback)
         ranks.synchronize("has found the others")  # closing would cut off ranks that still connect
     torch.save(found, f"{job['out']}-{rank}")
 
@@ -115,7 +115,7 @@ def layers(width: int, count: int) -> torch.nn.Module:
 def memory(job: dict[str, Any]) -> None:
     """Save the planned RAM of a model built under `infinity.Init`, and the growth of the peak.
 
-    The peak is measured over initialisation and one training step. Both are in bytes.
+    The peak is measured over initialization and one training step. Both are in bytes.
     """
     process_memory.count_held()
     rank = int(os.environ.get("RANK", "0"))
@@ -141,7 +141,7 @@ def memory(job: dict[str, Any]) -> None:
     torch.save(run(WIDTH, NUM_LAYERS), f"{job['out']}-{rank}")
 
 
-def shares_ram(job: dict[str, Any]) -> None:
+def train_with_shared_weights(job: dict[str, Any]) -> None:
     """Train one step with weights shared in RAM, and save two numbers of bytes.
 
     `others`: shards of other ranks; `less`: resident memory that the kernel counts for this process
@@ -187,7 +187,7 @@ def out_of_memory(job: dict[str, Any]) -> None:
             engine.step()
 
 
-def counted_otherwise(job: dict[str, Any]) -> None:
+def start_with_wrong_world_size(job: dict[str, Any]) -> None:
     """Start one rank with a WORLD_SIZE larger than that of the others."""
     infinity.distributed.launch._STALE_ENTRY_S = 0.5
     if int(os.environ["RANK"]) == job["rank"]:
@@ -214,7 +214,7 @@ def two_engines(job: dict[str, Any]) -> None:
     torch.save(results, f"{job['out']}-{rank}")
 
 
-def on_one_rank_only(job: dict[str, Any]) -> None:
+def save_on_one_rank(job: dict[str, Any]) -> None:
     """Save on rank 0 only; record its warning, and its error once rank 1 has closed."""
     rank, store = int(os.environ["RANK"]), dist.FileStore(job["store"])
     config = {"nvme_path": job["nvme"], "precision": "fp32", "budget": {}}

@@ -138,7 +138,7 @@ def journey(
         children = [
             forked.start(
                 train, str(folder), attempt, rank, count, placement, every, point,
-                die_at_line=line if rank == dying_rank else None,
+                kill_at_line=line if rank == dying_rank else None,
             )
             for rank in range(count)
         ]  # fmt: skip
@@ -169,7 +169,7 @@ def journey(
     return first_steps
 
 
-def train_until_one_hangs(folder: str, rank: int, count: int, patience_s: float | None) -> None:
+def train_until_rank_hangs(folder: str, rank: int, count: int, patience_s: float | None) -> None:
     """Train two steps and gather large tensors; with `patience_s` rank 1 hangs after one step."""
     root = Path(folder)
     log = os.open(root / f"log-{rank}", os.O_WRONLY | os.O_CREAT)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
 from support.models import Batch
 from support.trainer import Result, train_on
@@ -300,16 +300,16 @@ def make_engine(
     By default units move through slots and weights are gathered for each forward.
     """
     placement = {"reshard_after_forward": True, "shared": False, **config.get("placement", {})}
-    plain, io = rough.taken({"nvme_path": str(folder), **config, "placement": placement})
+    plain, io = fault_injection.taken({"nvme_path": str(folder), **config, "placement": placement})
     if groups is not None:
         options["model_parameters"] = groups(model)
-    engine: Engine = rough.initialize(
+    engine: Engine = fault_injection.initialize(
         model, load_config(plain), io=io, device=device, ranks=ranks, **options
     )[0]
     return engine
 
 
-def train_over(
+def train_with_rank_counts(
     counts: Sequence[int],
     build: Callable[[int], nn.Module],
     batches: Sequence[Batch],

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import rough
-from support.patience import wait_until
+from support import fault_injection
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -100,7 +100,7 @@ def small_engine(
     config = settings(path, placement, **more)
     model = small_model() if model is None else model
     arguments = {"engine_class": engine_class, **(arguments or {})}
-    engine, *_ = rough.initialize(model, config, **arguments)
+    engine, *_ = fault_injection.initialize(model, config, **arguments)
     try:
         yield engine
     finally:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from support import rough
+from support import fault_injection
 from support.small import masters, settings, small_model, train
 from torch import Tensor
 
@@ -32,7 +32,7 @@ def train_alone(path: Path, steps: int, more: dict[str, Any], group: Path | None
     """
     if group is not None:
         (group / "cgroup.procs").write_text(str(os.getpid()))
-    engine, *_ = rough.initialize(small_model(), settings(path, **more), poison=None)
+    engine, *_ = fault_injection.initialize(small_model(), settings(path, **more), poison=None)
     with engine:
         print("ready", json.dumps(engine.drives()), flush=True)
         for index in range(steps) if steps else count():

@@ -2,7 +2,7 @@
 
 `train` uses the engine, with every freed slot poisoned and leaks checked at the end: scratch files,
 threads, rules of the fake accelerator. `train_torch` uses plain torch with its AdamW and
-`clip_grad_norm_`. `train_exactly` uses torch's forward and backward and the reference of the
+`clip_grad_norm_`. `train_reference` uses torch's forward and backward and the reference of the
 engine's update (`reference_update`): the engine must equal it bit for bit.
 """
 
@@ -21,14 +21,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
 from support.leaks import tasks
 from support.models import CASES, Batch
-from support.patience import wait_until
 from support.reference import SQUARE_BLOCK, SQUARE_LANES, reference_update, write_moment
 from support.rounding import join_master, split_master
 from support.slices import taken
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -88,7 +88,7 @@ class Result:
     plan: Plan | None = None
     of_ranks: list[Result] = field(default_factory=list, repr=False)  # of a run on several ranks
 
-    def misforecast(self) -> list[str]:
+    def unforecast_moves(self) -> list[str]:
         """Return messages on ranks whose last step moved other bytes than the plan forecasts."""
         return [
             f"rank {number} moved {one.report and one.report.moved}, forecast {one.forecast}"
@@ -147,12 +147,12 @@ class Run:
         self.device = device
         self._directory = tempfile.TemporaryDirectory(prefix="parity-")
         self._threads, self._tasks = set(threading.enumerate()), tasks()
-        plain, io = rough.taken({"nvme_path": self._directory.name, **config})
+        plain, io = fault_injection.taken({"nvme_path": self._directory.name, **config})
         self.config: Config = load_config(plain)
         if groups is not None:
             options["model_parameters"] = groups(model)
         try:
-            self.engine: Engine = rough.initialize(
+            self.engine: Engine = fault_injection.initialize(
                 model, self.config, io=io, device=device, **options
             )[0]
         except BaseException:
@@ -202,7 +202,7 @@ def at_once(chunks: int) -> Iterator[None]:
 
 
 @contextmanager
-def cpu_beside(share: float) -> Iterator[None]:
+def cpu_update_share(share: float) -> Iterator[None]:
     """Make the CPU update a `share` of the streamed chunks, whatever the plan would choose."""
     original = streamed_updates._with_streamed
 
@@ -272,7 +272,7 @@ def train_case(
 
 def _settings(config: Mapping[str, Any]) -> Config:
     """Load the config without entries that do not apply to plain torch."""
-    plain = rough.taken(config)[0]
+    plain = fault_injection.taken(config)[0]
     return load_config({k: v for k, v in plain.items() if k not in ("placement", "nvme_path")})
 
 
@@ -362,7 +362,7 @@ def square_sum(tensor: Tensor) -> float:
 
 @dataclass
 class _Master:
-    """State of one trained parameter in `train_exactly`."""
+    """State of one trained parameter in `train_reference`."""
 
     parameter: nn.Parameter
     name: str
@@ -401,7 +401,7 @@ class _Master:
         return flat.clone().view(self.parameter.shape)
 
 
-class Stepped:
+class TorchOptimizerMasters:
     """A torch optimizer in place of a rule, on fp32 masters by id of the parameter."""
 
     def __init__(
@@ -422,7 +422,7 @@ class Stepped:
         self.optimizer.step()
 
 
-def train_exactly(
+def train_reference(
     model: nn.Module,
     batches: Sequence[Batch],
     config: Mapping[str, Any],
@@ -443,7 +443,9 @@ def train_exactly(
     accumulated = torch.bfloat16 if split and not summed else torch.float32
     cast_frozen(model, torch.bfloat16 if split else torch.float32)
     stepped = (
-        None if make_optimizer is None else Stepped(make_optimizer, torch_groups(model, groups))
+        None
+        if make_optimizer is None
+        else TorchOptimizerMasters(make_optimizer, torch_groups(model, groups))
     )
     masters = _masters(model, settings, groups, split=split)
     for master in masters.values():
@@ -492,7 +494,7 @@ def _masters(
     split: bool,
 ) -> dict[int, _Master]:
     """Return masters by id of the parameter, in the model's order."""
-    params_by_index = hypers_by_parameter(model, settings, groups)
+    params_by_index = rules_by_parameter(model, settings, groups)
     masters: dict[int, _Master] = {}
     for name, parameter in model.named_parameters():
         if id(parameter) not in params_by_index:
@@ -515,7 +517,7 @@ def fresh_moments(rule_params: RuleParams, size: int, settings: Config) -> list[
     return moments
 
 
-def hypers_by_parameter(
+def rules_by_parameter(
     model: nn.Module,
     settings: Config,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
@@ -523,7 +525,7 @@ def hypers_by_parameter(
     """Return rules by id of the parameter; groups may override entries."""
     rule, given = RULES[settings.optimizer.type], [dict(g) for g in torch_groups(model, groups)]
     return {
-        id(p): rule.of(group).of_shape(tuple(p.shape))
+        id(p): rule.of(group).with_shape(tuple(p.shape))
         for group in complete_groups(model, settings, given)
         for p in group["params"]
     }

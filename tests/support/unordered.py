@@ -14,7 +14,7 @@ import pytest
 import torch
 from support import host_cuda
 from support.small import VOCABULARY, small_model
-from support.trainer import cpu_beside
+from support.trainer import cpu_update_share
 
 import infinity
 from infinity.storage.cuda import CudaDevice
@@ -53,7 +53,7 @@ def train(update: str) -> int:
     With "beside" the CPU updates some chunks while others are streamed.
     """
     if update == "beside":
-        with cpu_beside(0.4):
+        with cpu_update_share(0.4):
             return train("device")
     config = {
         "placement": dict.fromkeys(("weights", "optimizer_state", "gradients"), "host"),

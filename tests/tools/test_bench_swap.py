@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 from support.forked import Program
-from support.patience import wait_until
+from support.waiting import wait_until
 from torch import Tensor
 from typer.testing import CliRunner
 

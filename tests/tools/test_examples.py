@@ -22,8 +22,8 @@ from typing import Any, TextIO
 import pytest
 import torch
 from support.forked import HANG_S, Program
-from support.patience import wait_until
 from support.small import assert_nothing_left
+from support.waiting import wait_until
 from unit.plan.test_planner import plan_of
 
 import infinity

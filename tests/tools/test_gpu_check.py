@@ -23,13 +23,13 @@ import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
 from support.forked import Program
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity.common.sizes import parse_size
 from infinity.plan.batch_schedule import BatchSchedule
 from infinity.plan.budget import budgeted_bytes
 from infinity.plan.cost import step_cost
-from infinity.plan.inputs import PlanInput, leaving_activations
+from infinity.plan.inputs import PlanInput, limits_leaving_activations
 from infinity.plan.rates import NOMINAL, Rates
 from infinity.profiling.trace_reader import Slice, TraceTimeline
 from infinity.profiling.trace_shares import Shares
@@ -248,7 +248,7 @@ def test_engine_limits_equal_chosen_plan() -> None:
     cap = parse_size(job["device_budget"])
     limits = replace(found.case.limits, activations=None)
     share = int(0.9 * cap)  # of what a device has free
-    left = leaving_activations(limits, found.activations, Tier.DEVICE, share)
+    left = limits_leaving_activations(limits, found.activations, Tier.DEVICE, share)
     assert left == found.case.limits
     assert told.activations.tokens == found.case.work.tokens
 

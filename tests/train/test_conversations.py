@@ -13,7 +13,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
-from support.quantised import round_frozen
+from support.quantized import round_frozen
 from support.runs import TEMPLATE, losses_of, settings, train, write_chat
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode

@@ -16,9 +16,9 @@ import pytest
 import torch
 import transformers
 from support.forked import HANG_S, Program
-from support.patience import wait_until
-from support.ranges import choose_the_last, choose_the_rule
+from support.ranges import force_largest_range, force_rule_ranges
 from support.runs import LENGTH, TINY, losses_of, metrics_of, settings, train, write_text
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 from infinity.cli.main import app, main
@@ -374,7 +374,7 @@ def test_durable_run_resumes_without_checkpoints(
 def test_durable_state_from_checkpoint_chooses_new_expert_ranges(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose_the_last(monkeypatch)
+    force_largest_range(monkeypatch)
     raw = settings_without_batches(
         tmp_path,
         model__config=dict(MIXTURE),
@@ -383,11 +383,11 @@ def test_durable_state_from_checkpoint_chooses_new_expert_ranges(
     )
     _, watcher = train(raw, stop_after=3)
     expected = [step.loss for step in watcher.steps]
-    choose_the_rule(monkeypatch)
+    force_rule_ranges(monkeypatch)
     checkpoint = str(tmp_path / "run" / "checkpoints" / "step2")
     _, again = train(raw, checkpoint, stop_after=1)
     assert [step.loss for step in again.steps] == expected[2:]
-    choose_the_last(monkeypatch)
+    force_largest_range(monkeypatch)
     _, watcher = train(raw, "auto")
     assert watcher.done == 3
 
@@ -400,7 +400,7 @@ def test_durable_resume_keeps_expert_ranges(
 
     Also if the chosen micro-batches are `named` in the configuration from now on.
     """
-    choose_the_last(monkeypatch)
+    force_largest_range(monkeypatch)
     raw = settings_without_batches(
         tmp_path,
         model__config=dict(MIXTURE),
@@ -413,7 +413,7 @@ def test_durable_resume_keeps_expert_ranges(
     shutil.rmtree(tmp_path / "run")
     train(raw, stop_after=3)
     assert json.loads((tmp_path / "run" / "run.json").read_text())["experts_per_unit"] == 4
-    choose_the_rule(monkeypatch)
+    force_rule_ranges(monkeypatch)
     if named:
         raw["training"]["micro_batch"] = 8
     _, watcher = train(raw, "auto")
@@ -451,7 +451,7 @@ def test_resume_with_changed_settings_is_refused(plain: tuple[Path, list[Any]]) 
 def test_resume_with_other_data_is_refused(tmp_path: Path) -> None:
     raw = settings(tmp_path)
     train(raw, stop_after=2)
-    os.utime(tmp_path / "text.txt")  # same content: tokenised again, and equal
+    os.utime(tmp_path / "text.txt")  # same content: tokenized again, and equal
     train(raw, "auto", stop_after=1)
     write_text(tmp_path / "text.txt", seed=1)
     with (

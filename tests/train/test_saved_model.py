@@ -13,14 +13,14 @@ import transformers
 from pydantic import ValidationError
 from safetensors.torch import load_file
 from support.families import FAMILIES
-from support.quantised import round_frozen
+from support.quantized import round_frozen
 from support.runs import settings, train, write_chat
 from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.main import app
 from infinity.errors import ConfigError
-from infinity.integrations.huggingface.meta import meta_model
+from infinity.integrations.huggingface.meta import build_meta_model
 from infinity.train.adapters import adapted
 from infinity.train.settings import AdapterSection
 from infinity.train.texts import ByteTokenizer
@@ -193,7 +193,7 @@ def test_adapter_target_parameters_are_validated(tmp_path: Path) -> None:
         "qwen3_moe": r"experts\.up: .*\n.*are mlp\.experts\.gate_up_proj, mlp\.experts\.down_proj",
         "llama": r"no parameters of three dimensions",
     }.items():
-        model = meta_model(FAMILIES[name].config())
+        model = build_meta_model(FAMILIES[name].config())
         section = AdapterSection(targets=(), target_parameters=("experts.up", "q_proj.weight"))
         with pytest.raises(ConfigError, match=expected):
             adapted(model, section)

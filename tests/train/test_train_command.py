@@ -306,7 +306,7 @@ def test_every_preset_is_valid_and_plannable(
     assert report["work"]["tokens_per_step"] == (tokens_per_step or 4 * 128)
     assert report["work"]["sliced_logits"]
     assert ("nf4" in report["plan"]["frozen"]) == name.endswith("qlora"), "with --model, too"
-    if config.leaves_batches_to_the_plan:
+    if config.plans_batch_schedule:
         assert report["schedule"]["runner_up"] is not None
 
 

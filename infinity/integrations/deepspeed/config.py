@@ -19,9 +19,9 @@ from infinity.integrations.deepspeed.key_table import Key, KeyStatus
 from infinity.integrations.deepspeed.keys import (
     BUILT_IN,
     KEYS,
-    OLD_NAMES,
     OPEN,
-    REFUSED_IF,
+    REFUSAL_CONDITIONS,
+    RENAMED_KEYS,
     SECTIONS,
     Row,
     names_in,
@@ -29,7 +29,7 @@ from infinity.integrations.deepspeed.keys import (
     rows_as_text,
 )
 from infinity.integrations.deepspeed.source import find_source
-from infinity.optim.rules import RULES, twin_of
+from infinity.optim.rules import RULES, decay_variant
 from infinity.plan.planner import CHUNK_ELEMENTS
 
 OURS = "infinity"  # section of a DeepSpeed configuration with infinity's keys
@@ -243,7 +243,7 @@ class _Draft:
         start = f"{section}."
         return {n.removeprefix(start): v for n, v in self.given.items() if n.startswith(start)}
 
-    def leave_to_client(self, section: str, argument: str) -> None:
+    def note_replaced_by_argument(self, section: str, argument: str) -> None:
         """Note that an argument of `initialize` replaces a section."""
         for key in [name for name in self.rows if name.startswith(f"{section}.")]:
             self.note(
@@ -257,7 +257,7 @@ class _Draft:
             self.problem(path, f'the key is not text; write "{name}"')
             return
         full = f"{section}.{name}" if section else name
-        full = OLD_NAMES.get(full, full)
+        full = RENAMED_KEYS.get(full, full)
         if not section and "." in name and full in KEYS:  # as TRL writes for a reference model
             note = "not used, as in DeepSpeed: it is outside its section"
             self.rows[f'"{name}"'] = Row(f'"{name}"', value, KeyStatus.ACCEPTED, note)
@@ -303,7 +303,7 @@ class _Draft:
         self.source_names[name], self.given[name] = path, read
         note = f"{key.note} (auto, filled in with {read!r})" if is_auto else key.note
         self.rows[name] = Row(path, shown, key.verdict, note)
-        if key.verdict is KeyStatus.REFUSED and REFUSED_IF[key.when](read):
+        if key.verdict is KeyStatus.REFUSED and REFUSAL_CONDITIONS[key.when](read):
             what = "a section that is on" if isinstance(shown, Mapping) else repr(shown)
             self.problem(path, f"{what} is refused: {key.note}; {key.remedy}")
         elif key.verdict is KeyStatus.REFUSED:
@@ -641,7 +641,7 @@ def _optimizer(draft: _Draft) -> None:
     """Translate the optimizer and its parameters; `Adam` means AdamW, as in DeepSpeed."""
     kind = draft.given.get(_TYPE)
     if draft.client_optimizer:
-        draft.leave_to_client("optimizer", "optimizer")
+        draft.note_replaced_by_argument("optimizer", "optimizer")
     elif kind is not None and kind.lower() in BUILT_IN:
         _built_in(draft, kind)
     elif kind is not None:
@@ -667,7 +667,7 @@ def _built_in(draft: _Draft, kind: str) -> None:
     is_adam = RULES[base_rule].decoupled is not None
     if RULES[base_rule].decoupled is False:  # DeepSpeed's "Adam" is AdamW by default
         decoupled = bool(params.get("adam_w_mode", True))
-        rule = twin_of(base_rule, decoupled=decoupled)
+        rule = decay_variant(base_rule, decoupled=decoupled)
         reason = ", as in DeepSpeed: adam_w_mode is true" if decoupled else " with L2 decay"
         description = f"{rule}{reason}"
     rule_defaults = RULES[rule].defaults()
@@ -744,7 +744,7 @@ _SCHEDULE = "scheduler.type"
 def _scheduler(draft: _Draft) -> None:
     """Translate DeepSpeed's schedules, and torch's by name; `SchedulerConfig` checks parameters."""
     if draft.client_scheduler:
-        draft.leave_to_client("scheduler", "lr_scheduler")
+        draft.note_replaced_by_argument("scheduler", "lr_scheduler")
         return
     kind, section = draft.given.get(_SCHEDULE), "scheduler.params"
     if kind is None:

@@ -20,7 +20,7 @@ from infinity._version import __version__
 from infinity.errors import ConfigError
 from infinity.integrations.deepspeed.names import VERSION
 
-STAND_IN = str(Path(__file__).with_name("stand_in"))
+STAND_IN_DIRECTORY = str(Path(__file__).with_name("stand_in"))
 WORDS = f"`import deepspeed` finds infinity {__version__}, with the names of DeepSpeed {VERSION}"
 # Variables that a launcher sets for a single process; Trainer and accelerate read them.
 _SINGLE_PROCESS = {
@@ -53,14 +53,14 @@ def as_deepspeed() -> None:
             "infinity.as_deepspeed() is called after transformers has looked for DeepSpeed",
             remedy="make it the first line, or start with `infinity run`",
         )
-    if STAND_IN not in sys.path:
-        sys.path.insert(0, STAND_IN)
+    if STAND_IN_DIRECTORY not in sys.path:
+        sys.path.insert(0, STAND_IN_DIRECTORY)
         importlib.invalidate_caches()
-        announce_alone(os.environ)
+        set_single_process_environment(os.environ)
         logging.getLogger("infinity").info(WORDS)
 
 
-def announce_alone(environment: MutableMapping[str, str]) -> None:
+def set_single_process_environment(environment: MutableMapping[str, str]) -> None:
     """Set the environment variables of a launcher for one process, unless a launcher has set them.
 
     MASTER_PORT is a free port: another process may use the default one.
@@ -71,10 +71,10 @@ def announce_alone(environment: MutableMapping[str, str]) -> None:
         environment.update({**_SINGLE_PROCESS, "MASTER_PORT": str(port), **environment})
 
 
-def environment_of_children(*, alone: bool) -> dict[str, str]:
+def child_environment(*, alone: bool) -> dict[str, str]:
     """Return an environment in which a child process imports this library as `deepspeed`."""
-    paths = [STAND_IN, *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [STAND_IN_DIRECTORY, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if alone:
-        announce_alone(environment)
+        set_single_process_environment(environment)
     return environment

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from infinity.checkpoint.directory import find_tag, is_ours_alone
+from infinity.checkpoint.directory import find_tag, holds_only_checkpoint_files
 from infinity.checkpoint.manifest import MANIFEST_NAME, check_tag
 from infinity.common.files import atomic_write, make_directories
 from infinity.config.settings import Settings
@@ -35,8 +35,8 @@ from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_
 from infinity.integrations.deepspeed.offload_states import (
     OffloadDevice,
     OffloadStateTypeEnum,
-    devices_of,
-    refuse_to_move,
+    check_offload_states,
+    state_devices,
 )
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings
 from infinity.integrations.deepspeed.source import find_source
@@ -71,7 +71,11 @@ def _restore_replaced(root: Path) -> None:
     """Rename checkpoints back whose replacement was interrupted before it was complete."""
     for old in root.glob(f"*{_REPLACED}"):
         directory = old.with_name(old.name.removesuffix(_REPLACED))
-        if not directory.exists() and (old / MANIFEST_NAME).is_file() and is_ours_alone(old):
+        if (
+            not directory.exists()
+            and (old / MANIFEST_NAME).is_file()
+            and holds_only_checkpoint_files(old)
+        ):
             with suppress(OSError):
                 old.rename(directory)
 
@@ -250,7 +254,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             TrainingError: The accumulation window is open; call this between updates.
         """
         self._check_usable()
-        self._end_users_backward()
+        self._finish_external_backward()
         if self._window.is_open:
             raise TrainingError(
                 f"the window of {self._window.length} micro-batches has begun: "
@@ -342,11 +346,11 @@ class DeepSpeedEngine(Engine, nn.Module):
             set_to_none: Not used.
         """
         self._check_usable()
-        self._drop_arrivals()
+        self._discard_window()
 
     @engine_call
-    def _drop_arrivals(self) -> None:
-        if self._window.has_news:
+    def _discard_window(self) -> None:
+        if self._window.has_external_gradients:
             self._step_runner.roll_back()
 
     def get_mom(self) -> list[Any]:
@@ -546,7 +550,7 @@ class DeepSpeedEngine(Engine, nn.Module):
                 _restore_replaced(directory.parent)
             replaces = self.ranks.rank == 0 and directory.is_dir()
             if replaces:
-                if not is_ours_alone(directory):
+                if not holds_only_checkpoint_files(directory):
                     raise ConfigError(
                         f"{directory} holds files that do not belong to a checkpoint",
                         because="a checkpoint of that tag would replace it",
@@ -852,7 +856,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             ConfigError: The plan stores anything on the GPU; the message has sizes and the remedy.
         """
         self._check_usable()
-        refuse_to_move(self.plan, include, device)
+        check_offload_states(self.plan, include, device)
         self.settle()
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -872,7 +876,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         Returns:
             Torch devices, and the string "disk".
         """
-        return devices_of(self.plan, self.device, state)
+        return state_devices(self.plan, self.device, state)
 
     def destroy(self) -> None:
         """Release everything except weights; see :meth:`Engine.close`.
@@ -880,7 +884,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         As in DeepSpeed, the module keeps its weights in their compute dtype, and the next
         `initialize` of the module uses them. After a failure of the engine they are lost.
         """
-        if self._guard.is_here() and not self._closed:
+        if self._guard.in_creating_process() and not self._closed:
             self._close(restore=False, keep_weights=self._components.failure.error is None)
             self._destroyed = True
             _patch_trainer()

@@ -38,9 +38,9 @@ from infinity.checkpoint.reader import split
 from infinity.checkpoint.writer import CheckpointWriter
 from infinity.errors import CheckpointError, ConfigError, first_lines
 from infinity.integrations.deepspeed.keys import BUILT_IN
-from infinity.model.weight_files import Outgoing
+from infinity.model.weight_files import TensorToWrite
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.optim.rules import RULES, AdamW, twin_of
+from infinity.optim.rules import RULES, AdamW, decay_variant
 
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_([0-9]+)_mp_rank_([0-9]+)_optim_states\.pt")
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]+)_)?mp_rank_([0-9]+)_model_states\.pt")
@@ -372,7 +372,7 @@ def _rule(files: ZeroFiles) -> str:
         return kind if isinstance(kind, str) else "unknown"
     settings = optimizer.get("params") if isinstance(optimizer, dict) else None
     coupled = isinstance(settings, dict) and settings.get("adam_w_mode") is False
-    return name if coupled else twin_of(name, decoupled=True)
+    return name if coupled else decay_variant(name, decoupled=True)
 
 
 def _steps(files: ZeroFiles) -> int:
@@ -556,7 +556,7 @@ def _read_frozen(
 
 def deepspeed_weights(
     source: Path, tag: str | None = None, *, frozen: bool = True
-) -> tuple[list[Outgoing], Mapping[str, str]]:
+) -> tuple[list[TensorToWrite], Mapping[str, str]]:
     """Return masters, frozen parameters (floats in fp32) and buffers, and the names of aliases.
 
     Supports the checkpoints of `import_deepspeed`, and raises the same errors.
@@ -575,10 +575,10 @@ def deepspeed_weights(
 
 def _outgoing(
     name: str, shape: tuple[int, ...], slices: Sequence[Tensor], dtype: torch.dtype | None
-) -> Outgoing:
+) -> TensorToWrite:
     stored = dtype or slices[0].dtype
 
     def read() -> Tensor:
         return torch.cat([item.reshape(-1) for item in slices]).to(stored).view(shape)
 
-    return Outgoing(name, shape, stored, read)
+    return TensorToWrite(name, shape, stored, read)

@@ -103,7 +103,7 @@ _TIMES = "engine.last_report and the step log have times, bytes and stalls of ea
 _MOVED = "engine.counters() and `infinity trace` report moved bytes"
 _PINNED = "memory that a GPU copies from is page-locked"
 
-OLD_SECTIONS = {"bfloat16": "bf16"}
+RENAMED_SECTIONS = {"bfloat16": "bf16"}
 # fmt: off
 TABLE: tuple[Key, ...] = (
     _done("train_batch_size", "count", "derived",

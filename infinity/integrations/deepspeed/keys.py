@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from infinity.integrations.deepspeed.key_table import OLD_SECTIONS, TABLE, KeyStatus, Kind, When
+from infinity.integrations.deepspeed.key_table import RENAMED_SECTIONS, TABLE, KeyStatus, Kind, When
 from infinity.optim.rules import RULES
 
 # DeepSpeed's names of the built-in update rules, in lower case: DeepSpeed ignores case.
@@ -64,7 +64,7 @@ def rows_as_text(rows: Sequence[Mapping[str, Any]]) -> str:
 
 KEYS = {key.name: key for key in TABLE}
 # Old names of keys and sections -> current names.
-OLD_NAMES = OLD_SECTIONS | {
+RENAMED_KEYS = RENAMED_SECTIONS | {
     f"{key.name.rpartition('.')[0]}.{old}".lstrip("."): key.name for key in TABLE for old in key.old
 }
 # Sections whose keys depend on `type`; keys that the table lacks are checked by `type`.
@@ -79,7 +79,7 @@ SECTIONS = frozenset(
 def names_in(section: str) -> list[str]:
     """Return the valid names in a section ("" is the top level), old names last."""
     prefix = f"{section}." if section else ""
-    below = [n.removeprefix(prefix) for n in (*KEYS, *OLD_NAMES) if n.startswith(prefix)]
+    below = [n.removeprefix(prefix) for n in (*KEYS, *RENAMED_KEYS) if n.startswith(prefix)]
     return list(dict.fromkeys(name.split(".")[0] for name in below))
 
 
@@ -117,7 +117,7 @@ def _has_stages(value: Any) -> bool:
     return isinstance(stages, int) and stages > 1
 
 
-REFUSED_IF: dict[When, Callable[[Any], bool]] = {
+REFUSAL_CONDITIONS: dict[When, Callable[[Any], bool]] = {
     "true": bool,
     "given": bool,
     "false": lambda value: not value,

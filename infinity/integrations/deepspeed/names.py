@@ -262,7 +262,7 @@ def _remedies(path: str, longer_than: int = -1) -> list[tuple[int, str, str]]:
     ]
 
 
-def why_refused(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
+def unsupported_error(path: str, kind: type[ConfigError] = ConfigError) -> ConfigError:
     """Return the error for a name without implementation, by its path below `deepspeed`."""
     _, because, remedy = max(_remedies(path))
     hint = did_you_mean(path.rpartition(".")[2], _implementations(), cutoff=0.88)
@@ -280,13 +280,13 @@ class _PlaceholderMeta(type):
         return super().__new__(mcs, name, bases, body)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> NoReturn:
-        raise why_refused(f"{cls.__module__}.{cls.__name__}".removeprefix("deepspeed."))
+        raise unsupported_error(f"{cls.__module__}.{cls.__name__}".removeprefix("deepspeed."))
 
     def __getattr__(cls, name: str) -> NoReturn:
         if name.startswith("_"):
             raise AttributeError(name)
         path = f"{cls.__module__}.{cls.__name__}".removeprefix("deepspeed.")
-        raise why_refused(path, NoAttributeError)
+        raise unsupported_error(path, NoAttributeError)
 
 
 class _PlaceholderModule(ModuleType):
@@ -303,14 +303,14 @@ class _PlaceholderModule(ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._function is None:
-            raise why_refused(self._path)
+            raise unsupported_error(self._path)
         return self._function(*args, **kwargs)
 
     def __instancecheck__(self, instance: object) -> bool:
         return False  # in case the name is a lower-case class
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
-        raise why_refused(self._path)
+        raise unsupported_error(self._path)
 
 
 _placeholder_module = cache(lambda path: _PlaceholderModule(f"{HERE}.{path}"))

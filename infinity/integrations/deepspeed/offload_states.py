@@ -57,14 +57,14 @@ _FIELDS = {
 }
 
 
-def devices_of(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
+def state_devices(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
     """Return the torch devices, and "disk", on which the plan stores a kind of state."""
     field = _FIELDS[OffloadStateTypeEnum(state)]
     by_tier = {Tier.DEVICE: device, Tier.HOST: torch.device("cpu"), Tier.DISK: "disk"}
     return {by_tier[getattr(placement, field)] for placement in plan.placements}
 
 
-def refuse_to_move(plan: Plan, include: Any, device: Any) -> None:
+def check_offload_states(plan: Plan, include: Any, device: Any) -> None:
     """Raise `ConfigError` if the plan stores anything on the GPU; check `include` and `device`."""
     if str(getattr(device, "value", device)) != "cpu":
         raise ConfigError(

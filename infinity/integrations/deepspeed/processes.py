@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils import checkpoint as torch_checkpoint
 
 from infinity.common import accelerators
-from infinity.distributed.environment import num_launched, number_of
+from infinity.distributed.environment import int_from_env, num_launched
 from infinity.distributed.launch import find_ranks
 from infinity.errors import ConfigError
 from infinity.optim import standalone
@@ -123,12 +123,12 @@ def is_initialized() -> bool:
 
 def get_rank(group: Any = None) -> int:
     """Return the rank of this process; 0 for a single process."""
-    return dist.get_rank(group) if _has_group() else number_of("RANK")
+    return dist.get_rank(group) if _has_group() else int_from_env("RANK")
 
 
 def get_local_rank() -> int:
     """Return the rank of this process on its machine."""
-    return number_of("LOCAL_RANK")
+    return int_from_env("LOCAL_RANK")
 
 
 def get_world_size(group: Any = None) -> int:

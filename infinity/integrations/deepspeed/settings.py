@@ -23,7 +23,7 @@ class DeepSpeedSettings(Settings):
     translation: Translation | None = None
     given: Any = None
 
-    def start_record(self) -> dict[str, Any]:
+    def step_log_header(self) -> dict[str, Any]:
         """Return the treatment of each DeepSpeed key, for the step log."""
         return {} if self.translation is None else {"deepspeed": self.translation.table()}
 

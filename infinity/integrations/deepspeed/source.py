@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from infinity.config.schema import DEEPSPEED_NAMES, Config
-from infinity.config.source import json_and_repeated, read_config_file
+from infinity.config.schema import DEEPSPEED_KEYS, Config
+from infinity.config.source import parse_json_with_duplicates, read_config_file
 from infinity.errors import ConfigError
 
 _DEEPSPEED_ONLY = (
@@ -51,7 +51,7 @@ def is_deepspeed(raw: Mapping[str, Any]) -> bool:
         return True
     if any(name in Config.model_fields and name not in _COMMON for name in raw):
         return False
-    if any(name in DEEPSPEED_NAMES for name in raw) or isinstance(raw.get("compile"), Mapping):
+    if any(name in DEEPSPEED_KEYS for name in raw) or isinstance(raw.get("compile"), Mapping):
         return True
     optimizer = raw.get("optimizer")
     return isinstance(optimizer, Mapping) and "params" in optimizer
@@ -117,10 +117,12 @@ def _from_base64(text: str) -> Source | None:
 def _parse(where: str, text: str) -> Source:
     """Parse JSON, with or without comments and trailing commas, or Hjson."""
     try:
-        raw, repeated = json_and_repeated(text)
+        raw, repeated = parse_json_with_duplicates(text)
     except (ValueError, RecursionError):
         try:
-            raw, repeated = json_and_repeated(_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)))
+            raw, repeated = parse_json_with_duplicates(
+                _COMMAS.sub(_blank, _COMMENTS.sub(_blank, text))
+            )
         except (ValueError, RecursionError) as error:
             raw, repeated = _parse_hjson(where, text, error)
     if not isinstance(raw, dict):
@@ -147,6 +149,6 @@ def _parse_hjson(where: str, text: str, problem: Exception) -> tuple[Any, list[s
             remedy="pip install hjson; or write JSON, with comments and trailing commas if needed",
         ) from problem
     try:
-        return json_and_repeated(text, library.loads)
+        return parse_json_with_duplicates(text, library.loads)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where}: neither JSON ({problem}) nor Hjson ({error})") from error

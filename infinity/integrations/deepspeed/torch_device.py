@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infinity.integrations.deepspeed.names import NoAttributeError, why_refused
+from infinity.integrations.deepspeed.names import NoAttributeError, unsupported_error
 from infinity.plan.machine import read_machine
 
 _NVTX: Any = torch.cuda.nvtx
@@ -50,7 +50,7 @@ class DeepSpeedAccelerator:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        raise why_refused(f"accelerator.{name}", NoAttributeError)
+        raise unsupported_error(f"accelerator.{name}", NoAttributeError)
 
     def _random(self, name: str, *args: Any) -> Any:
         return getattr(torch.cuda if self._is_gpu else torch, name)(*args)

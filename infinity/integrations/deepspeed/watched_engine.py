@@ -35,7 +35,7 @@ def watch(engine: DeepSpeedEngine) -> None:
         )
         engine._last_print = time.perf_counter(), engine.global_samples
         engine._components.add_cleanup(engine.monitor.close)
-        engine.optimizer.connect(engine.step, engine._drop_arrivals)
+        engine.optimizer.connect(engine.step, engine._discard_window)
 
 
 class _WatchedEngine(DeepSpeedEngine):
@@ -64,13 +64,13 @@ class _WatchedEngine(DeepSpeedEngine):
             profiler.print_model_profile(step, *options)
 
     def _known_loss(self) -> Any:
-        if self._window.has_news:
+        if self._window.has_external_gradients:
             return None
         return self._losses if self._window.is_open else 0.0
 
-    def _end_users_backward(self) -> None:
+    def _finish_external_backward(self) -> None:
         self._losses = self._known_loss()
-        super()._end_users_backward()
+        super()._finish_external_backward()
 
     def backward(
         self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True

@@ -31,7 +31,7 @@ from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, DoesNotFitError
 from infinity.optim.moments import COMPUTE_DTYPES
-from infinity.storage.devices import find_device
+from infinity.storage.devices import resolve_device
 from infinity.storage.reservations import PROCESS
 from infinity.training.run_plan import limits_for
 from infinity.types import Tier
@@ -48,14 +48,16 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
 
     engine: Engine | None = None
     offload: Callable[[nn.Module], Engine] | None = None  # creates engines for reference models
-    beside: tuple[Engine, ...] = ()  # engines of reference models
+    auxiliary_engines: tuple[Engine, ...] = ()  # engines of reference models
     grad_norm: Tensor | None = None  # of the next step, shape (); NaN until the step is done
     _has_gradients = False  # the accumulation window has gradients
     _step_due = False  # engine.step() is due for a micro-batch that is not the last of its window
     _is_boundary = True  # the current micro-batch is the last of its window
     max_norm: float | None = None  # TrainingArguments.max_grad_norm when the engine was created
     _default_clipping = 0.0  # engine.gradient_clipping when the engine was created
-    more_follow = False  # further micro-batches of the window follow; overrides sync_gradients
+    more_micro_batches = (
+        False  # further micro-batches of the window follow; overrides sync_gradients
+    )
 
     def attach(self, engine: Engine) -> None:
         """Use the engine for backward passes, clipping and steps."""
@@ -72,7 +74,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         if self._step_due:
             engine.step()
             self._step_due = False
-        self._is_boundary = self.sync_gradients and not self.more_follow
+        self._is_boundary = self.sync_gradients and not self.more_micro_batches
         engine.set_gradient_accumulation_boundary(self._is_boundary)
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
@@ -84,7 +86,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
             raise
         self._has_gradients, self._step_due = True, not self._is_boundary
 
-    def forget_window(self) -> None:
+    def discard_window(self) -> None:
         """Discard the gradients of an open accumulation window."""
         if self._has_gradients:
             Engine.zero_grad(self._engine())
@@ -114,7 +116,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         """Prepare a model; one in evaluation mode (a reference model) is offloaded to an engine."""
         if self.offload is None or not evaluation_mode:
             return super().prepare_model(model, device_placement, evaluation_mode)
-        self.beside = (*self.beside, self.offload(model))
+        self.auxiliary_engines = (*self.auxiliary_engines, self.offload(model))
         return model
 
     def unwrap_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -138,7 +140,7 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
         return self.engine
 
     def _reset_window(self) -> None:
-        self._has_gradients = self._step_due = self.more_follow = False
+        self._has_gradients = self._step_due = self.more_micro_batches = False
         self._is_boundary = True
 
     def _before_step(self, *_: Any) -> None:
@@ -170,7 +172,7 @@ class OffloadedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients of an open accumulation window; a no-op after a step."""
-        self._accelerator.forget_window()
+        self._accelerator.discard_window()
 
     def to(self, *args: Any, **kwargs: Any) -> OffloadedModel:
         """Return self; raise `ConfigError` if a dtype other than the engine's is requested."""
@@ -197,7 +199,7 @@ _TRAINING_KEYS = {"optimizer", "scheduler", "loss_scale", "durable", "commit_eve
 _TRAINED_PARAMETER_BYTES = 14  # bytes per trained parameter, with AdamW and one micro-batch
 
 
-def offload_beside(
+def offload_auxiliary(
     model: nn.Module, trained: nn.Module | None, config: Config, device: torch.device
 ) -> Engine:
     """Create an inference engine for a reference model; see [Note: reference models].
@@ -215,7 +217,7 @@ def offload_beside(
         p.numel() * (_TRAINED_PARAMETER_BYTES if p.requires_grad else itemsize)
         for p in trained.parameters()
     )  # fmt: skip
-    with closing(find_device(device)) as storage_device:
+    with closing(resolve_device(device)) as storage_device:
         limits = limits_for(config, storage_device, model, ranks)
     free_bytes = {Tier.DEVICE: limits.device or 0, Tier.HOST: (limits.host or 0) - limits.base}
     reserved = {

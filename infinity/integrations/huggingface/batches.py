@@ -27,12 +27,12 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import InfinityWarning
 from infinity.integrations.huggingface.experts import declare_experts
 from infinity.model.checks import recomputes_itself
-from infinity.model.partition import other_ranges
+from infinity.model.partition import range_size_variants
 from infinity.plan.activations import num_blocks
 from infinity.plan.batch_schedule import KEYS, BatchSchedule, ScheduleResult, choose_schedule
 from infinity.plan.planner import gradient_itemsize
-from infinity.storage.devices import find_device
-from infinity.training.run_plan import case_here
+from infinity.storage.devices import resolve_device
+from infinity.training.run_plan import plan_input_for
 
 Batch: TypeAlias = Mapping[str, Any]
 
@@ -53,7 +53,7 @@ _PADS = {
 # --- eligibility ---------------------------------------------------------------------------------
 
 
-def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool:
+def is_sum_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool:
     """Return True if a Trainer's loss of a batch is a sum over samples / `num_items_in_batch`.
 
     This holds if the loss is computed by a transformers model that calls a `loss_function` with a
@@ -86,7 +86,7 @@ def sums_over_samples(trainer: Any, methods: Iterable[tuple[str, type]]) -> bool
     return takes_num_items and bool(trainer.model_accepts_loss_kwargs)
 
 
-def pad_token_of(trainer: Any) -> int:
+def find_pad_token(trainer: Any) -> int:
     """Return the padding token of the tokenizer, or the model's config; 0 without one."""
     holders = (trainer.processing_class, getattr(trainer.model, "config", None))
     tokens = (getattr(holder, "pad_token_id", None) for holder in holders)
@@ -107,7 +107,7 @@ def _num_samples(batch: Any) -> int | None:
     return rows.pop() if len(rows) == 1 else None
 
 
-def can_join(batches: Sequence[Any]) -> bool:
+def can_concatenate(batches: Sequence[Any]) -> bool:
     """Return True if joining the batches does not change the model's results for any sample."""
     if not batches or any(_num_samples(batch) is None for batch in batches):
         return False
@@ -206,7 +206,7 @@ class StepBatches:
 
         Otherwise store none: every batch is then a micro-batch, on all ranks.
         """
-        is_joinable = num_items is not None and can_join(batches)
+        is_joinable = num_items is not None and can_concatenate(batches)
         by_rank = self._ranks.synchronize("begins a step of a Trainer", int(is_joinable))
         self._batches = batches if all(joinable for joinable, *_ in by_rank) else ()
         self._num_taken = 0
@@ -223,7 +223,7 @@ class StepBatches:
         """True if all stored batches were passed to `take`."""
         return self._num_taken == len(self._batches)
 
-    def cut_anew(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
+    def micro_batches_of_plan(self) -> Iterator[tuple[dict[str, Tensor], bool]]:
         """Yield the micro-batches of the step lazily, each with True if it is the last."""
         rows = sum(_num_samples(batch) or 0 for batch in self._batches)
         count, slices = self.schedule
@@ -239,7 +239,7 @@ class StepBatches:
 Decided: TypeAlias = tuple[int | None, int | None]  # micro-batches, slices; None: by the plan
 
 
-def decided_by(folder: str, tag: str) -> Decided:
+def schedule_of_checkpoint(folder: str, tag: str) -> Decided:
     """Return the batch schedule of the run that saved a checkpoint."""
     with CheckpointReader(Path(folder), tag) as reader:
         config = reader.manifest.config
@@ -273,15 +273,15 @@ def with_schedule(
         micro_batches = None  # the checkpoint was saved with another batch size
     if "slices" in settings.model_fields_set:
         slices = None
-    requested = BatchSchedule.named_by(settings, micro_batches, slices)
+    requested = BatchSchedule.explicit_in(settings, micro_batches, slices)
     recompute = recomputes_itself(model)
     if recompute:
         requested = replace(requested, slices=requested.slices or 1, recompute="all")
     model_config = cast(Any, model).config.to_dict()
     tokens = settings.tokens * batches
     declare_experts(model)
-    with closing(find_device(device)) as storage_device:
-        case, target, _ = case_here(
+    with closing(resolve_device(device)) as storage_device:
+        case, target, _ = plan_input_for(
             type(model).__name__, model, model_config, config, storage_device, settings.tokens,
             tokens // samples, recompute=recompute, ranks=ranks,
         )  # fmt: skip
@@ -289,7 +289,7 @@ def with_schedule(
 
     def choose(requested: BatchSchedule) -> ScheduleResult:
         # A durable run finds its state by unit, so units must not depend on the machine.
-        other_cases = () if config.durable else other_ranges(step, target)
+        other_cases = () if config.durable else range_size_variants(step, target)
         return choose_schedule(step, requested, samples, other_cases)
 
     chosen = choose(requested)

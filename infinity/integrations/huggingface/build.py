@@ -59,8 +59,8 @@ def load_model(
     resolved_class, facts = _resolve_auto_class(class_for(facts, model_class), facts)
     facts, options = _split_kwargs(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
-    if files.quantised:
-        facts = without_quantisation(facts)  # lazy tensors return dequantized values
+    if files.quantized:
+        facts = without_quantization(facts)  # lazy tensors return dequantized values
     lazy_tensors = {
         name: LazyTensor(facts.shape, facts.dtype, StoredTensor(files, name))
         for name, facts in files.facts.items()
@@ -69,7 +69,7 @@ def load_model(
         resolved_class, facts, lazy_tensors, settings.precision, options, str(source)
     )
     model.config.name_or_path = str(source)
-    take_generation_config(model, directory)
+    set_generation_config(model, directory)
     assert isinstance(model, nn.Module)
     return model
 
@@ -114,7 +114,7 @@ def fill_model(
     return model
 
 
-def without_quantisation(config: Any) -> Any:
+def without_quantization(config: Any) -> Any:
     """Return a copy of a transformers config without `quantization_config`."""
     if hasattr(config, "quantization_config"):
         config = copy.deepcopy(config)
@@ -122,7 +122,7 @@ def without_quantisation(config: Any) -> Any:
     return config
 
 
-def take_generation_config(model: Any, directory: Path) -> None:
+def set_generation_config(model: Any, directory: Path) -> None:
     """Set the generation config of a directory on the model, if both support it."""
     if (directory / GENERATION_CONFIG_NAME).exists() and model.can_generate():
         generation_config_class = transformers().GenerationConfig

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges, has_computer
+from infinity.model.stacks import ATTRIBUTE, StackRange, compute_ranges, has_range_executor
 
 NAME = "infinity_ranges"  # key in the registry of transformers
 REPLACED = "grouped_mm"
@@ -89,7 +89,7 @@ def ranged_experts_forward(
     self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Compute like `grouped_mm_experts_forward` of transformers; by ranges under an engine."""
-    if not has_computer(self):
+    if not has_range_executor(self):
         forward: Callable[..., Tensor] = _moe_module().ALL_EXPERTS_FUNCTIONS[REPLACED]
         return forward(self, hidden_states, top_k_index, top_k_weights)
     num_top_k, num_tokens = top_k_index.size(-1), hidden_states.size(0)

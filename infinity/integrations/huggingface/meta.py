@@ -48,7 +48,7 @@ class _SkipInit(TorchFunctionMode):
         return function(*args, **kwargs)
 
 
-def meta_model(config: Any, model_class: Any = None) -> nn.Module:
+def build_meta_model(config: Any, model_class: Any = None) -> nn.Module:
     """Build the model of a transformers config in fp32 on meta, without allocating memory.
 
     `model_class` as in `from_pretrained`. Raises `ConfigError` if the config is invalid.
@@ -85,7 +85,7 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     file = path / CONFIG_NAME if path.is_dir() else path
     _check_num_layers(read_model_config(file))
     config = read_config(file, model_class)
-    target = target_of(text, meta_model(config, model_class), config.to_dict(), lora)
+    target = target_of(text, build_meta_model(config, model_class), config.to_dict(), lora)
     return replace(target, from_files=from_hub or holds_weights(file.parent))
 
 
@@ -95,7 +95,7 @@ def published_target(name: str, lora: int | None = None) -> Target:
 
     with explained(f"transformers has no config for {name}", "install a newer transformers"):
         config = AutoConfig.for_model(**PUBLISHED[name.lower()])
-    target = target_of(name, meta_model(config), config.to_dict(), lora)
+    target = target_of(name, build_meta_model(config), config.to_dict(), lora)
     return replace(target, from_files=True)
 
 

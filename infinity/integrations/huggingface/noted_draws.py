@@ -45,7 +45,7 @@ class LoopState:
         if self.scheduler is not None and state["scheduler"] is not None:
             self.scheduler.load_state_dict(state["scheduler"])
 
-    def before_pass(self) -> None:
+    def before_epoch(self) -> None:
         """Record the generators before a pass over the data, or restore them on a resume."""
         # Checkpoints of older releases have no "pass".
         if self._resumed_batch is not None and self._resumed_batch.get("pass"):
@@ -68,7 +68,7 @@ class LoopState:
         self._resumed_batch = self._resumed_rng = None
 
 
-class NotedSampler(Sampler[Any]):
+class RecordingSampler(Sampler[Any]):
     """Sampler that calls `LoopState.before_batch` before the first index of each batch."""
 
     def __init__(self, sampler: Any, batch_size: int, state: LoopState) -> None:
@@ -80,7 +80,7 @@ class NotedSampler(Sampler[Any]):
             self.set_epoch = sampler.set_epoch
 
     def __iter__(self) -> Iterator[Any]:
-        self._state.before_pass()
+        self._state.before_epoch()
         for number, index in enumerate(self.sampler):
             if number % self._batch_size == 0:
                 self._state.before_batch(number // self._batch_size)
@@ -90,7 +90,7 @@ class NotedSampler(Sampler[Any]):
         return len(self.sampler)
 
 
-def note_draws(loader: Any, state: LoopState) -> Any:
+def record_rng_per_batch(loader: Any, state: LoopState) -> Any:
     """Wrap the sampler of a loader without workers to report each batch to `state`."""
     batch_sampler: Any = getattr(loader, "batch_sampler", None)
     # With several ranks it is inside accelerate's BatchSamplerShard.
@@ -98,5 +98,5 @@ def note_draws(loader: Any, state: LoopState) -> Any:
     batch_size: Any = getattr(batch_sampler, "batch_size", None)
     is_supported = hasattr(batch_sampler, "sampler") and isinstance(batch_size, int)
     if isinstance(loader, DataLoader) and loader.num_workers == 0 and is_supported:
-        batch_sampler.sampler = NotedSampler(batch_sampler.sampler, batch_size, state)
+        batch_sampler.sampler = RecordingSampler(batch_sampler.sampler, batch_size, state)
     return loader

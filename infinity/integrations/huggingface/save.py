@@ -21,8 +21,8 @@ from infinity.errors import ConfigError
 from infinity.integrations.huggingface.packages import transformers
 from infinity.model.lazy_tensor import LazyTensor
 from infinity.model.weight_directory import saving
-from infinity.model.weight_files import Outgoing, write_shards
-from infinity.training.state_dict import read_by_first, written_by_first
+from infinity.model.weight_files import TensorToWrite, write_shards
+from infinity.training.state_dict import read_on_first_rank, write_on_first_rank
 
 
 def save_pretrained(
@@ -64,15 +64,17 @@ def save_pretrained(
     state = Engine.state_dict(engine)
     ranks = engine.ranks
     if hasattr(module, "peft_config"):
-        read_by_first(ranks, state, lambda values: save_adapters(module, target, values, tokenizer))
+        read_on_first_rank(
+            ranks, state, lambda values: save_adapters(module, target, values, tokenizer)
+        )
         return sorted(target.glob("*.safetensors"))
     _check_supported(module)
-    outgoing = as_saved(
-        module, state.outgoing(dtype, partial(name_of_tied, module)), original_format
+    outgoing = tensors_to_save(
+        module, state.outgoing(dtype, partial(tied_weight_name, module)), original_format
     )
     write = partial(write_model, module, outgoing, target, tokenizer, parse_size(max_shard))
     try:
-        return written_by_first(ranks, outgoing, write)
+        return write_on_first_rank(ranks, outgoing, write)
     finally:
         state.flush()  # no value was edited: only frees the cache
 
@@ -97,7 +99,7 @@ def save_adapters(
 
 def write_model(
     module: Any,
-    tensors: Sequence[Outgoing],
+    tensors: Sequence[TensorToWrite],
     target: Path,
     tokenizer: Any,
     max_shard_bytes: int,
@@ -106,7 +108,7 @@ def write_model(
 
     Args:
         module: The model, of which only the configurations are used.
-        tensors: Tensors from `as_saved`.
+        tensors: Tensors from `tensors_to_save`.
         target: Directory to write to; files appear when all are complete.
         tokenizer: Object with a `save_pretrained` method, or None.
         max_shard_bytes: Largest size of a weight file; a larger tensor gets its own file.
@@ -116,7 +118,7 @@ def write_model(
         _save_configs(module, folder, next((t.dtype for t in tensors), torch.float32))
         _save_tokenizer(tokenizer, folder)
 
-    return write_shards(target, tensors, max_shard_bytes, beside=save_others)
+    return write_shards(target, tensors, max_shard_bytes, write_extra=save_others)
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
@@ -132,25 +134,25 @@ def _check_supported(module: Any) -> None:
         )
     if getattr(module, "hf_quantizer", None) is not None:
         raise ConfigError(
-            "a quantised model cannot be saved by save_pretrained",
+            "a quantized model cannot be saved by save_pretrained",
             remedy="engine.save_weights(directory), or save its adapters",
         )
 
 
-def name_of_tied(module: Any, names: tuple[str, ...]) -> str:
+def tied_weight_name(module: Any, names: tuple[str, ...]) -> str:
     """Return the name under which transformers saves a tied tensor, out of its `names`."""
     tied = set(module.all_tied_weights_keys)
     return next((name for name in names if name not in tied), names[0])
 
 
-def as_saved(
-    module: Any, tensors: Iterable[Outgoing], original_format: bool = True
-) -> list[Outgoing]:
+def tensors_to_save(
+    module: Any, tensors: Iterable[TensorToWrite], original_format: bool = True
+) -> list[TensorToWrite]:
     """Return the tensors of a model under the names and shapes that transformers saves.
 
     Args:
         module: The model, of which only the naming rules are used.
-        tensors: Its tensors; tied ones once, under the name from `name_of_tied`.
+        tensors: Its tensors; tied ones once, under the name from `tied_weight_name`.
         original_format: Revert the renames, fusions and splits that transformers does on loading.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
@@ -166,7 +168,7 @@ def as_saved(
     outgoing = []
     for name, value in lazy_tensors.items():
         assert isinstance(value, LazyTensor)
-        outgoing.append(Outgoing(name, tuple(value.shape), value.dtype, value.value))
+        outgoing.append(TensorToWrite(name, tuple(value.shape), value.dtype, value.value))
     return outgoing
 
 

@@ -23,7 +23,7 @@ from infinity.optim.rules import RULES
 _QUANTIZED_OPTIMIZERS = ("8bit", "4bit", "bnb", "paged")
 
 
-class GroupsOnly(torch.optim.Optimizer):
+class ParameterGroupsOptimizer(torch.optim.Optimizer):
     """Placeholder optimizer that receives the parameter groups from a Trainer; cannot step."""
 
     def __init__(self, params: Any, **options: Any) -> None:
@@ -73,8 +73,8 @@ class TrainerSettings:
     """Settings of the engine and the LR schedule.
 
     `config` has no `scheduler` section because the Trainer steps the schedule; `scheduler` is that
-    section, or None for the schedule of the TrainingArguments. `names_optimizer` is True if the
-    configuration sets the update rule, `names_micro_batches` if it sets
+    section, or None for the schedule of the TrainingArguments. `sets_optimizer` is True if the
+    configuration sets the update rule, `sets_micro_batches` if it sets
     `gradient_accumulation_steps` in infinity's format. The batch keys of DeepSpeed do not count:
     they only define the size of a step. `translation` is None unless the configuration is
     DeepSpeed's.
@@ -82,8 +82,8 @@ class TrainerSettings:
 
     config: Config
     scheduler: SchedulerConfig | None
-    names_optimizer: bool
-    names_micro_batches: bool
+    sets_optimizer: bool
+    sets_micro_batches: bool
     translation: Translation | None
 
 
@@ -249,8 +249,8 @@ def _from_infinity(source: Any, args: Any, precision: str) -> TrainerSettings:
     return TrainerSettings(
         load_config(merged),
         config.scheduler,
-        names_optimizer="optimizer.type" in given_values,
-        names_micro_batches="gradient_accumulation_steps" in given_values,
+        sets_optimizer="optimizer.type" in given_values,
+        sets_micro_batches="gradient_accumulation_steps" in given_values,
         translation=None,
     )
 
@@ -262,7 +262,7 @@ def _from_deepspeed(
     deepspeed_source: Source, source: Any, args: Any, precision: str, num_training_steps: int
 ) -> TrainerSettings:
     raw: dict[str, Any] = dict(deepspeed_source.raw)
-    names_optimizer = raw.get("optimizer") is not None
+    sets_optimizer = raw.get("optimizer") is not None
     by_name = {argument.deepspeed_key: argument for argument in _named_arguments(args, precision)}
     fill = {name: argument.value for name, argument in by_name.items()} | {
         f"{_PARAMS}.betas": list(by_name[f"{_PARAMS}.betas"].value),
@@ -281,7 +281,7 @@ def _from_deepspeed(
     translation = translate_deepspeed(
         source if deepspeed_source.repeated else raw,
         fill=fill,
-        client_optimizer=not names_optimizer,
+        client_optimizer=not sets_optimizer,
         ranks=args.world_size,
     )
     config = translation.config
@@ -290,7 +290,7 @@ def _from_deepspeed(
     }
     _check_same(given_values, by_name, 'write "auto" there')
     merged = config.model_dump(exclude_unset=True, exclude={"scheduler"})
-    if not names_optimizer:
+    if not sets_optimizer:
         moments = {key: v for key, v in merged.get("optimizer", {}).items() if key == "moments"}
         values = {argument.key: argument.value for argument in by_name.values()}
         hyper_parameters = {
@@ -299,7 +299,7 @@ def _from_deepspeed(
         merged["optimizer"] = {**moments, "type": "AdamW", **hyper_parameters}
     micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
     return TrainerSettings(
-        load_config(merged), config.scheduler, names_optimizer, micro_batches, translation
+        load_config(merged), config.scheduler, sets_optimizer, micro_batches, translation
     )
 
 

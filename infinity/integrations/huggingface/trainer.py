@@ -22,23 +22,23 @@ from infinity.integrations.deepspeed.settings import DeepSpeedSettings
 from infinity.integrations.huggingface.accelerator import (
     OffloadAccelerator,
     OffloadedModel,
-    offload_beside,
+    offload_auxiliary,
 )
 from infinity.integrations.huggingface.batches import (
     Decided,
     StepBatches,
-    decided_by,
-    pad_token_of,
-    sums_over_samples,
+    find_pad_token,
+    is_sum_over_samples,
+    schedule_of_checkpoint,
     with_schedule,
 )
 from infinity.integrations.huggingface.build import load_model
 from infinity.integrations.huggingface.models import choose_logits
-from infinity.integrations.huggingface.noted_draws import LoopState, note_draws
+from infinity.integrations.huggingface.noted_draws import LoopState, record_rng_per_batch
 from infinity.integrations.huggingface.packages import package, transformers
 from infinity.integrations.huggingface.save import save_pretrained
 from infinity.integrations.huggingface.settings import (
-    GroupsOnly,
+    ParameterGroupsOptimizer,
     TrainerSettings,
     check_name,
     find_settings,
@@ -47,9 +47,9 @@ from infinity.integrations.huggingface.settings import (
 from infinity.integrations.huggingface.step_log import StepLog
 from infinity.integrations.huggingface.trainer_checkpoints import (
     TAG,
+    check_resumable,
     has_engine,
-    newest_complete,
-    refuse_foreign,
+    newest_complete_checkpoint,
 )
 from infinity.model.lazy_tensor import LazyTensor
 from infinity.optim.from_torch import (
@@ -192,9 +192,9 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         self.model_wrapped = OffloadedModel(engine, self.accelerator)
         return engine
 
-    def _offload_beside(self, model: nn.Module) -> Engine:
+    def _offload_auxiliary(self, model: nn.Module) -> Engine:
         trained = None if self.engine is not None else self.model
-        return offload_beside(model, trained, self._current_settings().config, self.args.device)
+        return offload_auxiliary(model, trained, self._current_settings().config, self.args.device)
 
     @property
     def _samples_per_step(self) -> int:
@@ -209,19 +209,21 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         engine_methods = [
             (name, InfinityTrainer) for name in ("training_step", "get_batch_samples")
         ]
-        if config.activations.tokens is None or not sums_over_samples(
+        if config.activations.tokens is None or not is_sum_over_samples(
             self, [*engine_methods, *base_methods]
         ):
             return config
         decided: Decided = (None, None)
         if self._resume_folder is not None:
-            decided = decided_by(self._resume_folder, TAG)
-        if self._current_settings().names_micro_batches:
+            decided = schedule_of_checkpoint(self._resume_folder, TAG)
+        if self._current_settings().sets_micro_batches:
             decided = (config.gradient_accumulation_steps, decided[1])
         config = with_schedule(
             self.model, config, self.args.device, self._samples_per_step, decided, ranks
         )
-        self._step_batches = StepBatches(config, self._samples_per_step, pad_token_of(self), ranks)
+        self._step_batches = StepBatches(
+            config, self._samples_per_step, find_pad_token(self), ranks
+        )
         return config
 
     def _choose_optimizer(self, user_optimizer: torch.optim.Optimizer | None) -> OptimizerChoice:
@@ -230,8 +232,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if not any(p.requires_grad for p in self.model.parameters()):
             return OptimizerChoice(without_optimizer(config), None)  # evaluation or prediction only
         if user_optimizer is not None:
-            return choose_instance(config, user_optimizer, named=settings.names_optimizer)
-        if settings.names_optimizer and settings.translation is not None:
+            return choose_instance(config, user_optimizer, named=settings.sets_optimizer)
+        if settings.sets_optimizer and settings.translation is not None:
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             # One group in which all weights decay, as transformers passes to DeepSpeed optimizers.
             decay = config.optimizer.parameters()["weight_decay"]
@@ -241,14 +243,14 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         else:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
         groups = self._parameter_groups()
-        if settings.names_optimizer:
+        if settings.sets_optimizer:
             return OptimizerChoice(config, groups)
         return choose_class(config, optimizer_class, options, groups)
 
     def _parameter_groups(self) -> list[dict[str, Any]]:
         """Return the parameter groups of `Trainer`, with and without weight decay."""
         before = self.optimizer_cls_and_kwargs
-        self.optimizer_cls_and_kwargs = (GroupsOnly, {})
+        self.optimizer_cls_and_kwargs = (ParameterGroupsOptimizer, {})
         try:
             groups: list[dict[str, Any]] = super().create_optimizer().param_groups
         finally:
@@ -269,7 +271,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             restore: Materialize the model's parameters in RAM; otherwise they stay offloaded.
         """
         self._closed = True
-        for engine in self.accelerator.beside:
+        for engine in self.accelerator.auxiliary_engines:
             engine.close()
         if self.engine is not None:
             self.engine.close(restore=restore)
@@ -290,7 +292,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             self.args._n_gpu = 1
         super().create_accelerator_and_postprocess()
         self.accelerator.__class__ = OffloadAccelerator
-        self.accelerator.offload = self._offload_beside
+        self.accelerator.offload = self._offload_auxiliary
 
     # Disable mixed precision, DeepSpeed and compilation of accelerate.
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
@@ -311,7 +313,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
 
     def get_train_dataloader(self) -> Any:
         """Return Trainer's loader, with random draws that are reproduced after a resume."""
-        return note_draws(super().get_train_dataloader(), self._loop_state)
+        return record_rng_per_batch(super().get_train_dataloader(), self._loop_state)
 
     def create_optimizer(self, model: Any = None) -> Any:
         """Create the engine if needed.
@@ -384,8 +386,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
             return loss
         total = torch.zeros((), device=self.args.device)
-        for batch, is_last in step_batches.cut_anew() if step_batches.complete else ():
-            self.accelerator.more_follow = not is_last
+        for batch, is_last in step_batches.micro_batches_of_plan() if step_batches.complete else ():
+            self.accelerator.more_micro_batches = not is_last
             total += super().training_step(model, batch, num_items_in_batch)
         return total
 
@@ -440,7 +442,7 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         if self._resume_folder is not None:
             engine.load_checkpoint(self._resume_folder, TAG)
             if self._step_batches is not None:
-                self._step_batches.compare(decided_by(self._resume_folder, TAG))
+                self._step_batches.compare(schedule_of_checkpoint(self._resume_folder, TAG))
         for name in ("model", "optimizer", "lr_scheduler"):
             setattr(self.callback_handler, name, getattr(self, name))
         self.callback_handler.train_dataloader = train_dataloader
@@ -466,10 +468,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             ConfigError: No checkpoint in `output_dir` is complete, or the path is no checkpoint.
         """
         if resume_from_checkpoint is True:
-            resume_from_checkpoint = newest_complete(self.args.output_dir) or True
+            resume_from_checkpoint = newest_complete_checkpoint(self.args.output_dir) or True
         if isinstance(resume_from_checkpoint, str | os.PathLike):
             resume_from_checkpoint = os.fspath(resume_from_checkpoint)
-            refuse_foreign(resume_from_checkpoint)
+            check_resumable(resume_from_checkpoint)
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

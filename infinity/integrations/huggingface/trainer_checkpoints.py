@@ -25,7 +25,7 @@ def has_engine(folder: str | os.PathLike[str]) -> bool:
     return (Path(folder) / TAG / MANIFEST_NAME).is_file()
 
 
-def newest_complete(directory: str) -> str | None:
+def newest_complete_checkpoint(directory: str) -> str | None:
     """Return the newest complete `checkpoint-N` of an engine; None if there is no `checkpoint-N`.
 
     A crash during saving leaves a folder without its last file; such folders are skipped. Warns if
@@ -70,7 +70,7 @@ def newest_complete(directory: str) -> str | None:
     return None
 
 
-def refuse_foreign(folder: str) -> None:
+def check_resumable(folder: str) -> None:
     """Raise `ConfigError` if the folder is not a complete `checkpoint-N`."""
     if not Path(folder).is_dir():
         raise ConfigError(

@@ -13,16 +13,16 @@ import pytest
 import torch
 import transformers as hf
 from safetensors.torch import load_file, save_file
-from support.families import FAMILIES, SPARSE, VOCABULARY, Family, _moe
+from support.families import FAMILIES, SPARSE, VOCABULARY, Family, moe_family
 from support.live_bytes import LiveBytes
-from support.quantised import packed, round_frozen
+from support.quantized import packed, round_frozen
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor
 
 import infinity
 from infinity.config.schema import load_config
 from infinity.model.partition import groups_of, partition_model
-from infinity.model.quantised import from_parts
+from infinity.model.quantized import pack_parts
 from infinity.model.targets import target_of
 from infinity.plan.activations import ActivationModel
 from infinity.train.saved_model import describe
@@ -32,9 +32,11 @@ pytestmark = pytest.mark.filterwarnings("ignore")
 
 OPTIMIZER = {"lr": 1e-2, "eps": 1e-4}
 STEPS = 3
-GPT_OSS = _moe("GptOssForCausalLM", "GptOssConfig", num_local_experts=4, num_experts_per_tok=2,
-               sliding_window=4, hidden_size=32, intermediate_size=64)  # fmt: skip
-DEEPSEEK = _moe("DeepseekV3ForCausalLM", "DeepseekV3Config",
+GPT_OSS = moe_family(
+    "GptOssForCausalLM", "GptOssConfig", num_local_experts=4, num_experts_per_tok=2,
+    sliding_window=4, hidden_size=32, intermediate_size=64,
+)  # fmt: skip
+DEEPSEEK = moe_family("DeepseekV3ForCausalLM", "DeepseekV3Config",
                 **{**FAMILIES["deepseek_v3"].config().to_dict(), "moe_intermediate_size": 128,
                    "hidden_size": 256})  # fmt: skip
 
@@ -114,9 +116,9 @@ def gpt_oss(folder: Path) -> dict[str, Tensor]:
             blocks, scales = as_mxfp4(value)
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            held[name] = from_parts(FrozenFormat.MXFP4, value.shape, [blocks, scales])
+            held[name] = pack_parts(FrozenFormat.MXFP4, value.shape, [blocks, scales])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    quantised(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    quantized(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
     return held
 
 
@@ -134,7 +136,7 @@ def deepseek(folder: Path) -> dict[str, Tensor]:
     for name in codes:
         tensors |= {name: codes[name], f"{name}_scale_inv": scales[name]}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    quantised(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
+    quantized(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     for layer in (1, 2):
         path = f"model.layers.{layer}.mlp.experts"
         for kind, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
@@ -142,11 +144,11 @@ def deepseek(folder: Path) -> dict[str, Tensor]:
             one = torch.stack([torch.cat([codes[n] for n in names]) for names in each])
             by = torch.stack([torch.cat([scales[n] for n in names]) for names in each])
             name = f"{path}.{kind}_proj"
-            held[name] = from_parts(FrozenFormat.FP8, one.shape, [one, by])
+            held[name] = pack_parts(FrozenFormat.FP8, one.shape, [one, by])
     return held
 
 
-def quantised(folder: Path, section: dict[str, Any]) -> None:
+def quantized(folder: Path, section: dict[str, Any]) -> None:
     facts = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**facts, "quantization_config": section}))
 
@@ -154,10 +156,10 @@ def quantised(folder: Path, section: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("save", "family", "form"), [(gpt_oss, GPT_OSS, "mxfp4"), (deepseek, DEEPSEEK, "fp8")]
 )
-def test_quantised_experts_stored_as_in_file(
+def test_quantized_experts_stored_as_in_file(
     save: Callable[[Path], dict[str, Tensor]], family: Family, form: str, tmp_path: Path
 ) -> None:
-    """Stored bytes equal the file's; values and losses equal transformers' dequantised base."""
+    """Stored bytes equal the file's; values and losses equal transformers' dequantized base."""
     held = save(tmp_path / "native")
     assert not hasattr(describe(tmp_path / "native").base.config, "quantization_config")
     section = {"mxfp4": hf.Mxfp4Config, "fp8": hf.FineGrainedFP8Config}[form](dequantize=True)
@@ -200,7 +202,7 @@ def test_fp8_experts_with_partial_blocks_raise(tmp_path: Path) -> None:
         tensors[name] = tensors[name].to(torch.float8_e4m3fn)
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
-    config = settings(tmp_path, frozen={"rest": "fp8"})
+    config = settings(tmp_path, frozen={"format": "fp8"})
     with pytest.raises(infinity.errors.ConfigError, match=r"gate_up_proj' cannot rest in fp8"):
         infinity.from_pretrained(tmp_path / "base", config, prepare=attention)
 
@@ -265,7 +267,7 @@ def test_expert_adapters_match_peft(family: str, rest: str, tmp_path: Path) -> N
 def test_activation_estimate_counts_adapted_stacks(recompute: bool) -> None:
     """Compare with the live storages under peft alone, half of which are such stacks."""
     sizes = {**SPARSE, "num_experts": 16, "moe_intermediate_size": 64, "hidden_size": 128}
-    one = _moe("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)
+    one = moe_family("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **sizes)
     model = on_experts(one.build())
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})

@@ -346,7 +346,7 @@ def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path
 def test_initial_values_buffer_bytes_equal_plan(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Fused experts are read from several tensors; a quantised parameter is built in full.
+    """Fused experts are read from several tensors; a quantized parameter is built in full.
 
     The plan, which reads only the directory, counts the same bytes.
     """
@@ -357,22 +357,27 @@ def test_initial_values_buffer_bytes_equal_plan(
     model = load_model(tmp_path)
     origins = meta_init.InitialValues(model)
     parameters, planned = list(model.parameters()), find_target(str(tmp_path))
-    assert planned.made_bytes(quantises=True) == 4000
-    assert origins.most_bytes(parameters, quantises=True) == 4000
+    assert planned.max_initial_bytes(quantizes=True) == 4000
+    assert origins.largest_value_bytes(parameters, quantizes=True) == 4000
     stack = model.model.layers[0].mlp.experts.gate_up_proj.requires_grad_(False)
-    assert origins.most_bytes(parameters, quantises=False) == 4000
+    assert origins.largest_value_bytes(parameters, quantizes=False) == 4000
     expert = stack.nbytes // stack.shape[0]  # joined from two matrices of the file
-    assert origins.most_bytes(parameters, quantises=True) == 2 * expert
+    assert origins.largest_value_bytes(parameters, quantizes=True) == 2 * expert
     planned.module.requires_grad_(False)
-    assert planned.made_bytes(quantises=True) >= 2 * expert  # the head is larger, and not a stack
-    assert planned.made_bytes(quantises=False) == 4000
-    origins.forget()  # also closes the files
+    assert (
+        planned.max_initial_bytes(quantizes=True) >= 2 * expert
+    )  # the head is larger, and not a stack
+    assert planned.max_initial_bytes(quantizes=False) == 4000
+    origins.free()  # also closes the files
     with torch.device("meta"):
         made = hf.MixtralForCausalLM(facts)
     largest = max(p.nbytes for p in made.parameters())
-    assert meta_init.InitialValues(made).most_bytes(made.parameters(), quantises=False) == largest
+    assert (
+        meta_init.InitialValues(made).largest_value_bytes(made.parameters(), quantizes=False)
+        == largest
+    )
     (tmp_path / "model.safetensors").unlink()
-    assert find_target(str(tmp_path)).made_bytes(quantises=False) == largest
+    assert find_target(str(tmp_path)).max_initial_bytes(quantizes=False) == largest
 
 
 @needs_peak
@@ -415,7 +420,7 @@ def test_model_kwargs_set_config_or_raise(tmp_path: Path) -> None:
     model = load_model(tmp_path, model_class=kind, model_kwargs=told)
     assert (model.num_labels, model.score.out_features) == (5, 5)
     assert model.config.attention_dropout == 0.25
-    meta_init.InitialValues(model).forget()
+    meta_init.InitialValues(model).free()
     with pytest.raises(ConfigError, match="model_kwargs has subfolder, dtype") as caught:
         load_model(tmp_path, model_kwargs={"subfolder": "a", "dtype": torch.float32})
     assert "precision in the configuration" in str(caught.value)

@@ -12,7 +12,7 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 from support.families import DECODER, FAMILIES
-from support.quantised import as_bitsandbytes, packed, round_frozen
+from support.quantized import as_bitsandbytes, packed, round_frozen
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ def logits(model: Any) -> Tensor:
 
 @pytest.mark.parametrize("rest", ["as_is", "nf4"])
 def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path: Path) -> None:
-    """Equal to peft over a plain base, rounded to the quantised values if the base is quantised."""
+    """Equal to peft over a plain base, rounded to the quantized values if the base is quantized."""
 
     def plain_base() -> Any:
         found = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
@@ -90,7 +90,7 @@ def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path:
 
     found = {}
     for name, placement in {"disk": ON_DISK, "device": ON_DEVICE}.items():
-        told = config(tmp_path, placement, frozen={"rest": rest})
+        told = config(tmp_path, placement, frozen={"format": rest})
         engine, *_ = infinity.from_pretrained(base, told, prepare=adapted)
         with engine:
             num_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
@@ -113,8 +113,8 @@ def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path:
 
 
 def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path) -> None:
-    """Losses equal those of a plain base with the dequantised values."""
-    folder, form = tmp_path / "quantised", FrozenFormat.NF4
+    """Losses equal those of a plain base with the dequantized values."""
+    folder, form = tmp_path / "quantized", FrozenFormat.NF4
     plain = hf.LlamaForCausalLM.from_pretrained(base, dtype=torch.float32)
     plain.save_pretrained(folder)
     round_frozen(plain.requires_grad_(False), form, torch.float32)
@@ -130,7 +130,7 @@ def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path)
     (folder / "config.json").write_text(json.dumps(facts))
     losses = []
     for source, rest in ((tmp_path / "rounded", "as_is"), (folder, "as_is"), (folder, "nf4")):
-        told = config(tmp_path, precision="bf16", frozen={"rest": rest})
+        told = config(tmp_path, precision="bf16", frozen={"format": rest})
         engine, *_ = infinity.from_pretrained(source, told, prepare=adapted)
         with engine:
             losses.append(train(engine))
@@ -144,7 +144,7 @@ def test_lora_plan_equals_units_of_run(base: Path, tmp_path: Path) -> None:
         wanted = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
         return peft.get_peft_model(model, wanted)
 
-    told = config(tmp_path, frozen={"rest": "nf4"})
+    told = config(tmp_path, frozen={"format": "nf4"})
     engine, *_ = infinity.from_pretrained(base, told, prepare=everywhere)
     with engine:
         found = engine.plan.units
@@ -265,8 +265,8 @@ def test_half_precision_base_keeps_bits(
             assert torch.equal(state[key].view(torch.int16), value.view(torch.int16)), key
 
 
-class Quantised(nn.Module):
-    """A linear layer with 8-bit codes and one scale per row, as in a quantised checkpoint."""
+class Quantized(nn.Module):
+    """A linear layer with 8-bit codes and one scale per row, as in a quantized checkpoint."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ def test_integer_codes_of_base_unchanged(tmp_path: Path) -> None:
         for name, module in list(model.named_modules()):
             if isinstance(module, nn.Linear) and "proj" in name:
                 parent = model.get_submodule(name.rpartition(".")[0])
-                setattr(parent, name.rpartition(".")[2], Quantised(module))
+                setattr(parent, name.rpartition(".")[2], Quantized(module))
         return model.train()
 
     before = {n: v.clone() for n, v in build().state_dict().items()}

@@ -10,8 +10,8 @@ from typing import Any
 import peft
 import pytest
 import torch
-from support.inside import components
-from support.ranges import choose_the_last
+from support.internals import components
+from support.ranges import force_largest_range
 from support.runs import metrics_of, settings, train
 from torch import Tensor, nn
 from torch.testing import assert_close
@@ -119,7 +119,7 @@ def test_larger_ranges_reduce_reads_with_recompute(tmp_path: Path) -> None:
 def test_with_schedule_sets_ranges_unless_durable(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    choose_the_last(monkeypatch)
+    force_largest_range(monkeypatch)
     found = {}
     for durable in (False, True):
         given = config_of(tmp_path, activations={"tokens": 16}, durable=durable)
@@ -320,7 +320,7 @@ def train_adapters(
 def test_frozen_experts_of_every_format_in_ranges(form: str, tmp_path: Path) -> None:
     runs = []
     for count in (EXPERTS, 1, 3):
-        config = config_of(tmp_path, frozen={"rest": form}, experts_per_unit=count)
+        config = config_of(tmp_path, frozen={"format": form}, experts_per_unit=count)
         losses, state, plan = train_adapters(adapted(target_modules=["q_proj"]), config)
         assert sum(unit.is_range for unit in plan.units) == 2 * -(-EXPERTS // count)
         runs.append((losses, state))

@@ -36,7 +36,7 @@ from torch.utils.data import IterableDataset
 import infinity
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, EngineClosedError
-from infinity.integrations.huggingface.accelerator import offload_beside
+from infinity.integrations.huggingface.accelerator import offload_auxiliary
 from infinity.integrations.huggingface.step_log import StepLog
 from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.profiling.step_report import StepReport
@@ -483,7 +483,7 @@ def test_reference_model_offloaded_by_second_engine(tmp_path: Path) -> None:
     ours = Ours(llama(), llama(tied=True).eval(), arguments(tmp_path), infinity_config=disk, **more)
     ours.train()
     assert_close_history(ours, theirs, TOLERANCE)
-    (beside,) = ours.accelerator.beside
+    (beside,) = ours.accelerator.auxiliary_engines
     assert beside.module is ours.reference
     assert beside.counters()["disk_read"] > 0
     assert not any(parameter.requires_grad for parameter in ours.reference.parameters())
@@ -500,7 +500,7 @@ def test_reference_model_budget_share_sets_tier(
     monkeypatch.setattr(run_plan, "default_host_budget_bytes", lambda machine: 16 << 30)
     trained = nn.Linear(rest, rest, device="meta")
     config = load_config({"nvme_path": str(tmp_path), **FP32})
-    with offload_beside(llama(), trained, config, torch.device("cpu")) as engine:
+    with offload_auxiliary(llama(), trained, config, torch.device("cpu")) as engine:
         assert {placement.weight for placement in engine.plan.placements} == {tier}
     assert not any(PROCESS.total(each) for each in Tier)
 

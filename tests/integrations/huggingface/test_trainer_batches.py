@@ -32,7 +32,7 @@ from torch import Tensor
 
 import infinity
 from infinity.errors import InfinityWarning
-from infinity.integrations.huggingface.batches import can_join, cut, joined
+from infinity.integrations.huggingface.batches import can_concatenate, cut, joined
 from infinity.integrations.huggingface.trainer import InfinityTrainer
 from infinity.plan.batch_schedule import choose_schedule
 
@@ -328,13 +328,13 @@ def test_cut_keeps_order_and_pads_to_longest() -> None:
     ids=["tuple", "unknown", "flag", "rows", "dtype", "names", "empty"],
 )
 def test_can_join_rejects_incompatible_batches(other: Any) -> None:
-    assert can_join([batch(2, 3), batch(1, 5)])
-    assert not can_join([batch(2, 3), other])
+    assert can_concatenate([batch(2, 3), batch(1, 5)])
+    assert not can_concatenate([batch(2, 3), other])
 
 
 def test_can_join_without_mask_requires_equal_lengths() -> None:
     bare = [
         {k: v for k, v in b.items() if k != "attention_mask"} for b in (batch(2, 3), batch(2, 4))
     ]
-    assert can_join([bare[0], bare[0]])
-    assert not can_join(bare)
+    assert can_concatenate([bare[0], bare[0]])
+    assert not can_concatenate(bare)

@@ -29,7 +29,7 @@ from support.hf_runs import (
 from infinity.errors import ConfigError, InfinityWarning
 from infinity.integrations.huggingface.build import load_model
 from infinity.integrations.huggingface.trainer import InfinityTrainer
-from infinity.integrations.huggingface.trainer_checkpoints import newest_complete
+from infinity.integrations.huggingface.trainer_checkpoints import newest_complete_checkpoint
 
 WHOLE = {"max_steps": 8, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "cosine"}
 # Resuming a finished run takes one more step, in Trainer too: this makes it change nothing.
@@ -147,17 +147,17 @@ def test_incomplete_first_checkpoint_raises(tmp_path: Path, missing: str) -> Non
                 second.train(resume_from_checkpoint=str(folder))
         second.train()
         assert_same_bits(masters(second), expected)
-        assert newest_complete(str(tmp_path)) == str(folder)
+        assert newest_complete_checkpoint(str(tmp_path)) == str(folder)
 
 
 def test_weights_only_checkpoint_not_used_for_auto_resume(tmp_path: Path) -> None:
-    assert newest_complete(str(tmp_path)) is None
+    assert newest_complete_checkpoint(str(tmp_path)) is None
     options = {**WHOLE, "max_steps": 2, "save_only_model": True}
     with trainer_for(InfinityTrainer, tmp_path, **options) as first:
         first.train()
     weights = str(tmp_path / "checkpoint-2")
     with pytest.raises(ConfigError, match="contains only weights") as caught:
-        newest_complete(str(tmp_path))
+        newest_complete_checkpoint(str(tmp_path))
     assert f"resume_from_checkpoint={weights!r}" in str(caught.value)
     shutil.rmtree(tmp_path / "checkpoint-1")
     with trainer_for(InfinityTrainer, tmp_path, **{**WHOLE, "max_steps": 1}) as other:

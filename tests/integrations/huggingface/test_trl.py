@@ -66,7 +66,7 @@ def test_run_matches_trl(tmp_path: Path, source: Path, kind: str, lora: bool) ->
     assert len(history(theirs)) == 3
     for mine, yours in zip(history(ours), history(theirs), strict=True):
         assert mine == pytest.approx(yours, rel=1e-5, abs=TOLERANCE)
-    beside = ours.accelerator.beside
+    beside = ours.accelerator.auxiliary_engines
     assert len(beside) == (kind in ("dpo", "kto", "grpo") and not lora)
     for engine in beside:
         assert engine.module is ours.ref_model

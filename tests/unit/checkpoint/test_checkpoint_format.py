@@ -21,7 +21,7 @@ from infinity.checkpoint.manifest import (
     ParameterRecord,
     TensorSpec,
     cut,
-    is_our_file,
+    is_checkpoint_file_name,
 )
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.checkpoint.writer import CheckpointWriter
@@ -141,9 +141,9 @@ def test_format_document_lists_every_member_and_file(tmp_path: Path) -> None:
 
 def test_is_our_file_matches_only_checkpoint_files(tmp_path: Path) -> None:
     path = save(tmp_path, "t", sample(1), 2000)
-    assert all(is_our_file(entry.name) for entry in path.iterdir())
+    assert all(is_checkpoint_file_name(entry.name) for entry in path.iterdir())
     for name in ("a.txt", "model.safetensors.bak", "x.pt", "lock", "..", "MODEL.safetensors"):
-        assert not is_our_file(name)
+        assert not is_checkpoint_file_name(name)
 
 
 def test_cut_splits_shards_between_tensors() -> None:

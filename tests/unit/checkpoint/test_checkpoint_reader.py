@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support import forked
 from support.checkpoint_files import Sample, content, rewrite, same_content, sample, save
+from support.fault_injection import faulty_io
 from support.process_memory import SMALL_BYTES, Peak, count_held, needs_peak
-from support.rough import rough_io
 from torch import Tensor
 
 from infinity.checkpoint import blocks
-from infinity.checkpoint.directory import no_latest
+from infinity.checkpoint.directory import missing_latest_message
 from infinity.checkpoint.manifest import BLOCK_BYTES
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError, InfinityError, MachineError
@@ -168,7 +168,7 @@ def test_read_with_io_faults_is_correct_or_raises(saved: tuple[Path, Sample], se
     kinds = ("eio", "flip", "short+delay+reorder")[seed % 3]
     faults = f"seed={seed},kinds={kinds},rate=0.3"
     failures = 0
-    with rough_io(faults=faults):
+    with faulty_io(faults=faults):
         reader = CheckpointReader(root, "t")
     with reader:
         for (stream, name), expected in source.content.items():
@@ -194,7 +194,7 @@ def check_failure(error: InfinityError, kinds: str, stream: str) -> None:
 
 
 def test_verify_reports_io_errors(saved: tuple[Path, Sample]) -> None:
-    with rough_io(faults="seed=1,kinds=eio,rate=1"):
+    with faulty_io(faults="seed=1,kinds=eio,rate=1"):
         reader = CheckpointReader(saved[0], "t")
     with reader:
         found = list(reader.verify())
@@ -222,6 +222,9 @@ def test_read_files_with_other_block_sizes(saved: tuple[Path, Sample], tmp_path:
 
 def test_no_latest_hints_when_root_is_a_checkpoint(saved: tuple[Path, Sample]) -> None:
     root, _ = saved
-    text = no_latest(root / "t")
+    text = missing_latest_message(root / "t")
     assert text.endswith(f'but is a checkpoint itself: load_checkpoint("{root}", tag="t")')
-    assert no_latest(root.parent) == f"{root.parent} has no checkpoint that is called the latest"
+    assert (
+        missing_latest_message(root.parent)
+        == f"{root.parent} has no checkpoint that is called the latest"
+    )

@@ -91,7 +91,7 @@ def test_unshared_stream_is_written(tmp_path: Path) -> None:
     one = write(tmp_path, "a", first)
     writer = CheckpointWriter(tmp_path, "b", second.streams, before=one.written, same=("frozen",))
     assert writer.shares("frozen")
-    writer.unshare("frozen")
+    writer.discard_shared_files("frozen")
     for (stream, _), data in second.content.items():
         writer.write(stream, data)
     writer.finish(second.manifest)

@@ -21,8 +21,8 @@ import pytest
 import torch
 from support import checkpoint_crash, forked
 from support.checkpoint_files import content, feed, same_content, sample, save
+from support.fault_injection import faulty_io
 from support.process_memory import SMALL_BYTES, Peak, count_held, needs_peak
-from support.rough import rough_io
 
 from infinity import _aio
 from infinity.checkpoint import blocks, directory
@@ -471,7 +471,7 @@ def test_write_with_io_faults_is_correct_or_removes_files(tmp_path: Path, seed: 
     save(tmp_path, "former", sample(2))
     source = sample(1, shapes={"a": (1500, 1000), "b": (7,)})
     kinds = ("eio", "enospc", "short+delay+reorder")[seed % 3]
-    with rough_io(faults=f"seed={seed},kinds={kinds},rate=0.2"):
+    with faulty_io(faults=f"seed={seed},kinds={kinds},rate=0.2"):
         writer = CheckpointWriter(tmp_path, "t", source.streams)
     failure = None
     try:

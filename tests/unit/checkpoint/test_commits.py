@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from support.durable import PLACEMENTS, durable_engine, gated, state_of, step
-from support.inside import components
+from support.internals import components
 from torch import Tensor
 
 from infinity.checkpoint.commits import (
@@ -26,7 +26,7 @@ from infinity.checkpoint.commits import (
 from infinity.checkpoint.durable_reader import DurableReader
 from infinity.engine import Engine
 from infinity.errors import CheckpointError, ConfigError, MachineError
-from infinity.optim.moments import moment_in
+from infinity.optim.moments import moment_view
 from infinity.types import Kind
 
 # --- records -------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ def tensors_of(engine: Engine) -> dict[tuple[str, str], Tensor]:
                     view = flat[plan.part(layout, kind, index)]
                     if kind in plan.precision.moment_kinds:
                         form = plan.precision.format_of(kind)
-                        moment = moment_in(view, count, form).part(start_in_chunk, end_in_chunk)
+                        moment = moment_view(view, count, form).part(start_in_chunk, end_in_chunk)
                         add(kind.value, segment.name, moment.values)
                         if moment.scales is not None:
                             add(f"{kind.value}_scales", segment.name, moment.scales)

@@ -28,7 +28,7 @@ from support.durable import (
 )
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.small import batch, settings, small_model
 from torch import nn
 

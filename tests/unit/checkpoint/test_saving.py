@@ -12,8 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
-from support.patience import wait_until
+from support.internals import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -26,6 +25,7 @@ from support.small import (
     small_model,
     train,
 )
+from support.waiting import wait_until
 from torch import Tensor, nn
 
 import infinity

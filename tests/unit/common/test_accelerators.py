@@ -9,7 +9,7 @@ import torch
 
 from infinity.common import accelerators
 from infinity.errors import ConfigError
-from infinity.storage.devices import ACCELERATORS, find_device
+from infinity.storage.devices import ACCELERATORS, resolve_device
 
 
 @pytest.fixture
@@ -68,4 +68,4 @@ def test_fork_rng_restores_accelerator_and_cpu_generators(
 def test_every_type_has_device_and_others_rejected() -> None:
     assert set(ACCELERATORS) == set(accelerators.TYPES)
     with pytest.raises(ConfigError, match=r"(?s)'meta' is not supported yet.*'cpu', 'cuda'"):
-        find_device("meta")
+        resolve_device("meta")

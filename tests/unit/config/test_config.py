@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from infinity.config.renamed import stored_with_current_names
+from infinity.config.renamed import migrate_stored_keys
 from infinity.config.schema import Config, load_config
 from infinity.config.source import apply_overrides
 from infinity.errors import ConfigError, InfinityWarning
@@ -128,7 +128,7 @@ def test_misplaced_key_suggests_section() -> None:
     assert "lr: unknown key; did you mean 'optimizer.lr'?" in refusal({"lr": 1e-3})
 
 
-def test_deepspeed_configuration_recognised() -> None:
+def test_deepspeed_configuration_recognized() -> None:
     text = refusal({"zero_optimization": {"stage": 3}, "fp16": {"enabled": True}, "typo": 1})
     assert "zero_optimization, fp16 are from a DeepSpeed configuration" in text
     assert 'with our keys in its section "infinity"' in text
@@ -439,6 +439,6 @@ def test_renamed_keys_accepted_with_warning() -> None:
     conflict = refusal({"journal": "/a", "step_log": "/b"})
     assert "journal and step_log are given" in conflict
     stored = {"engine.frozen.rest": "nf4", "engine.activations.logits": "sliced", "lr": 1}
-    assert stored_with_current_names(stored, "engine.") == {
+    assert migrate_stored_keys(stored, "engine.") == {
         "engine.frozen.format": "nf4", "engine.activations.logits": "chunked", "lr": 1,
     }  # fmt: skip

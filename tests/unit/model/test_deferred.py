@@ -15,8 +15,8 @@ from infinity.model.deferred_init import DeferredInitMode
 SMALL = 64  # bytes; low enough to defer the tensors of the small test models
 
 
-class ReinitialisedModel(nn.Module):
-    """Model initialised as real models are: repeatedly, through `.data`, by rejection sampling."""
+class ReinitializedModel(nn.Module):
+    """Model initialized as real models are: repeatedly, through `.data`, by rejection sampling."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class SelfAssigned(nn.Module):
 
 
 BUILDS: list[Callable[[], nn.Module]] = [
-    ReinitialisedModel, Generators, lstm, transformer, assigned, converted, weight_normed,
+    ReinitializedModel, Generators, lstm, transformer, assigned, converted, weight_normed,
     SelfAssigned,
 ]  # fmt: skip
 
@@ -145,7 +145,7 @@ def test_deferred_values_equal_eager_build(build: Callable[[], nn.Module], thres
         else:
             assert torch.equal(meta, expected[name]), name
     assert deferred > 0
-    deferral.forget_shadows()  # so that all values are computed again
+    deferral.drop_shadows()  # so that all values are computed again
     for name in (n for n in names if found[n].is_meta):
         assert torch.equal(deferral.value(found[name]), expected[name]), name
 
@@ -175,7 +175,7 @@ def test_shadows_dropped_beyond_keep_bytes_and_recomputed(monkeypatch: pytest.Mo
         eager[0].weight[:1].fill_(1)
     for layer, expected in zip(layers, eager, strict=True):
         assert torch.equal(deferral.value(layer.weight), expected.weight)
-    deferral.forget_shadows()
+    deferral.drop_shadows()
     assert all(_shadow(s) is None for s in _storages(deferral))
 
 

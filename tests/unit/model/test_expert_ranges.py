@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.models import CASES, Stacked, Stacks
 from torch import nn
 
 import infinity
-from infinity.checkpoint.streams import first_frozen_byte
+from infinity.checkpoint.streams import frozen_segment_offset
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, ResidencyError, TrainingError
 from infinity.model.meta_init import InitialValues
 from infinity.model.outline import Outline, Shape
 from infinity.model.partition import groups_of, partition_model
-from infinity.model.quantised import quantise
+from infinity.model.quantized import quantize
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.layout import Segment, StackRows
 from infinity.training import initial_write
@@ -195,20 +195,20 @@ def test_durable_run_resumes_same_ranges_and_loads_into_others(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("form", FrozenFormat)
-def test_quantised_stack_rows_are_contiguous_bytes(form: FrozenFormat) -> None:
+def test_quantized_stack_rows_are_contiguous_bytes(form: FrozenFormat) -> None:
     shape = (6, 128, 128)
     value = torch.randn(shape)
     stack = torch.zeros(form.nbytes(shape), dtype=torch.uint8)
-    quantise(value, form, stack)
+    quantize(value, form, stack)
     for first, count in ((0, 2), (2, 3), (5, 1)):
         range_shape = (count, *shape[1:])
         rows = torch.zeros(form.nbytes(range_shape), dtype=torch.uint8)
-        quantise(value[first : first + count], form, rows)
+        quantize(value[first : first + count], form, rows)
         segment = Segment(
             "w", 9, range_shape, "bfloat16", count * 128 * 128, rows.numel(), 0, False, -1, form,
             stack=StackRows(1, first, shape[0]),
         )  # fmt: skip
-        start = first_frozen_byte(segment)
+        start = frozen_segment_offset(segment)
         assert torch.equal(stack[start : start + rows.numel()], rows)
 
 

@@ -48,8 +48,8 @@ def under_init(build: Callable[[], nn.Module], threshold: int = SMALL) -> nn.Mod
         return build()
 
 
-class ReinitialisedModel(SmallModel):
-    """Model re-initialised through `.data` and by rejection sampling, with buffers of all sizes."""
+class ReinitializedModel(SmallModel):
+    """Model re-initialized through `.data` and by rejection sampling, with buffers of all sizes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,9 +68,9 @@ class ReinitialisedModel(SmallModel):
         return super().features(tokens) * (1 + self.table.sum())
 
 
-def reinitialised() -> nn.Module:
+def reinitialized() -> nn.Module:
     torch.manual_seed(3)
-    return ReinitialisedModel()
+    return ReinitializedModel()
 
 
 def run(path: Path, placement: dict[str, str], model: nn.Module, **overrides: Any) -> Any:
@@ -85,10 +85,10 @@ def run(path: Path, placement: dict[str, str], model: nn.Module, **overrides: An
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_init_every_placement_matches_eager_build(tmp_path: Path, precision: str) -> None:
-    before, losses, after = run(tmp_path, ON_DEVICE, reinitialised(), precision=precision)
+    before, losses, after = run(tmp_path, ON_DEVICE, reinitialized(), precision=precision)
     for weights, moments, gradients in product(TIERS, repeat=3):
         placement = {"weights": weights, "optimizer_state": moments, "gradients": gradients}
-        model = under_init(reinitialised)
+        model = under_init(reinitialized)
         assert all(p.is_meta for p in model.parameters())
         found = run(tmp_path, placement, model, precision=precision)
         assert same(found[0], before), placement
@@ -120,7 +120,7 @@ def test_init_every_model_case_matches_eager_build(name: str, device: str) -> No
 
 
 def test_tied_tensors_and_parameter_identity_preserved(tmp_path: Path) -> None:
-    model = under_init(reinitialised)
+    model = under_init(reinitialized)
     parameters = {name: id(p) for name, p in model.named_parameters(remove_duplicate=False)}
     with small_engine(tmp_path, MIXED, model) as engine:
         assert model.head.weight is model.embedding.weight
@@ -135,7 +135,7 @@ def test_tied_tensors_and_parameter_identity_preserved(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("method", ["Init", "meta"])
-def test_lstm_with_weak_weight_references_is_initialised(method: str, tmp_path: Path) -> None:
+def test_lstm_with_weak_weight_references_is_initialized(method: str, tmp_path: Path) -> None:
     def build() -> nn.Module:
         return nn.Sequential(nn.LSTM(256, 256, batch_first=True))
 
@@ -152,7 +152,7 @@ def test_lstm_with_weak_weight_references_is_initialised(method: str, tmp_path: 
 
 
 def test_init_hooks_removed_after_restore(tmp_path: Path) -> None:
-    model = under_init(reinitialised)
+    model = under_init(reinitialized)
     assert any(m._forward_pre_hooks for m in model.modules())
     with small_engine(tmp_path, ON_DISK, model) as engine:
         engine.close(restore=True)
@@ -215,8 +215,8 @@ def test_init_forward_in_constructor_runs() -> None:
     assert under_init(Measured).head.in_features == 8 * 6 * 6
 
 
-def test_uninitialised_model_rejects_forward_copy_and_pickle() -> None:
-    model = under_init(reinitialised)
+def test_uninitialized_model_rejects_forward_copy_and_pickle() -> None:
+    model = under_init(reinitialized)
     with pytest.raises(ResidencyError, match=r"has no values yet[\s\S]*initialize"):
         model(batch(0))
     with pytest.raises(ResidencyError, match=r"cannot be copied"):
@@ -243,7 +243,7 @@ def _replace(model: nn.Module) -> None:
 def test_changes_after_init_block_rejected(
     tmp_path: Path, change: Callable[[nn.Module], None]
 ) -> None:
-    model = under_init(reinitialised)
+    model = under_init(reinitialized)
     change(model)
     before = dict(model.named_parameters())
     with pytest.raises(ConfigError, match=r"changed after infinity\.Init: .*'blocks\.1\.up\."):
@@ -289,7 +289,7 @@ def test_init_does_not_affect_other_threads() -> None:
 
 
 def test_dropped_model_frees_deferral() -> None:
-    model = under_init(reinitialised)
+    model = under_init(reinitialized)
     mark = next(h for m in model.modules() for h in m._forward_pre_hooks.values())
     deferral = weakref.ref(mark.deferral)
     del mark, model
@@ -305,8 +305,8 @@ class StopError(Exception):
 
 
 def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
-    expected = run(tmp_path, ON_DEVICE, reinitialised())
-    model = under_init(reinitialised, threshold=1)
+    expected = run(tmp_path, ON_DEVICE, reinitialized())
+    model = under_init(reinitialized, threshold=1)
     threads, reserved = set(threading.enumerate()), PROCESS.total("host")
     count = 0
 
@@ -330,7 +330,7 @@ def test_failed_initial_write_leaves_model_unchanged(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["hook", "weak reference", "view"])
 def test_meta_parameters_with_references_rejected(tmp_path: Path, what: str) -> None:
-    model = under_init(reinitialised)
+    model = under_init(reinitialized)
     parameter = model.blocks[0].up.weight
     threads = set(threading.enumerate())
     holder: Any = None  # the reference under test
@@ -352,7 +352,7 @@ def test_parameter_subclass_and_attributes_preserved(tmp_path: Path) -> None:
         pass
 
     def build() -> nn.Module:
-        model = reinitialised()
+        model = reinitialized()
         model.blocks[0].up.weight = Special(model.blocks[0].up.weight.data)
         model.blocks[0].up.weight.tag = "mine"
         return model
@@ -371,7 +371,7 @@ def test_parameter_subclass_and_attributes_preserved(tmp_path: Path) -> None:
 
 
 def on_meta(build: Callable[[], nn.Module] = SmallModel) -> nn.Module:
-    """Build on the meta device; set the buffer that no initialiser covers."""
+    """Build on the meta device; set the buffer that no initializer covers."""
     with torch.device("meta"):
         model = build()
     if isinstance(model, SmallModel):
@@ -379,7 +379,7 @@ def on_meta(build: Callable[[], nn.Module] = SmallModel) -> nn.Module:
     return model
 
 
-def test_meta_model_initialised_module_by_module(tmp_path: Path) -> None:
+def test_meta_model_initialized_module_by_module(tmp_path: Path) -> None:
     threads = set(threading.enumerate())
     state = run(tmp_path, ON_DISK, on_meta(), seed=5)[0]
     bound = 1 / math.sqrt(16)
@@ -389,7 +389,7 @@ def test_meta_model_initialised_module_by_module(tmp_path: Path) -> None:
         assert 0.4 * bound < weight.std() < 0.7 * bound
         assert torch.equal(state[f"blocks.{index}.norm.weight"], torch.ones(16))
     assert not torch.equal(state["blocks.0.up.weight"], state["blocks.1.up.weight"])
-    assert 0.8 < state["embedding.weight"].std() < 1.2, "the first of tied modules initialises"
+    assert 0.8 < state["embedding.weight"].std() < 1.2, "the first of tied modules initializes"
     assert torch.equal(state["head.weight"], state["embedding.weight"])
     assert_nothing_left(tmp_path, threads)
 
@@ -427,7 +427,7 @@ def test_initial_values_do_not_advance_generator() -> None:
 
 
 def test_real_values_among_meta_tensors_preserved(tmp_path: Path) -> None:
-    """Also within one module, and below ancestors that initialise all their descendants."""
+    """Also within one module, and below ancestors that initialize all their descendants."""
     model = on_meta(lambda: nn.Transformer(16, 2, 1, 1, 32))
     real = torch.full((32, 16), 7.0)
     layer = model.encoder.layers[0]
@@ -440,7 +440,7 @@ def test_real_values_among_meta_tensors_preserved(tmp_path: Path) -> None:
     assert values["encoder.layers.0.linear1.bias"].abs().max() <= 0.25
     assert torch.count_nonzero(values["encoder.layers.0.self_attn.in_proj_bias"]) == 0
     assert torch.count_nonzero(values["encoder.layers.0.self_attn.out_proj.bias"]) == 0, (
-        "nn.MultiheadAttention initialises its child"
+        "nn.MultiheadAttention initializes its child"
     )
     bound = math.sqrt(6 / (16 + 32))  # nn.Transformer applies Xavier to all its descendants
     assert 0.8 * bound < values["encoder.layers.0.linear2.weight"].abs().max() <= bound
@@ -471,7 +471,7 @@ class Pretrained(nn.Module):
             module.inverse.copy_(torch.arange(8.0))
             module.counts.copy_(torch.arange(8))
         for name, parameter in module.named_parameters():
-            if name == "c_proj.weight":  # as in GPT-2, initialised by the block
+            if name == "c_proj.weight":  # as in GPT-2, initialized by the block
                 parameter.data.normal_(mean=0.0, std=2.0)
 
 
@@ -512,8 +512,8 @@ def test_meta_model_with_init_weights_of_hugging_face() -> None:
         assert torch.equal(again.value(tensor), values[name]), name
 
 
-class PartlyInitialised(nn.Module):
-    """Model with tensors not or only partly initialised, and some set to likely sentinel values."""
+class PartlyInitialized(nn.Module):
+    """Model with tensors not or only partly initialized, and some set to likely sentinel values."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -539,8 +539,8 @@ class Inner(nn.Module):
             self.ones.fill_(1)
 
 
-def test_tensors_without_initialiser_all_listed(tmp_path: Path) -> None:
-    model = on_meta(PartlyInitialised)
+def test_tensors_without_initializer_all_listed(tmp_path: Path) -> None:
+    model = on_meta(PartlyInitialized)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError) as caught:
         infinity.initialize(model, settings(tmp_path))
@@ -555,7 +555,7 @@ def test_tensors_without_initialiser_all_listed(tmp_path: Path) -> None:
     assert all(p.is_meta for p in model.parameters())
 
 
-def test_failing_initialiser_error_names_module() -> None:
+def test_failing_initializer_error_names_module() -> None:
     class Broken(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -573,8 +573,8 @@ def test_failing_initialiser_error_names_module() -> None:
 
 
 def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
-    yield "init", lambda: under_init(reinitialised)
-    yield "meta", lambda: on_meta(ReinitialisedModel)
+    yield "init", lambda: under_init(reinitialized)
+    yield "meta", lambda: on_meta(ReinitializedModel)
     yield "real", lambda: small_model(9)
 
 
@@ -583,7 +583,7 @@ def _builds() -> Iterator[tuple[str, Callable[[], nn.Module]]]:
 def test_remembered_values_read_once_at_initial_write(
     tmp_path: Path, build: Callable[[], nn.Module], precision: str
 ) -> None:
-    source = reinitialised()
+    source = reinitialized()
     given = {n: t.detach() for n, t in source.state_dict().items() if n != "alias.table"}
     given["mask"] = source.mask
     model = build()
@@ -611,8 +611,8 @@ def test_remembered_values_read_once_at_initial_write(
 
 
 def test_remembered_values_override_only_named_tensors(tmp_path: Path) -> None:
-    expected = run(tmp_path, ON_DEVICE, reinitialised())[0]
-    model = under_init(reinitialised)
+    expected = run(tmp_path, ON_DEVICE, reinitialized())[0]
+    model = under_init(reinitialized)
     remember_values(model, {"norm.bias": lambda: torch.full((16,), 9.0)})
     remember_values(model, {"norm.bias": lambda: torch.full((16,), 2.0, dtype=torch.float16)})
     remember_values(model.blocks[1], {"up.weight": lambda: torch.ones(32, 16)})
@@ -622,8 +622,8 @@ def test_remembered_values_override_only_named_tensors(tmp_path: Path) -> None:
     assert same(found, expected)
 
 
-def test_remembered_values_replace_missing_initialisers(tmp_path: Path) -> None:
-    model = on_meta(PartlyInitialised)
+def test_remembered_values_replace_missing_initializers(tmp_path: Path) -> None:
+    model = on_meta(PartlyInitialized)
     values = {n: torch.ones_like(t, device="cpu") for n, t in model.named_parameters()}
     values |= {n: torch.ones_like(t, device="cpu") for n, t in model.named_buffers()}
     del values["linear.bias"]
@@ -635,7 +635,7 @@ def test_remembered_values_replace_missing_initialisers(tmp_path: Path) -> None:
 
 
 def test_remembered_values_with_wrong_name_or_shape_rejected(tmp_path: Path) -> None:
-    model = under_init(reinitialised, threshold=1)
+    model = under_init(reinitialized, threshold=1)
     threads = set(threading.enumerate())
     with pytest.raises(ConfigError, match=r"no 'bloks\.1', 'x'"):
         remember_values(model, {"bloks.1": lambda: torch.ones(1), "x": lambda: torch.ones(1)})
@@ -657,7 +657,7 @@ def test_torch_optimizer_accepts_deferred_parameters(tmp_path: Path) -> None:
         lambda model: torch.optim.Adamax,
     ):
         results = []
-        for model in (reinitialised(), under_init(reinitialised)):
+        for model in (reinitialized(), under_init(reinitialized)):
             given = settings(tmp_path)
             del given["optimizer"]
             engine, *_ = infinity.initialize(model, given, optimizer=make(model))

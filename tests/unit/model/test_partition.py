@@ -8,7 +8,7 @@ from support.small import SmallModel
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.model.partitioner import OUTSIDE, REST_SHARE, Partitioner, UnitModules
+from infinity.model.partitioner import OUTSIDE, PACKED_SHARE, Partitioner, UnitModules
 
 
 def cut_by_name(model: nn.Module) -> dict[str, UnitModules]:
@@ -157,7 +157,7 @@ def test_small_leftovers_share_units_of_bounded_size() -> None:
     assert_each_parameter_once(model, cuts)
     leftovers = [c for c in cuts if c.name.startswith(OUTSIDE)]
     assert len(leftovers) >= 2
-    assert all(share(model, c) <= 1 / REST_SHARE for c in leftovers)
+    assert all(share(model, c) <= 1 / PACKED_SHARE for c in leftovers)
 
 
 def test_unequal_convolutions_split_into_several_units() -> None:
@@ -168,7 +168,7 @@ def test_unequal_convolutions_split_into_several_units() -> None:
     largest = max(p.numel() for p in model.parameters()) / sum(
         p.numel() for p in model.parameters()
     )
-    assert max(share(model, c) for c in cuts) <= max(largest * 1.05, 1 / REST_SHARE)
+    assert max(share(model, c) for c in cuts) <= max(largest * 1.05, 1 / PACKED_SHARE)
 
 
 def test_lstm_is_one_unit() -> None:

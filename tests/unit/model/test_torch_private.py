@@ -16,19 +16,19 @@ from infinity.model.torch_private import (
     DispatchMode,
     after_backward,
     backward_task,
-    below_torch_function,
-    forget_flat_weights,
+    call_without_torch_function,
+    decomposed_weight_norm,
+    drop_flat_weight_refs,
     inside_backward,
     inside_function_transform,
-    is_number_on_meta,
+    is_backward_code,
+    is_meta_scalar,
     is_weight_norm,
-    runs_backward,
-    same_flat_weights,
+    restore_flat_weights,
     storage_address,
     storage_use_count,
     tensor_without_memory,
     top_saved_tensors_hooks,
-    weight_norm_anywhere,
 )
 
 
@@ -48,7 +48,7 @@ class NoStorage(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return below_torch_function(call, args, kwargs or {})
+        return call_without_torch_function(call, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(cls, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -71,14 +71,14 @@ def test_rnn_weak_references_dropped_for_swap_and_renewed() -> None:
     weight, other = rnn.weight_hh_l0, torch.nn.Parameter(torch.ones(12, 4))
     with pytest.raises(RuntimeError, match="weak"):
         torch.utils.swap_tensors(weight, other)
-    renew = forget_flat_weights(rnn)
+    renew = drop_flat_weight_refs(rnn)
     torch.utils.swap_tensors(weight, other)
     renew()
     x, twin = torch.ones(2, 3, 4), copy.deepcopy(rnn)
     assert rnn.weight_hh_l0 is weight
     replaced = {name: p.detach() + 1 for name, p in names.items()}
     call = torch.func.functional_call
-    with same_flat_weights(rnn):
+    with restore_flat_weights(rnn):
         found = call(rnn, replaced, (x,))[0]
     assert torch.equal(found, call(twin, replaced, (x,))[0])
     assert all(
@@ -202,10 +202,10 @@ def test_weight_norm_anywhere_matches_torch(dim: int, dtype: torch.dtype) -> Non
     with _Calls() as calls:
         expected = torch._weight_norm(v, g, dim)
     assert calls.seen == [True]
-    assert torch.equal(weight_norm_anywhere(v, g, dim), expected)
+    assert torch.equal(decomposed_weight_norm(v, g, dim), expected)
     turned, others = v.transpose(0, 2), g.transpose(0, 2)
     expected = torch._weight_norm(turned, others, 2 - dim)
-    assert torch.equal(weight_norm_anywhere(turned, others, 2 - dim), expected)
+    assert torch.equal(decomposed_weight_norm(turned, others, 2 - dim), expected)
     with _Calls() as calls:
         _ = torch.nn.utils.parametrizations.weight_norm(torch.nn.Conv1d(4, 4, 3), dim=2).weight
     assert any(calls.seen)
@@ -220,7 +220,7 @@ def test_number_written_to_part_of_meta_tensor_detected() -> None:
         def __torch_dispatch__(
             self, call: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            found.append(is_number_on_meta(call, kwargs or {}))
+            found.append(is_meta_scalar(call, kwargs or {}))
             return call(*args, **(kwargs or {}))
 
     on_meta, on_cpu = torch.empty(4, device="meta"), torch.empty(4)
@@ -242,7 +242,7 @@ def test_runs_backward_and_after_backward_callbacks() -> None:
     def hook(_: torch.Tensor) -> None:
         tasks.append(backward_task())
         frame = sys._getframe()
-        while frame is not None and not runs_backward(frame.f_code):
+        while frame is not None and not is_backward_code(frame.f_code):
             frame = frame.f_back  # type: ignore[assignment]
         seen.append(frame is not None and inside_backward())
         after_backward(lambda: seen.append(weight.grad is not None))

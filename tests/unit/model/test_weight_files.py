@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from infinity.errors import ConfigError, DoesNotFitError, MachineError
 from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.model.weight_directory import INDEX_NAME, SINGLE_NAME
-from infinity.model.weight_files import Outgoing, WeightFiles, write_shards
+from infinity.model.weight_files import TensorToWrite, WeightFiles, write_shards
 
 
 def sample_tensors() -> dict[str, torch.Tensor]:
@@ -27,9 +27,9 @@ def sample_tensors() -> dict[str, torch.Tensor]:
             "transposed": torch.randn(6, 9).t()}  # fmt: skip
 
 
-def outgoing(tensors: dict[str, torch.Tensor]) -> list[Outgoing]:
+def outgoing(tensors: dict[str, torch.Tensor]) -> list[TensorToWrite]:
     return [
-        Outgoing(n, tuple(t.shape), t.dtype, lambda t=t: t)  # type: ignore[misc]
+        TensorToWrite(n, tuple(t.shape), t.dtype, lambda t=t: t)  # type: ignore[misc]
         for n, t in tensors.items()
     ]
 
@@ -71,10 +71,10 @@ def test_written_shards_load_in_safetensors_and_weight_files(
 def test_unrepresentable_values_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"'a'.* hold no torch\.complex128"):
         write_shards(tmp_path / "out", outgoing({"a": torch.ones(1, dtype=torch.complex128)}), 9)
-    large = Outgoing("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1e5]))
+    large = TensorToWrite("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1e5]))
     with pytest.raises(ConfigError, match="'a' holds 100000, which is beyond float16"):
         write_shards(tmp_path / "out", [large], 1 << 20)
-    infinite = Outgoing("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1.0]))
+    infinite = TensorToWrite("a", (2,), torch.float16, lambda: torch.tensor([float("inf"), 1.0]))
     write_shards(tmp_path / "out", [infinite], 1 << 20)
 
 
@@ -86,7 +86,7 @@ def test_write_reads_each_tensor_once_in_order(tmp_path: Path) -> None:
         return torch.ones(3)
 
     entries = [
-        Outgoing(n, (3,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
+        TensorToWrite(n, (3,), torch.float32, lambda n=n: read(n))  # type: ignore[misc]
         for n in "abcd"
     ]
     write_shards(tmp_path, entries, 24)
@@ -110,7 +110,7 @@ def test_failed_save_keeps_previous_save(tmp_path: Path) -> None:
     def fail() -> torch.Tensor:
         raise KeyboardInterrupt
 
-    entries = [*outgoing(sample_tensors()), Outgoing("z", (1,), torch.float32, fail)]
+    entries = [*outgoing(sample_tensors()), TensorToWrite("z", (1,), torch.float32, fail)]
     with pytest.raises(KeyboardInterrupt):
         write_shards(tmp_path, entries, 100)
     assert [p.name for p in tmp_path.iterdir()] == [SINGLE_NAME]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
-from support.patience import wait_until
+from support.internals import components
 from support.small import SmallModel, batch, small_engine, small_model
+from support.waiting import wait_until
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,9 +21,9 @@ from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineClosedError, TransferError
 from infinity.model.torch_private import (
     TensorIdentity,
-    checkpoint_packs,
     inside_backward,
-    saved_by_checkpoint,
+    is_checkpoint_pair,
+    saves_checkpoint_input,
     top_saved_tensors_hooks,
 )
 from infinity.offload.activations import ActivationStore
@@ -145,7 +145,7 @@ def test_saved_by_checkpoint_detects_checkpoint_inputs() -> None:
     seen: list[tuple[bool, tuple[int, ...]]] = []
 
     def pack(tensor: Tensor) -> Tensor:
-        seen.append((saved_by_checkpoint(), tuple(tensor.shape)))
+        seen.append((saves_checkpoint_input(), tuple(tensor.shape)))
         return tensor
 
     weight = torch.randn(3, 3, requires_grad=True)
@@ -166,7 +166,7 @@ def test_checkpoint_packs_identifies_checkpoint_hooks() -> None:
     seen: list[bool] = []
 
     def run(x: Tensor) -> Tensor:
-        seen.append(checkpoint_packs(top_saved_tensors_hooks()))
+        seen.append(is_checkpoint_pair(top_saved_tensors_hooks()))
         return x.exp()
 
     x = torch.ones(2, requires_grad=True)
@@ -175,7 +175,7 @@ def test_checkpoint_packs_identifies_checkpoint_hooks() -> None:
         y = checkpoint(run, x, use_reentrant=False)
     y.sum().backward()
     assert seen == [False, True, True], "around, in forward, and again in backward"
-    assert not checkpoint_packs(None)
+    assert not is_checkpoint_pair(None)
 
 
 def test_inside_backward_true_only_during_backward() -> None:

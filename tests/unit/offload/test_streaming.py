@@ -14,7 +14,7 @@ import pytest
 from support.durable import PLACEMENTS, equal, gated, state_of, undisturbed
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.ordered_accelerator import ordered_device
 from support.small import (
     MIXED,
@@ -28,7 +28,7 @@ from support.small import (
     small_model,
     train,
 )
-from support.trainer import cpu_beside
+from support.trainer import cpu_update_share
 from unit.checkpoint.test_saving import SlowWriter, saved_masters
 
 import infinity
@@ -72,7 +72,7 @@ def test_checkpoint_holds_state_at_time_of_call(
     arguments = {"device": kernel_device()}
     more: dict[str, Any] = {"precision": "bf16", "update": "device", "arguments": arguments}
     with (
-        cpu_beside(SHARE.get(tiers, 0.0)),
+        cpu_update_share(SHARE.get(tiers, 0.0)),
         small_engine(nvme, TIERS[tiers], model_of(tiers), **more) as engine,
     ):
         assert has_cpu_chunks(engine) == (tiers in SHARE)
@@ -136,7 +136,7 @@ def test_close_waits_for_in_flight_chunks(tmp_path: Path, tiers: str) -> None:
     more: dict[str, Any] = {"update": "device", "arguments": {"device": fake}}
     share = SHARE.get(tiers, 0.0)
     with (
-        cpu_beside(share),
+        cpu_update_share(share),
         small_engine(tmp_path, TIERS[tiers], model_of(tiers), **more) as engine,
     ):
         engine.backward(engine(batch(0)))

@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 import torch
 from support.cuda_on_host import HostLauncher, compiler
-from support.cuda_pieces import BF16, FLOATS, FP16, FP32, HYPERS, Combination, Rooms, combinations
+from support.cuda_pieces import (
+    BF16,
+    FLOATS,
+    FP16,
+    FP32,
+    HYPERS,
+    Combination,
+    PieceBuffers,
+    combinations,
+)
 from support.reference import reference_update
 
 from infinity.errors import ConfigError, InfinityError, ResidencyError
@@ -53,7 +62,7 @@ def check_combination(
     In two rounds either the aligned or the unaligned pieces have wild values, in four rounds both.
     """
     rule, weight, gradient, format = combination
-    source = Rooms(seed=7)
+    source = PieceBuffers(seed=7)
     for number in range(rounds):
         wild = number % 2 == 0
         params_by_index = itertools.cycle(HYPERS[rule])
@@ -93,7 +102,7 @@ def test_update_bitwise_equal_for_every_combination(cuda, cpu, rule: str) -> Non
 
 
 def test_one_launch_updates_many_parameters_and_groups(cuda, cpu, launcher) -> None:
-    source = Rooms(seed=1)
+    source = PieceBuffers(seed=1)
     params_by_index = [AdamW(lr=10.0**-k) for k in range(1, 5)]
     for count, kernel in ((40, "update_small"), (41, "update_large"), (340, "update_large")):
         buffers = [
@@ -114,7 +123,7 @@ def test_one_launch_updates_many_parameters_and_groups(cuda, cpu, launcher) -> N
 def test_full_launch_table_starts_another_launch(
     cuda, cpu, launcher, count: int, num_groups: int
 ) -> None:
-    source = Rooms(seed=2)
+    source = PieceBuffers(seed=2)
     buffers = [source.make(130, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(count)]
     for k, buffer in enumerate(buffers):
         buffer.grad_scale, buffer.step = 1.0, k % num_groups + 1
@@ -127,7 +136,7 @@ def test_full_launch_table_starts_another_launch(
 
 
 def test_scalars_distinguished_by_bits(cuda, cpu) -> None:
-    buffers = [Rooms(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    buffers = [PieceBuffers(seed=3).make(64, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
     for buffer, scale in zip(buffers, (0.0, -0.0), strict=True):
         buffer.grad_scale, buffer.step = scale, 1
     copies = [buffer.copy() for buffer in buffers]
@@ -140,7 +149,7 @@ def test_scalars_distinguished_by_bits(cuda, cpu) -> None:
 @pytest.mark.parametrize("format", list(MomentFormat))
 def test_chunked_update_bitwise_equal_to_full_update(cuda, format: MomentFormat) -> None:
     n, first = 3 * TILE + 300, 2**32 - 2 * 128
-    full = Rooms(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
+    full = PieceBuffers(seed=4).make(n, BF16, BF16, ADAM, format, first=first)
     chunked = full.copy()
     cuda.update_all([full.piece])
     piece = chunked.piece
@@ -159,7 +168,7 @@ def test_chunked_update_bitwise_equal_to_full_update(cuda, format: MomentFormat)
 
 def test_stochastic_rounding_beyond_four_billion_elements(cuda, cpu) -> None:
     for first in (2**32 - 6, 2**32, 2**40 + 1):
-        buffer = Rooms(seed=5).make(
+        buffer = PieceBuffers(seed=5).make(
             300, FP32, FP32, ADAM, MomentFormat.BF16_STOCHASTIC, first=first, wild=False
         )
         cpu_buffer = buffer.copy()
@@ -248,7 +257,7 @@ def invalid_pieces() -> dict[str, tuple[dict[str, object], type[InfinityError], 
 @pytest.mark.parametrize("case", invalid_pieces())
 def test_invalid_input_rejected_before_any_write(cuda, case: str) -> None:
     replaced, error, text = invalid_pieces()[case]
-    buffers = [Rooms(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
+    buffers = [PieceBuffers(9).make(300, BF16, BF16, ADAM, MomentFormat.INT8) for _ in range(2)]
     before = [buffer.copy() for buffer in buffers]
     with pytest.raises(error, match=text):
         cuda.update_all([buffers[0].piece, buffers[1].piece._replace(**replaced)])
@@ -256,7 +265,9 @@ def test_invalid_input_rejected_before_any_write(cuda, case: str) -> None:
 
 
 def test_step_zero_rejected_before_first_launch(cuda) -> None:
-    buffers = [Rooms(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)]
+    buffers = [
+        PieceBuffers(9).make(300, dtype, dtype, ADAM, MomentFormat.FP32) for dtype in (FP32, BF16)
+    ]
     before = [buffer.copy() for buffer in buffers]
     buffers[1].step = 0
     with pytest.raises(ConfigError, match="step is 0"):
@@ -265,7 +276,7 @@ def test_step_zero_rejected_before_first_launch(cuda) -> None:
 
 
 def test_overlapping_pieces_rejected(cuda) -> None:
-    buffers = [Rooms(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
+    buffers = [PieceBuffers(9).make(300, FP32, FP32, ADAM, MomentFormat.FP32) for _ in range(2)]
     first, second = (buffer.piece for buffer in buffers)
     for clash in ({"gradient": first.weight}, {"weight": first.weight}):
         with pytest.raises(ConfigError, match="overlap"):
@@ -274,6 +285,6 @@ def test_overlapping_pieces_rejected(cuda) -> None:
 
 
 def test_fp16_weights_equal_rounded_masters(cuda) -> None:
-    buffer = Rooms(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
+    buffer = PieceBuffers(10).make(500, FP16, FP16, ADAM, MomentFormat.FP32, wild=False)
     cuda.update_all([buffer.piece])
     assert torch.equal(buffer["weight"], buffer["master_state"].to(FP16))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from support import reference
-from support.adam_values import BY_KERNEL, hypers_of, update_one
+from support.adam_values import BY_KERNEL, hypers_of, update_piece
 from support.trainer import same_bits
 from torch import nn
 
@@ -15,7 +15,7 @@ from infinity.integrations.deepspeed.config import translate_deepspeed
 from infinity.optim.cpu import CpuKernels
 from infinity.optim.from_torch import choose_class
 from infinity.optim.moments import Moment
-from infinity.optim.rules import RULES, twin_of
+from infinity.optim.rules import RULES, decay_variant
 from infinity.optim.update import BuiltInRule
 from infinity.types import MomentFormat
 
@@ -91,11 +91,11 @@ def test_rule_steps_match_reference_for_every_format(name: str, kind: MomentForm
 
 def _step(*args: object, **options: object) -> None:
     with CpuKernels(1) as kernels:
-        update_one(kernels, *args, **options)
+        update_piece(kernels, *args, **options)
 
 
 def test_twin_of_switches_weight_decay() -> None:
-    assert twin_of("Adam", decoupled=True) == "AdamW"
-    assert twin_of("AdamW", decoupled=False) == "Adam"
+    assert decay_variant("Adam", decoupled=True) == "AdamW"
+    assert decay_variant("AdamW", decoupled=False) == "Adam"
     for name in ("AdamW", "SGD", "Lion"):
-        assert twin_of(name, decoupled=True) == name
+        assert decay_variant(name, decoupled=True) == name

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from support.leaks import tasks
-from support.patience import wait_until
 from support.reference import reference_update
 from support.trainer import same_bits
+from support.waiting import wait_until
 from torch import Tensor, nn
 
 import infinity

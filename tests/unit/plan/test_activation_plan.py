@@ -18,7 +18,7 @@ from infinity.plan.plan import RuleFacts
 from infinity.plan.plan_machine import PlanMachine
 from infinity.plan.planner import make_plan
 from infinity.plan.rates import nominal
-from infinity.plan.saved_plan import away_bytes
+from infinity.plan.saved_plan import off_device_bytes
 from infinity.types import Tier
 
 H, TOKENS, BLOCKS = 64, 1000, 6
@@ -106,7 +106,7 @@ def test_price_counts_recomputation_and_offloaded_inputs() -> None:
     # the case knows the tokens, so the configuration may leave them out
     away = price(case_of({**RECOMPUTE_UNITS, "offload": "host", "min_bytes": 1}))
     expected = (BLOCKS - 3) * INPUT  # three may be in flight
-    assert away_bytes(away.plan.saved) == expected
+    assert off_device_bytes(away.plan.saved) == expected
     assert units.activations.boundaries - away.activations.boundaries == expected
     smaller = away.case.with_step(TOKENS // 2, 2).plan()
     assert smaller.saved.sizes == (INPUT // 2,) * BLOCKS

@@ -9,18 +9,18 @@ from typing import Any
 
 import pytest
 
-from infinity.cli.remedies import NAMES, for_plan, size_text
+from infinity.cli.remedies import NAMES, exact_size, plan_command_text
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.advice import (
-    LEAST_CHANGE,
-    LEAST_GAIN,
+    MIN_CHANGE,
+    MIN_GAIN,
     MOST_MICRO_BATCHES,
     Suggestion,
     faster,
-    round_down,
     round_size,
-    ways_to_fit,
+    round_size_down,
+    suggestions_to_fit,
 )
 from infinity.plan.cost import StepWork
 from infinity.plan.inputs import PlanEstimate, PlanInput, price
@@ -77,28 +77,28 @@ def case_of(
 
 def cli_options(way: Suggestion) -> str:
     """Return the command-line options that `infinity plan` prints for a suggestion."""
-    return for_plan(of_run=False)(way.changes) or ""
+    return plan_command_text(of_run=False)(way.changes) or ""
 
 
 def assert_does_not_fit(case: PlanInput) -> None:
     with pytest.raises(DoesNotFitError):
-        price(case).require_room()
+        price(case).require_fit()
 
 
 def ways_of(case: PlanInput, finer: Sequence[UnitLayout] = ()) -> list[Suggestion]:
     """Return the suggestions after checking that each fits when priced again."""
     assert_does_not_fit(case)
-    ways = ways_to_fit(case, finer)
+    ways = suggestions_to_fit(case, finer)
     for way in ways:
         again = price(way.priced.case)
-        again.require_room()
+        again.require_fit()
         assert again.cost.seconds == way.priced.cost.seconds
         assert way.what
         assert cli_options(way)
         assert {change.name for change in way.changes} <= NAMES
         for tier in ("host", "disk", "device"):
             now, then = (getattr(c.machine, f"{tier}_bytes") or 0 for c in (case, way.priced.case))
-            assert then in (0, now) or then >= LEAST_CHANGE * now
+            assert then in (0, now) or then >= MIN_CHANGE * now
     return ways
 
 
@@ -122,16 +122,16 @@ def test_suggested_tier_size_is_close_to_minimum(tier: str) -> None:
     assert len(found) == 1
     size = getattr(found[0].priced.case.machine, f"{tier}_bytes")
     assert size > getattr(case.machine, f"{tier}_bytes")
-    assert size_text(size) in cli_options(found[0])
+    assert exact_size(size) in cli_options(found[0])
     assert_does_not_fit(case.with_machine(**{f"{tier}_bytes": int(0.7 * size)}))
 
 
 def test_activations_fit_by_schedule_before_hardware() -> None:
     case = case_of(4 * GIB, device=256 * MIB, tokens=1 << 16, count=4)
     priced = price(case)
-    assert priced.missing == priced.activations.total - priced.room > 0
+    assert priced.missing == priced.activations.total - priced.activation_headroom > 0
     with pytest.raises(DoesNotFitError, match="65,536 tokens at once") as caught:
-        priced.require_room()
+        priced.require_fit()
     assert "logits" in str(caught.value.because)
     schedule, hardware = ways_of(case)
     assert not any(way.lossy or way.changes_batch for way in (schedule, hardware))
@@ -152,7 +152,7 @@ def test_smaller_device_budget_suggested_for_activations() -> None:
     budget = found[0].priced.case.config.budget.device
     assert budget is not None
     assert budget < (case.limits.device or 0)
-    assert found[0].priced.room > price(case).room
+    assert found[0].priced.activation_headroom > price(case).room
 
 
 def test_budget_increase_suggested_before_hardware() -> None:
@@ -195,7 +195,7 @@ def test_combined_hardware_suggested_if_no_single_change_fits() -> None:
 def test_no_suggestion_if_nothing_fits() -> None:
     case = case_of(GIB, device=64 * MIB, tokens=1 << 40)
     assert_does_not_fit(case)
-    assert ways_to_fit(case) == []
+    assert suggestions_to_fit(case) == []
 
 
 # --- suggestions for speed -----------------------------------------------------------------------
@@ -221,7 +221,7 @@ def speedup(way: Suggestion, now: PlanEstimate) -> float:
 
 def test_speedups_match_repriced_plans() -> None:
     priced, ways = slow_ways()
-    priced.require_room()
+    priced.require_fit()
     assert len(ways) > 2
     speeds = [way.priced.tokens_per_s for way in ways]
     assert speeds == sorted(speeds, reverse=True)
@@ -229,7 +229,7 @@ def test_speedups_match_repriced_plans() -> None:
         again = price(way.priced.case)
         assert not again.missing
         assert way.priced.tokens_per_s == pytest.approx(again.tokens_per_s)
-        assert again.tokens_per_s >= LEAST_GAIN * priced.tokens_per_s
+        assert again.tokens_per_s >= MIN_GAIN * priced.tokens_per_s
     all_options = " | ".join(cli_options(way) for way in ways)
     for option in ("--moments 8bit", "--host", "--drives 2 --disk", "--tokens"):
         assert option in all_options, option
@@ -311,7 +311,7 @@ def test_no_hardware_suggested_if_nothing_moves() -> None:
 def test_priced_case_is_consistent() -> None:
     priced, _ = slow_ways()
     case = priced.case
-    assert priced.room == case.compute_bytes - priced.plan.tier_bytes["device"]
+    assert priced.activation_headroom == case.compute_bytes - priced.plan.tier_bytes["device"]
     assert priced.tokens_per_s == pytest.approx(4 / priced.cost.seconds)
     assert case.compute_tier == "device"
     half = replace(case, device_share=0.5)
@@ -326,9 +326,9 @@ def test_priced_case_is_consistent() -> None:
 
 @pytest.mark.parametrize("nbytes", [1, MIB, 100 * MIB + 1, GIB + 1, 17 * GIB + 5, 10**13])
 def test_round_size_brackets_value_and_parses_back(nbytes: int) -> None:
-    assert round_down(nbytes) <= nbytes <= round_size(nbytes)
-    assert round_size(nbytes) - round_down(nbytes) <= max(MIB, nbytes / 8)
+    assert round_size_down(nbytes) <= nbytes <= round_size(nbytes)
+    assert round_size(nbytes) - round_size_down(nbytes) <= max(MIB, nbytes / 8)
     from infinity.common.sizes import parse_size
 
-    assert parse_size(size_text(nbytes)) == nbytes
-    assert parse_size(size_text(round_size(nbytes))) == round_size(nbytes)
+    assert parse_size(exact_size(nbytes)) == nbytes
+    assert parse_size(exact_size(round_size(nbytes))) == round_size(nbytes)

@@ -70,7 +70,7 @@ def all_schedules(case: PlanInput) -> list[PlanEstimate]:
             except DoesNotFitError:
                 continue
             margin = MARGIN if case.machine.unified else 1.0
-            if margin * priced.activations.total <= priced.room:
+            if margin * priced.activations.total <= priced.activation_headroom:
                 found.append(priced)
     return found
 
@@ -138,7 +138,7 @@ def test_no_fitting_schedule_reports_smallest() -> None:
     found = BatchSchedule.of(chosen.smallest)
     assert (found.micro_batches, found.recompute) == (SEQUENCES, "all"), "a sample at a time"
     with pytest.raises(DoesNotFitError):
-        price(chosen.smallest).require_room()
+        price(chosen.smallest).require_fit()
 
 
 def test_with_schedule_discards_previous_schedule() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.small import small_engine
 
 from infinity.errors import ConfigError, MachineError
@@ -67,7 +67,7 @@ def test_host_ram_variable_raises_total(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setenv(module.HOST_RAM, "64GiB")
     machine = read_machine(root=root)
     assert (machine.host_ram_bytes, machine.host_available_bytes) == (64 * GIB, 62 * GIB)
-    assert module.memory_room(root) == (64 * GIB, 62 * GIB)
+    assert module.memory_headroom(root) == (64 * GIB, 62 * GIB)
     monkeypatch.setenv(module.HOST_RAM, "16GiB")  # less than the actual RAM: ignored
     assert read_machine(root=root).host_ram_bytes == 32 * GIB
     monkeypatch.setenv(module.HOST_RAM, "plenty")

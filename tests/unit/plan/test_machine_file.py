@@ -161,7 +161,7 @@ def test_invalid_key_reported_by_name(
 
 
 def test_all_mistakes_reported_at_once(tmp_path: Path) -> None:
-    facts = full_with("host_ram", "x") | {"num_cpus": 0, "colour": "red"}
+    facts = full_with("host_ram", "x") | {"num_cpus": 0, "color": "red"}
     with pytest.raises(ConfigError, match="3 mistakes"):
         read_machine_file(write_machine_file(tmp_path, facts))
 
@@ -201,7 +201,7 @@ def test_here_reads_machine_from_root(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "statvfs", {tmp_path: space}.__getitem__)
     rates, _ = completed({}, unified=True)
     measured = dataclasses.replace(rates, disk_read=1.23456e9)
-    machine = PlanMachine.here(
+    machine = PlanMachine.this_machine(
         [tmp_path, tmp_path], None, measured,
         measured="2026-11-21", root=computer(tmp_path, {}),
     )  # fmt: skip
@@ -219,7 +219,7 @@ def test_here_reads_machine_from_root(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_here_with_device_and_without_disk_path(tmp_path: Path) -> None:
     root = computer(tmp_path, {})
     rates = dataclasses.replace(NOMINAL, device_update=None)
-    machine = PlanMachine.here([], 7 * GIB, rates, measured="2026-11-21", root=root)
+    machine = PlanMachine.this_machine([], 7 * GIB, rates, measured="2026-11-21", root=root)
     assert (machine.device_bytes, machine.disk_bytes) == (7 * GIB, 0)
     assert machine.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert machine.rates.device_update is None
@@ -228,11 +228,11 @@ def test_here_with_device_and_without_disk_path(tmp_path: Path) -> None:
 
 
 def test_here_without_measurement_is_nominal(tmp_path: Path) -> None:
-    machine = PlanMachine.here([], 7 * GIB, root=computer(tmp_path, {}))
+    machine = PlanMachine.this_machine([], 7 * GIB, root=computer(tmp_path, {}))
     assert machine.rates == NOMINAL
     assert "nothing was measured" in machine.rates_origin
     with pytest.raises(MachineError, match="mkdir -p"):
-        PlanMachine.here([tmp_path / "none"], 7 * GIB)
+        PlanMachine.this_machine([tmp_path / "none"], 7 * GIB)
 
 
 def test_rates_numbers_round_trip() -> None:

@@ -11,7 +11,7 @@ from unit.plan.test_planner import UNLIMITED, units
 from infinity.config.schema import load_config
 from infinity.errors import DoesNotFitError
 from infinity.plan.budget import AUTO_SHARE, Limits, with_memory
-from infinity.plan.cost import CALL_S, calls_s, step_cost, stream_s, update_s
+from infinity.plan.cost import CALL_S, issue_calls_s, step_cost, stream_s, update_s
 from infinity.plan.forecast import forecast_phases
 from infinity.plan.plan import Plan, RuleFacts, UnitPlacement, UpdatePlace, update_place
 from infinity.plan.planner import make_plan
@@ -150,11 +150,11 @@ def test_call_overhead_binds_for_small_chunks() -> None:
     fast = replace(RATES, to_device=11e9, from_device=10e9)
     plan = plan_of(IN_RAM, "device", rates=fast)
     passages = sum(SIZES) // CHUNK
-    assert stream_s(plan, fast) == calls_s(plan) == pytest.approx(passages * 10 * CALL_S)
+    assert stream_s(plan, fast) == issue_calls_s(plan) == pytest.approx(passages * 10 * CALL_S)
     assert step_cost(plan, fast).phases[0].binds == "calls"
     wide = replace(plan, chunks_at_once=16)
-    assert calls_s(wide) == pytest.approx(calls_s(plan) / 16)
-    assert stream_s(wide, fast) > calls_s(wide)
+    assert issue_calls_s(wide) == pytest.approx(issue_calls_s(plan) / 16)
+    assert stream_s(wide, fast) > issue_calls_s(wide)
 
 
 def test_chunks_at_once_limited_by_device_budget() -> None:

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
+from support.fault_injection import faulty_io
 from support.forked import HANG_S
-from support.rough import rough_io
 from unit.plan.test_machine import GIB, computer
 
 from infinity.config.schema import IoConfig
 from infinity.errors import DoesNotFitError, InfinityWarning, MachineError, TransferError
-from infinity.plan.load import ProcessorTimes, load_between
+from infinity.plan.load import ProcessorTimes, describe_other_load
 from infinity.plan.machine import Machine, read_machine
 from infinity.plan.rates import (
     COMPUTE,
@@ -141,7 +141,7 @@ def test_measure_slow_disk_moves_few_bytes(tmp_path: Path, monkeypatch: pytest.M
             super().close()
 
     monkeypatch.setattr(disk_rates, "Disk", Spy)
-    with rough_io(slow_bytes_per_s=20 << 20):
+    with faulty_io(slow_bytes_per_s=20 << 20):
         found = disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert moved[0] < 60 << 20, "less than the range alone, were it fast"
     assert all(rate < 40 << 20 for rate in found.values())
@@ -196,7 +196,7 @@ def test_measure_disk_writes_incompressible_data(
 @pytest.mark.parametrize("kinds", ["eio", "enospc"])
 def test_measure_disk_error_removes_files(tmp_path: Path, kinds: str) -> None:
     error = pytest.raises(TransferError, match="the measurement of the disk's speed")
-    with error, rough_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
+    with error, faulty_io(faults=f"seed=1,kinds={kinds},rate=0.5"):
         disk_rates.measure_disk([tmp_path], IoConfig(), BRIEF_S)
     assert list(tmp_path.iterdir()) == []
 
@@ -333,9 +333,9 @@ def test_load_between_reports_busy_other_programs(
 ) -> None:
     before = ProcessorTimes(1, 2, 0.5, 4)
     after = ProcessorTimes(1 + user_s, 2 + idle_s, 0.5 + own_s, 4)
-    assert word in load_between(before, after)
-    assert bool(word) == bool(load_between(before, after))
-    assert load_between(None, after) == ""
+    assert word in describe_other_load(before, after)
+    assert bool(word) == bool(describe_other_load(before, after))
+    assert describe_other_load(None, after) == ""
 
 
 def test_own_cpu_time_is_not_counted_as_load() -> None:
@@ -411,7 +411,7 @@ def damaged(text: str) -> list[str]:
     ]
     for name, rate in (
         ("update.fp32", 0), ("update.fp32", -1.0), ("update.fp32", None), ("update.fp32", "nan"),
-        ("update.fp32", "x"), ("colour", 1.0), ("compute.bf16", float("inf")),
+        ("update.fp32", "x"), ("color", 1.0), ("compute.bf16", float("inf")),
     ):  # fmt: skip
         entries.append(entry | {"rates": entry["rates"] | {name: rate}})
     return ["", "{", text[: len(text) // 2], "[" * 100_000, *map(json.dumps, entries)]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from support.forked import HANG_S
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity.errors import MachineError
 from infinity.profiling.step_log import StepLog

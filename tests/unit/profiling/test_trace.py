@@ -15,14 +15,14 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
 from support.forked import Program
-from support.inside import components
+from support.internals import components
 from support.models import CASES, CHECKPOINTINGS, Checkpointing
-from support.patience import wait_until
 from support.small import MIXED, ON_DEVICE, ON_DISK, batch, settings, small_engine, small_model
 from support.trainer import Run, make_config, make_device
+from support.waiting import wait_until
 
 import infinity
 from infinity.config.schema import load_config
@@ -50,7 +50,9 @@ def traced(
     overrides = {"gradient_accumulation_steps": 2, "trace": str(path / "t.json"), **overrides}
     (path / "nvme").mkdir(exist_ok=True)
     config = settings(path / "nvme", placement, **overrides)
-    engine = rough.initialize(small_model(), config, poison=None, device=make_device(kind))[0]
+    engine = fault_injection.initialize(
+        small_model(), config, poison=None, device=make_device(kind)
+    )[0]
     reports = []
     with engine:
         for index in range(2 * steps):

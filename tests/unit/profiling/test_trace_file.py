@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.forked import HANG_S
-from support.patience import wait_until
+from support.waiting import wait_until
 
 from infinity.errors import MachineError
 from infinity.profiling import trace_recorder

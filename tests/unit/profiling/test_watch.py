@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.small import WIDTH, Block, SmallModel, batch, settings, train
 from torch import Tensor, nn
 
@@ -105,8 +105,8 @@ def test_low_machine_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
-        monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
-        monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, 15 * MIB))
+        monkeypatch.setattr(memory_watch, "LIMIT_CHECK_S", 0.0)
+        monkeypatch.setattr(memory_watch, "memory_headroom", lambda: (1000 * MIB, 15 * MIB))
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
         components(engine).hooks.watch._next_room_s = 0.0
         with pytest.raises(DoesNotFitError, match=r"15.00 MiB are left of 1000.00 MiB"):
@@ -116,13 +116,15 @@ def test_low_machine_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 def test_transient_low_memory_reading_does_not_raise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readings = itertools.chain([15] * memory_watch.LOOKS_AGAIN, itertools.repeat(500))
+    readings = itertools.chain([15] * memory_watch.RECHECKS, itertools.repeat(500))
     monkeypatch.setattr(memory_watch, "SAMPLE_S", 0.0)
     with infinity.initialize(allocating_model(), settings(tmp_path))[0] as engine:
         train(engine, 1)
-        monkeypatch.setattr(memory_watch, "ROOM_S", 0.0)
+        monkeypatch.setattr(memory_watch, "LIMIT_CHECK_S", 0.0)
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
-        monkeypatch.setattr(memory_watch, "memory_room", lambda: (1000 * MIB, next(readings) * MIB))
+        monkeypatch.setattr(
+            memory_watch, "memory_headroom", lambda: (1000 * MIB, next(readings) * MIB)
+        )
         components(engine).hooks.watch._next_room_s = 0.0
         train(engine, 1)
     assert next(readings) == 500

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
+from support import fault_injection
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -90,12 +90,12 @@ def test_scheduler_stepped_once_per_update(tmp_path: Path) -> None:
     arguments = {"lr_scheduler": halve}
     with small_engine(tmp_path, arguments=arguments, gradient_accumulation_steps=2) as engine:
         for index in range(6):
-            train_one(engine, index)
+            train_micro_batch(engine, index)
             seen.append(engine.optimizer.param_groups[0]["lr"])
     assert seen == pytest.approx([1e-2, 5e-3, 5e-3, 2.5e-3, 2.5e-3, 1.25e-3])
 
 
-def train_one(engine: infinity.Engine, index: int) -> float:
+def train_micro_batch(engine: infinity.Engine, index: int) -> float:
     loss = engine(batch(index))
     engine.backward(loss)
     engine.step()
@@ -173,7 +173,7 @@ def test_skipped_step_does_not_affect_later_steps(tmp_path: Path) -> None:
         for index in range(3):
             engine.backward(engine(batch(50), math.nan))
             engine.step()
-            seen.append(train_one(engine, index))
+            seen.append(train_micro_batch(engine, index))
         assert seen == losses
         assert same(masters(engine), expected)
 
@@ -190,7 +190,7 @@ def test_many_consecutive_non_finite_steps_raise(
                 engine.step()
         assert engine.skipped_steps == 20
         assert len([w for w in recwarn if "skipped" in str(w.message)]) == 1
-        assert math.isfinite(train_one(engine, 0))
+        assert math.isfinite(train_micro_batch(engine, 0))
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -225,7 +225,7 @@ def test_training_matches_plain_torch(tmp_path: Path) -> None:
             loss.backward()
             nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
             optimizer.step()
-            assert train_one(engine, index) == pytest.approx(float(loss.detach()), rel=1e-4)
+            assert train_micro_batch(engine, index) == pytest.approx(float(loss.detach()), rel=1e-4)
         for name, value in masters(engine).items():
             assert torch.allclose(value, plain.state_dict()[name], rtol=1e-4, atol=1e-5), name
 
@@ -356,7 +356,7 @@ def test_two_engines_train_independently(tmp_path: Path) -> None:
     first, *_ = infinity.initialize(small_model(), settings(one))
     second, *_ = infinity.initialize(small_model(), settings(two, MIXED))
     with first, second:
-        seen = [(train_one(first, i), train_one(second, i)) for i in range(3)]
+        seen = [(train_micro_batch(first, i), train_micro_batch(second, i)) for i in range(3)]
         assert seen == [(loss, loss) for loss in losses]
         assert same(masters(first), expected)
         assert same(masters(second), expected)
@@ -459,7 +459,7 @@ def test_closed_engine_refuses_calls(tmp_path: Path) -> None:
 
 
 def test_dropped_engine_removes_scratch(tmp_path: Path) -> None:
-    engine = rough.initialize(small_model(), settings(tmp_path))[0]
+    engine = fault_injection.initialize(small_model(), settings(tmp_path))[0]
     engine(batch(0))
     assert list(tmp_path.iterdir())
     del engine

@@ -17,9 +17,9 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough, small
+from support import fault_injection, small
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.small import (
     MIXED,
     ON_DEVICE,
@@ -559,7 +559,7 @@ def test_frozen_reference_engine_with_trained_policy(
     config = settings(frozen_dir, PLACEMENTS[placement], precision=precision)
     with (
         small_engine(trained_dir, PLACEMENTS[placement], plain, precision=precision) as policy,
-        rough.initialize(frozen, config, engine_class=DeepSpeedEngine)[0] as reference,
+        fault_injection.initialize(frozen, config, engine_class=DeepSpeedEngine)[0] as reference,
     ):
         reference.eval()
         assert not any(p.requires_grad for p in reference.module.parameters())

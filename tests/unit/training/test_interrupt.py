@@ -17,11 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from support import rough
+from support import fault_injection
 from support.backward_thread import backward_on_a_thread
 from support.fake_accelerator import FakeAccelerator
 from support.grids import diagonal
-from support.inside import components
+from support.internals import components
 from support.small import (
     ON_DISK,
     assert_nothing_left,
@@ -38,7 +38,7 @@ from torch import Tensor
 import infinity
 from infinity.engine import Engine
 from infinity.errors import EngineFailedError, ResidencyError
-from infinity.model.parameter_map import GoneParameters
+from infinity.model.parameter_map import LostParameters
 from infinity.offload.sigint import DEFERRAL
 
 STEPS = 3
@@ -205,7 +205,7 @@ def test_second_interrupt_ends_call_and_engine(
     nvme.mkdir()
     more: dict[str, Any] = {"durable": True, "resume": "auto"} if durable else {}
     model = small_model()
-    engine, *_ = rough.initialize(model, settings(nvme, ON_DISK, **WINDOW_OF_TWO, **more))
+    engine, *_ = fault_injection.initialize(model, settings(nvme, ON_DISK, **WINDOW_OF_TWO, **more))
     train(engine, 1)
     engine.save_checkpoint(tmp_path / "saved", "one", wait=True)
     undo = inject(engine, name, lambda: (ctrl_c(), ctrl_c(), pytest.fail("the call continued")))
@@ -228,7 +228,7 @@ def test_second_interrupt_ends_call_and_engine(
     engine.close()
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None
     assert torch.is_autocast_cache_enabled()
-    assert type(model._parameters) is GoneParameters
+    assert type(model._parameters) is LostParameters
     if not durable:
         assert_nothing_left(nvme, threads)
         return

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.half import ScaleWords, closed_form_scale
+from support.fp16_reference import LossScaleSettings, closed_form_scale
 from support.trainer import make_config, same_bits
 from torch import Tensor, nn
 
@@ -25,11 +25,11 @@ DISK = ("disk", "disk", "disk")
 INF, NAN = math.inf, math.nan
 
 
-def rules_of(options: ScaleWords) -> ScaleRules:
+def rules_of(options: LossScaleSettings) -> ScaleRules:
     return ScaleRules.of(load_config(config_of(options)).loss_scale)
 
 
-def config_of(options: ScaleWords) -> dict[str, Any]:
+def config_of(options: LossScaleSettings) -> dict[str, Any]:
     """Return the engine configuration of these settings."""
     if options.static:
         return {"precision": "fp16", "loss_scale": {"value": options.static}}
@@ -46,7 +46,7 @@ def config_of(options: ScaleWords) -> dict[str, Any]:
 # --- rules ---------------------------------------------------------------------------------------
 
 scale_options = st.builds(
-    ScaleWords,
+    LossScaleSettings,
     initial=st.integers(0, 20).map(lambda power: 2.0**power),
     window=st.integers(1, 6),
     hysteresis=st.integers(1, 4),
@@ -57,7 +57,7 @@ scale_options = st.builds(
 
 @settings(max_examples=300, deadline=None)
 @given(scale_options, st.lists(st.sampled_from([False, False, False, True]), max_size=60))
-def test_scale_rules_match_closed_form(options: ScaleWords, overflows: list[bool]) -> None:
+def test_scale_rules_match_closed_form(options: LossScaleSettings, overflows: list[bool]) -> None:
     rules = rules_of(options)
     state = rules.start()
     for number, overflow in enumerate(overflows):
@@ -65,7 +65,7 @@ def test_scale_rules_match_closed_form(options: ScaleWords, overflows: list[bool
         assert state.scale == closed_form_scale(options, overflows[: number + 1])
 
 
-def trace(options: ScaleWords, overflows: str) -> list[float]:
+def trace(options: LossScaleSettings, overflows: str) -> list[float]:
     """Return the scale of each step; "x" overflows, "." does not."""
     rules = rules_of(options)
     state, scales = rules.start(), []
@@ -76,21 +76,21 @@ def trace(options: ScaleWords, overflows: str) -> list[float]:
 
 
 def test_scale_traces_by_hand() -> None:
-    three = ScaleWords(initial=16.0, window=3, hysteresis=1)
+    three = LossScaleSettings(initial=16.0, window=3, hysteresis=1)
     # At the start and after an overflow, the first finite step does not count.
     assert trace(three, "........") == [16, 16, 16, 16, 32, 32, 32, 64]
     assert trace(three, "..x.....x.") == [16, 16, 16, 8, 8, 8, 8, 16, 16, 8]
-    patient = ScaleWords(initial=16.0, window=3, hysteresis=3)
+    patient = LossScaleSettings(initial=16.0, window=3, hysteresis=3)
     # Two overflows are tolerated; then each one halves the scale, until it doubles again.
     assert trace(patient, "xx.x.x....x.") == [16, 16, 16, 16, 8, 8, 4, 4, 4, 4, 8, 8]
-    every = ScaleWords(initial=16.0, window=3, hysteresis=2, consecutive=True)
+    every = LossScaleSettings(initial=16.0, window=3, hysteresis=2, consecutive=True)
     assert trace(every, "x.x.xx.xx") == [16, 16, 16, 16, 16, 16, 8, 8, 8]
-    low = ScaleWords(initial=2.0, hysteresis=1, minimum=0.75)
+    low = LossScaleSettings(initial=2.0, hysteresis=1, minimum=0.75)
     assert trace(low, "xxxx") == [2, 1, 0.75, 0.75]
 
 
 def test_static_scale_rules_never_change() -> None:
-    assert set(trace(ScaleWords(static=100.0), "." * 2000 + "x" * 50)) == {100.0}
+    assert set(trace(LossScaleSettings(static=100.0), "." * 2000 + "x" * 50)) == {100.0}
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def unchanged(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @pytest.mark.parametrize("bad", [INF, NAN])
 def test_engine_scale_matches_closed_form(tmp_path: Path, bad: float) -> None:
     """Scale, counters, learning rate, weights, report and step log, at every step."""
-    options = ScaleWords(initial=64.0, window=3, hysteresis=2)
+    options = LossScaleSettings(initial=64.0, window=3, hysteresis=2)
     overflows = [step == "x" for step in ".x.xx....x.....x...."]
     step_log = tmp_path / "journal.jsonl"
     schedule = {"type": "StepLR", "params": {"step_size": 1, "gamma": 0.9}}
@@ -436,7 +436,7 @@ def test_resume_continues_overflow_count(tmp_path: Path, stop: int) -> None:
         scales, found = finish(engine, stop)
     assert scales == expected[0]
     assert unchanged(found, expected[1])
-    options = ScaleWords(initial=1024.0, window=3, hysteresis=3)
+    options = LossScaleSettings(initial=1024.0, window=3, hysteresis=3)
     assert scales[-1] == closed_form_scale(options, [step == "x" for step in OVERFLOWS])
 
 

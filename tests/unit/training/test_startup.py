@@ -33,7 +33,7 @@ from infinity.errors import (
     InfinityWarning,
     MachineError,
 )
-from infinity.model.parameter_map import GoneParameters
+from infinity.model.parameter_map import LostParameters
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.reservations import PROCESS
 from infinity.training import run_plan
@@ -113,7 +113,7 @@ def test_found_device_closed_on_initialize_failure(
         found.append(CountingCpu())
         return found[-1]
 
-    monkeypatch.setattr(_initialize, "find_device", find)
+    monkeypatch.setattr(_initialize, "resolve_device", find)
     fail_initialize(name, tmp_path, "cpu", MIXED)
     assert found[0].num_closed >= 1
 
@@ -133,7 +133,7 @@ def test_warning_as_error_leaves_nothing_behind(
     assert device.num_closed >= passed
     assert_nothing_left(tmp_path, threads)
     assert PROCESS.total("host") == before
-    assert all(type(m._parameters) is GoneParameters for m in model.modules())
+    assert all(type(m._parameters) is LostParameters for m in model.modules())
 
 
 # --- standalone optimizers -----------------------------------------------------------------------

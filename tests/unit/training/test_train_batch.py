@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.small import ON_DEVICE, ON_DISK, SmallModel, batch, masters, same, small_engine
 from torch import Tensor, nn
 from torch.nn import functional
@@ -17,7 +17,7 @@ from torch.nn import functional
 from infinity.engine import Engine
 from infinity.errors import TrainingError
 from infinity.integrations.deepspeed import DeepSpeedEngine
-from infinity.training.batches import micro_batches_of, train_one
+from infinity.training.batches import iter_micro_batches, train_micro_batch
 
 STEPS = 3
 Train = Callable[[Engine, Tensor], Tensor]
@@ -155,7 +155,7 @@ Pair = namedtuple("Pair", "x y")
 def test_micro_batches_are_views_in_order() -> None:
     x, y, scale = torch.arange(24).view(6, 4), torch.arange(6), torch.tensor(2.0)
     data = UserDict(pair=Pair(x, [y]), scale=scale, name="n", more=({"x": x}, None))
-    micro_batches = list(micro_batches_of(data, 3))
+    micro_batches = list(iter_micro_batches(data, 3))
     assert torch.equal(torch.cat([micro_batch["pair"].x for micro_batch in micro_batches]), x)
     assert torch.equal(torch.cat([micro_batch["pair"].y[0] for micro_batch in micro_batches]), y)
     for number, micro_batch in enumerate(micro_batches):
@@ -166,7 +166,7 @@ def test_micro_batches_are_views_in_order() -> None:
         assert micro_batch["scale"] is scale
         assert (micro_batch["name"], micro_batch["more"][1]) == ("n", None)
     uneven = (x, y[:5])
-    assert list(micro_batches_of(uneven, 1)) == [uneven]  # nothing to cut
+    assert list(iter_micro_batches(uneven, 1)) == [uneven]  # nothing to cut
 
 
 @pytest.mark.parametrize(
@@ -182,7 +182,7 @@ def test_micro_batches_are_views_in_order() -> None:
 )
 def test_indivisible_batch_rejected_with_sizes(data: Any, message: str) -> None:
     with pytest.raises(TrainingError, match=message):
-        micro_batches_of(data, 4)
+        iter_micro_batches(data, 4)
 
 
 class FixedOutputEngine:
@@ -209,7 +209,7 @@ class WithLoss:
 )
 @pytest.mark.parametrize("loss", [torch.tensor(1.5), torch.tensor([1.5], dtype=torch.bfloat16)])
 def test_loss_found_in_model_output(form: Any, loss: Tensor) -> None:
-    found = train_one(FixedOutputEngine(form(loss)), torch.zeros(1), None)
+    found = train_micro_batch(FixedOutputEngine(form(loss)), torch.zeros(1), None)
     assert torch.equal(found, torch.tensor(1.5))
     assert found.dtype is torch.float32
 
@@ -227,7 +227,7 @@ def test_loss_found_in_model_output(form: Any, loss: Tensor) -> None:
 )
 def test_output_without_loss_raises_with_type(output: Any, description: str) -> None:
     with pytest.raises(TrainingError, match=rf"no loss, but {description}(?s:.*)loss_fn"):
-        train_one(FixedOutputEngine(output), torch.zeros(1), None)
+        train_micro_batch(FixedOutputEngine(output), torch.zeros(1), None)
 
 
 def test_unaccepted_target_asks_for_loss_fn(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def test_unaccepted_target_asks_for_loss_fn(tmp_path: Path) -> None:
 
 def test_loss_fn_needs_inputs_and_target() -> None:
     with pytest.raises(TrainingError, match="1 elements, and a loss_fn"):
-        train_one(FixedOutputEngine(None), [torch.zeros(1)], next_token)
+        train_micro_batch(FixedOutputEngine(None), [torch.zeros(1)], next_token)
 
 
 # --- failures ------------------------------------------------------------------------------------

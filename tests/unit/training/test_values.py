@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_accelerator import FakeAccelerator
-from support.inside import components
+from support.internals import components
 from support.small import (
     MIXED,
     ON_DEVICE,

@@ -18,7 +18,7 @@ from infinity.common.sizes import parse_size
 from infinity.errors import CheckpointError
 from infinity.integrations.deepspeed.import_checkpoint import deepspeed_weights, is_zero
 from infinity.integrations.deepspeed.names import getter
-from infinity.model.weight_files import Outgoing, write_shards
+from infinity.model.weight_files import TensorToWrite, write_shards
 
 StrPath = str | os.PathLike[str]
 
@@ -79,7 +79,7 @@ def load_state_dict_from_zero_checkpoint(
 @contextmanager
 def _tensors(
     checkpoint_dir: StrPath, tag: str | None, exclude_frozen: bool
-) -> Iterator[tuple[list[Outgoing], Mapping[str, str]]]:
+) -> Iterator[tuple[list[TensorToWrite], Mapping[str, str]]]:
     """Yield the tensors to write, tied ones once, and their aliases (alias -> name)."""
     root = Path(checkpoint_dir).expanduser()
     if is_zero(root, tag):

@@ -1,4 +1,4 @@
-"""Reference quantisation of matrices, by the formulas of the papers, block by block."""
+"""Reference quantization of matrices, by the formulas of the papers, block by block."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from infinity.model.quantised import NF4_LEVELS, quantise
+from infinity.model.quantized import NF4_LEVELS, quantize
 from infinity.types import FrozenFormat
 
 
 def rounded(value: Tensor, form: str) -> Tensor:
-    """Return a matrix or stack, quantised to a format of `FrozenFormat` and dequantised."""
+    """Return a matrix or stack, quantized to a format of `FrozenFormat` and dequantized."""
     if value.dim() == 3:
         return torch.stack([rounded(matrix, form) for matrix in value])
     if form == "mxfp4":
@@ -86,26 +86,26 @@ def dynamic() -> Tensor:
 
 
 def round_frozen(model: nn.Module, form: str, dtype: torch.dtype) -> None:
-    """Quantise and dequantise frozen matrices and stacks in place, but for heads and adapters."""
+    """Quantize and dequantize frozen matrices and stacks in place, but for heads and adapters."""
     for name, module in model.named_modules():
-        unquantised = name.endswith("head") or "lora_" in name
-        if isinstance(module, nn.Linear) and not unquantised and not module.weight.requires_grad:
+        unquantized = name.endswith("head") or "lora_" in name
+        if isinstance(module, nn.Linear) and not unquantized and not module.weight.requires_grad:
             module.weight.data = rounded(module.weight.data.to(dtype), form).float()
     for stack in (p for p in model.parameters() if p.dim() == 3 and not p.requires_grad):
         stack.data = rounded(stack.data.to(dtype), form).float()
 
 
 def packed(value: Tensor, form: FrozenFormat) -> Tensor:
-    """Return the quantised bytes of a matrix."""
+    """Return the quantized bytes of a matrix."""
     data = torch.zeros(form.nbytes(value.shape), dtype=torch.uint8)
-    quantise(value, form, data)
+    quantize(value, form, data)
     return data
 
 
 def as_bitsandbytes(
     name: str, data: Tensor, form: FrozenFormat, shape: Sequence[int]
 ) -> dict[str, Tensor]:
-    """Return the tensors that bitsandbytes saves for a quantised matrix."""
+    """Return the tensors that bitsandbytes saves for a quantized matrix."""
     codes, absmax, *nested = (section.clone() for section in data.split(list(form.parts(shape))))
     state: dict[str, Any] = {"quant_type": "nf4", "blocksize": 64, "shape": list(shape)}
     tensors = {name: codes.view(-1, 1), f"{name}.quant_map": torch.tensor(NF4_LEVELS)}

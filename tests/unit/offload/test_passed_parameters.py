@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import rough
-from support.inside import components
+from support import fault_injection
+from support.internals import components
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
@@ -57,7 +57,7 @@ def build() -> Model:
 
 def train(path: Path, placement: dict[str, str]) -> tuple[list[float], dict[str, Tensor], int]:
     engine: Engine
-    engine, *_ = rough.initialize(build(), settings(path, placement, prefetch_units=0))
+    engine, *_ = fault_injection.initialize(build(), settings(path, placement, prefetch_units=0))
     with engine:
         losses = []
         for step in range(4):

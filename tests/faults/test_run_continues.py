@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 from rich.console import Console
+from support.fault_injection import faulty_io
 from support.grids import diagonal
-from support.patience import wait_until
-from support.rough import rough_io
 from support.runs import metrics_of, settings, train
+from support.waiting import wait_until
 from typer.testing import CliRunner
 
 from infinity.checkpoint import writer
@@ -67,7 +67,7 @@ def set_failures(monkeypatch: pytest.MonkeyPatch) -> SetFailures:
         if fails(Path(tag)) and failure["how"] == "state":
             raise TransferError("gone", path="/nvme/state.bin", offset=0, length=1, errno=5)
         if fails(Path(tag)) and failure["how"] == "eio":
-            with rough_io(faults="seed=1,kinds=eio,rate=1"):
+            with faulty_io(faults="seed=1,kinds=eio,rate=1"):
                 return make_writer(root, tag, *args, **kwargs)
         return make_writer(root, tag, *args, **kwargs)
 

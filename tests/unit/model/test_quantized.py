@@ -1,4 +1,4 @@
-"""Tests of quantised frozen weights: formats, files, checkpoints and training."""
+"""Tests of quantized frozen weights: formats, files, checkpoints and training."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from support.inside import components
+from support.internals import components
 from support.models import CASES
-from support.quantised import as_bitsandbytes, dynamic, packed, rounded
+from support.quantized import as_bitsandbytes, dynamic, packed, rounded
 from support.small import ON_DEVICE, ON_DISK, settings
 from torch import Tensor, nn
 
 import infinity
 from infinity.checkpoint.reader import CheckpointReader
 from infinity.errors import CheckpointError, ConfigError
-from infinity.model.quantised import (
+from infinity.model.quantized import (
     NF4_LEVELS,
     _constants_on,
-    dequantise,
+    dequantize,
     dynamic_levels,
-    from_parts,
-    quantise,
+    pack_parts,
+    quantize,
 )
 from infinity.model.weight_files import WeightFiles
 from infinity.types import FrozenFormat
@@ -45,7 +45,7 @@ def matrix(shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> Tensor:
 
 def round_trip(value: Tensor, form: FrozenFormat) -> Tensor:
     found = torch.empty_like(value)
-    dequantise(packed(value, form), form, found)
+    dequantize(packed(value, form), form, found)
     return found
 
 
@@ -101,10 +101,10 @@ def test_native_formats_match_transformers() -> None:
     draw = torch.Generator().manual_seed(0)
     blocks = torch.randint(0, 256, (3, 170, 3, 16), generator=draw, dtype=torch.uint8)
     scales = torch.arange(3 * 170 * 3).remainder(255).to(torch.uint8).view(3, 170, 3)
-    held = from_parts(FrozenFormat.MXFP4, (3, 96, 170), [blocks, scales])
+    held = pack_parts(FrozenFormat.MXFP4, (3, 96, 170), [blocks, scales])
     codes = torch.randn(256, 384, generator=draw).to(torch.float8_e4m3fn)
     fp8_scales = torch.rand(2, 3, generator=draw)
-    held8 = from_parts(FrozenFormat.FP8, (256, 384), [codes, fp8_scales])
+    held8 = pack_parts(FrozenFormat.FP8, (256, 384), [codes, fp8_scales])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         expected = mxfp4.convert_moe_packed_tensors(blocks, scales, dtype=dtype)
         assert torch.equal(_value(held, FrozenFormat.MXFP4, expected), expected)
@@ -132,10 +132,10 @@ def test_torch_defaults_do_not_affect_values() -> None:
         parts = [part.clone() for part in held.split(list(form.parts(value.shape)))]
         found = torch.zeros_like(held)
         with bf16_meta_defaults():
-            quantise(value, form, found)
+            quantize(value, form, found)
             assert torch.equal(found, held)
             assert torch.equal(_value(found, form, value), back)
-            assert torch.equal(from_parts(form, value.shape, parts), held)
+            assert torch.equal(pack_parts(form, value.shape, parts), held)
 
 
 def test_chunk_size_does_not_affect_values(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -145,7 +145,7 @@ def test_chunk_size_does_not_affect_values(monkeypatch: pytest.MonkeyPatch) -> N
     stack = torch.randn(2, 64, 1300).bfloat16()
     held = packed(stack, FrozenFormat.MXFP4)
     stack_values = _value(held, FrozenFormat.MXFP4, stack)
-    monkeypatch.setattr("infinity.model.quantised.QUANTISED_PIECE", 64 * 256)
+    monkeypatch.setattr("infinity.model.quantized.QUANTIZED_CHUNK", 64 * 256)
     assert torch.equal(packed(stack, FrozenFormat.MXFP4), held)
     for form in FORMS:
         assert torch.equal(packed(value, form), encoded[form])
@@ -155,7 +155,7 @@ def test_chunk_size_does_not_affect_values(monkeypatch: pytest.MonkeyPatch) -> N
 
 def _value(held: Tensor, form: FrozenFormat, like: Tensor) -> Tensor:
     found = torch.empty_like(like)
-    dequantise(held, form, found)
+    dequantize(held, form, found)
     return found
 
 
@@ -226,11 +226,11 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
 
 
-def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
-    """A step reads the quantised bytes of six blocks in forward and of four in backward."""
+def test_step_reads_frozen_bytes_quantized(tmp_path: Path) -> None:
+    """A step reads the quantized bytes of six blocks in forward and of four in backward."""
     sizes, reads = {}, {}
     for form in ("as_is", "nf4", "int8"):
-        with make_engine(tmp_path, frozen={"rest": form}, prefetch_units=0) as engine:
+        with make_engine(tmp_path, frozen={"format": form}, prefetch_units=0) as engine:
             for number in range(4):
                 step(engine, number)
             engine.settle()
@@ -249,17 +249,17 @@ def test_step_reads_frozen_bytes_quantised(tmp_path: Path) -> None:
         assert fetches == 6 + 4
 
 
-def test_frozen_values_requantised_only_when_changed(
+def test_frozen_values_requantized_only_when_changed(
     tmp_path: Path,
 ) -> None:
     first = adapted().get_parameter("0.base.weight").detach().bfloat16()
     with make_engine(tmp_path) as engine:
-        before, edition = state(engine), components(engine).store.frozen_edition
+        before, edition = state(engine), components(engine).store.frozen_version
         assert torch.equal(before["0.base.weight"], rounded(first, "nf4"))
         with engine.materialized(engine.module):
             pass
         engine.load_state_dict(before)
-        assert components(engine).store.frozen_edition == edition
+        assert components(engine).store.frozen_version == edition
         assert same(state(engine), before)
         other = matrix((WIDE, WIDE))
         with engine.materialized(engine.module), torch.no_grad():
@@ -271,7 +271,7 @@ def test_frozen_values_requantised_only_when_changed(
         assert torch.equal(engine.module[2].base.weight, rounded(other, "nf4"))
 
 
-def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
+def test_checkpoint_stores_quantized_bytes(tmp_path: Path) -> None:
     """Frozen files are shared by tags, readable without an engine, and tied to their format."""
     nvme = tmp_path / "nvme"
     nvme.mkdir()
@@ -294,7 +294,7 @@ def test_checkpoint_stores_quantised_bytes(tmp_path: Path) -> None:
             assert same(state(engine), expected)
             assert step(engine, 1) == after
     for other in ("int8", "as_is"):
-        with make_engine(nvme, frozen={"rest": other}) as engine:
+        with make_engine(nvme, frozen={"format": other}) as engine:
             with pytest.raises(CheckpointError, match=r"base\.weight"):
                 engine.load_checkpoint(tmp_path / "checkpoints", "b")
             engine.load_checkpoint(tmp_path / "checkpoints", "b", load_optimizer_states=False)
@@ -326,15 +326,15 @@ def test_durable_run_resumes_and_rejects_other_format(tmp_path: Path) -> None:
         assert same(state(engine), expected)
         step(engine, 1)
     with pytest.raises(ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run"):
-        make_engine(tmp_path, durable=True, resume="auto", frozen={"rest": "int8"})
+        make_engine(tmp_path, durable=True, resume="auto", frozen={"format": "int8"})
     with pytest.raises(
         ConfigError, match=r"form of '0\.base\.weight' is nf4 in the stored run, as_is in this one"
     ):
-        make_engine(tmp_path, durable=True, resume="auto", frozen={"rest": "nf4", "keep": ["0"]})
+        make_engine(tmp_path, durable=True, resume="auto", frozen={"format": "nf4", "keep": ["0"]})
 
 
 @pytest.mark.parametrize("form", [FrozenFormat.NF4, FrozenFormat.NF4_DOUBLE])
-def test_bitsandbytes_files_load_without_requantising(form: FrozenFormat, tmp_path: Path) -> None:
+def test_bitsandbytes_files_load_without_requantizing(form: FrozenFormat, tmp_path: Path) -> None:
     """The scales are not bf16 values, so rounding to the compute dtype first would change them."""
     tensors, held = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in adapted().state_dict().items():
@@ -352,17 +352,17 @@ def test_bitsandbytes_files_load_without_requantising(form: FrozenFormat, tmp_pa
         found = engine.state_dict()
         for name, one in held.items():
             expected = torch.empty(WIDE, WIDE)
-            dequantise(one, form, expected)
+            dequantize(one, form, expected)
             assert torch.equal(found[name], expected.bfloat16())
             assert not torch.equal(rounded(expected.bfloat16(), "nf4"), expected.bfloat16())
     tensors["0.base.weight.absmax"] = torch.zeros(7)
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"'0\.base\.weight' is quantised in a way"):
+    with pytest.raises(ConfigError, match=r"'0\.base\.weight' is quantized in a way"):
         WeightFiles(tmp_path)
 
 
-def test_unquantisable_models_rejected(tmp_path: Path) -> None:
-    config = settings(tmp_path, frozen={"rest": "nf4"})
+def test_unquantizable_models_rejected(tmp_path: Path) -> None:
+    config = settings(tmp_path, frozen={"format": "nf4"})
     with pytest.raises(ConfigError, match=r"(?s)matrices of nn\.Linear layers are trained.*freeze"):
         infinity.initialize(CASES["gpt"].build(), config)
     with pytest.raises(ConfigError, match=r"no nn\.Linear layer is left"):
@@ -382,26 +382,26 @@ class Stack(nn.Module):
 
 
 def test_unsupported_shapes_and_formats_rejected(tmp_path: Path) -> None:
-    config = settings(tmp_path, frozen={"rest": "mxfp4"})
+    config = settings(tmp_path, frozen={"format": "mxfp4"})
     with pytest.raises(ConfigError, match=r"'experts' of shape \(2, 40, 8\) cannot.*\n.*32"):
         infinity.initialize(Stack(), config)
-    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
+    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantize"):
         infinity.initialize(adapted(), config)
-    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantise"):
+    with pytest.raises(ConfigError, match=r"no stack of experts is left to quantize"):
         infinity.initialize(Stack(), {**config, "frozen": {"format": "mxfp4", "keep": ["experts"]}})
     codes = torch.zeros(64, 64).to(torch.float8_e4m3fn)
     for other in ({"a_scale": torch.ones(64)}, {"a_scale_inv": torch.ones(2, 2)}):
         save_file({"a": codes, **other}, tmp_path / "model.safetensors")
-        with pytest.raises(ConfigError, match=r"'a' is quantised in a way that is not known.*"):
+        with pytest.raises(ConfigError, match=r"'a' is quantized in a way that is not known.*"):
             WeightFiles(tmp_path / "model.safetensors")
     save_file({"a_scale_inv": torch.ones(1, 1)}, tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"'a' is quantised in a way that is not known.*"):
+    with pytest.raises(ConfigError, match=r"'a' is quantized in a way that is not known.*"):
         WeightFiles(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("form", ["nf4_double", "int8"])
-def test_quantised_training_matches_unquantised_rounded_values(form: str, tmp_path: Path) -> None:
-    """Losses are bitwise those of an engine with the rounded values stored unquantised."""
+def test_quantized_training_matches_unquantized_rounded_values(form: str, tmp_path: Path) -> None:
+    """Losses are bitwise those of an engine with the rounded values stored unquantized."""
     losses = []
     for stored_form in (form, "as_is"):
         model = adapted()
@@ -409,7 +409,7 @@ def test_quantised_training_matches_unquantised_rounded_values(form: str, tmp_pa
             for layer in model.children():
                 weight: Any = layer.get_parameter("base.weight")
                 weight.data = round_trip(weight.data.bfloat16(), FrozenFormat(form))
-        config = settings(tmp_path, precision="bf16", frozen={"rest": stored_form})
+        config = settings(tmp_path, precision="bf16", frozen={"format": stored_form})
         engine, *_ = infinity.initialize(model, config)
         with engine:
             losses.append([step(engine, number) for number in range(3)])

@@ -18,11 +18,11 @@ from support.reference import reference_update
 from support.slices import taken
 from support.trainer import (
     Result,
-    Stepped,
+    TorchOptimizerMasters,
     _settings,
     cast_frozen,
     fresh_moments,
-    hypers_by_parameter,
+    rules_by_parameter,
     square_sums,
     torch_groups,
 )
@@ -35,7 +35,7 @@ from infinity.optim.update import rounding_key
 
 
 @dataclass(frozen=True)
-class ScaleWords:
+class LossScaleSettings:
     """Settings of the loss scale, with DeepSpeed's semantics."""
 
     initial: float = 2.0**16
@@ -46,7 +46,7 @@ class ScaleWords:
     static: float = 0.0
 
 
-def closed_form_scale(settings: ScaleWords, overflows: Sequence[bool]) -> float:
+def closed_form_scale(settings: LossScaleSettings, overflows: Sequence[bool]) -> float:
     """Return the loss scale after steps, given which of them overflowed.
 
     A run of n good steps has (n - 1) // window doublings, because the first of it does not count.
@@ -96,7 +96,7 @@ def train_half(
     model: nn.Module,
     batches: Sequence[Batch],
     config: Mapping[str, Any],
-    scale_settings: ScaleWords,
+    scale_settings: LossScaleSettings,
     *,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
     by_torch: bool = False,
@@ -113,7 +113,9 @@ def train_half(
     dtype = torch.float32 if summed else torch.float16
     cast_frozen(model, torch.float16)
     stepped = (
-        None if make_optimizer is None else Stepped(make_optimizer, torch_groups(model, groups))
+        None
+        if make_optimizer is None
+        else TorchOptimizerMasters(make_optimizer, torch_groups(model, groups))
     )
     halves = _halves(model, settings, groups)
     for half in halves:
@@ -153,7 +155,7 @@ def train_half(
 class _Exactly:
     """Update as in the engine: one factor for clipping and the scale, applied in the update."""
 
-    def __init__(self, settings: Config, stepped: Stepped | None) -> None:
+    def __init__(self, settings: Config, stepped: TorchOptimizerMasters | None) -> None:
         self.settings = settings
         self.stepped = stepped
 
@@ -212,7 +214,7 @@ def _halves(
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None,
 ) -> list[_Half]:
     """Return the trained parameters in the model's order."""
-    params_by_index = hypers_by_parameter(model, settings, groups)
+    params_by_index = rules_by_parameter(model, settings, groups)
     halves = []
     for name, parameter in model.named_parameters():
         if id(parameter) in params_by_index:

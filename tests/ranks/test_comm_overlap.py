@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.inside import components
+from support.internals import components
 from support.models import CASES
 from support.ranks import ThreadRanks, make_engine, on_ranks, together, train_ranks
-from support.trainer import make_config, make_device, same_bits, train_exactly
+from support.trainer import make_config, make_device, same_bits, train_reference
 from torch import Tensor, nn
 
 from infinity.config.schema import load_config
@@ -123,7 +123,7 @@ def test_unsharded_weights_are_gathered_once_per_step(
     config = make_config((tier, "host", "host"), gradient_accumulation_steps=2, prefetch_units=1)
     config["placement"]["reshard_after_forward"] = not unsharded
     batches = GPT.batches(12)
-    expected = train_exactly(
+    expected = train_reference(
         GPT.build(), batches, {**config, "gradient_accumulation_steps": 4}, groups=GPT.groups
     )
     found = train_ranks(
@@ -288,7 +288,7 @@ def test_accumulation_error_is_reported_to_all_ranks(at_the_end: bool, tmp_path:
 def test_abandoned_forward_leaves_state_unchanged(tmp_path: Path) -> None:
     config = make_config(("host", "host", "host"), precision="bf16")
     batches = GPT.batches(6)
-    expected = train_exactly(
+    expected = train_reference(
         GPT.build(), batches, {**config, "gradient_accumulation_steps": 2}, groups=GPT.groups
     )
     models = [GPT.build() for _ in range(2)]

@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from infinity.errors import ConfigError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
 
-REMEDY = "build the model with real initialisers: `with infinity.Init(): model = Build()`"
-_INITIALISERS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
+REMEDY = "build the model with real initializers: `with infinity.Init(): model = Build()`"
+_INITIALIZERS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _INIT_WEIGHTS = "_init_weights"
 
 
-class Initialisers:
+class Initializers:
     """Values of `wanted`, the model's tensors on meta, by name.
 
     `check`, or the first `value`, runs the model's initializers; the model must not change before.
@@ -76,13 +76,13 @@ class Initialisers:
             self._call_init_weights(modules, all_names)
             unfilled = [names for key, names in owners.items() if key not in self._filled]
             for name in _children_first(modules, unfilled):
-                for method in _callable_initialisers(modules[name]):
+                for method in _callable_initializers(modules[name]):
                     self._call(name, method)
             if unfilled:
                 self._call_init_weights(modules, all_names)
         missing = [name for key, name in self._names.items() if key not in self._filled]
         if missing:
-            raise _no_initialiser(missing, self._first_error)
+            raise _no_initializer(missing, self._first_error)
         if self._first_error is not None:
             raise self._first_error
 
@@ -102,9 +102,9 @@ class Initialisers:
                 method(*modules)
         except Exception as error:
             self._first_error = self._first_error or ConfigError(
-                f"module {name or 'model'!r} cannot be initialised alone: "
+                f"module {name or 'model'!r} cannot be initialized alone: "
                 f"{type(error).__name__}: {error}",
-                because="the model was built on the meta device, and is initialised module by "
+                because="the model was built on the meta device, and is initialized module by "
                 "module",
                 remedy=REMEDY,
             )
@@ -113,7 +113,7 @@ class Initialisers:
             value = self._deferral.value(self._stand_ins[key].data, copy=False)
             if not (_supports_nan(value.dtype) and _contains_nan(value)):
                 self._filled.add(key)
-        self._deferral.forget_shadows()
+        self._deferral.drop_shadows()
 
     def _seed_generator(self, *names: str) -> None:
         """Seed random numbers by the module and its initializer."""
@@ -176,10 +176,10 @@ def _lineage(name: str) -> Iterator[str]:
         yield name
 
 
-def _callable_initialisers(module: nn.Module) -> list[MethodType]:
+def _callable_initializers(module: nn.Module) -> list[MethodType]:
     """Return the initializers of a module that can be called without arguments."""
     methods: list[MethodType] = []
-    for name in _INITIALISERS:
+    for name in _INITIALIZERS:
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             parameters = inspect.signature(method).parameters.values()
@@ -206,7 +206,7 @@ def _contains_nan(tensor: Tensor) -> bool:
     return bool(flat.numel()) and bool(flat.min().isnan())
 
 
-def _no_initialiser(names: list[str], error: ConfigError | None = None) -> ConfigError:
+def _no_initializer(names: list[str], error: ConfigError | None = None) -> ConfigError:
     listed = ", ".join(repr(name) for name in names)
     because = "neither _init_weights(module) nor reset_parameters() of a module fills them"
     return ConfigError(

@@ -57,7 +57,7 @@ def _patched_for_thread(
 
 
 @contextmanager
-def rough_io(**options: Any) -> Iterator[None]:
+def faulty_io(**options: Any) -> Iterator[None]:
     """Pass `faults` and `slow_bytes_per_s` to native I/O engines that this thread makes."""
     with _patched_for_thread(_aio, "Engine", _rough_engine, io=options):
         yield
@@ -111,14 +111,14 @@ def initialize(
             config, faults = taken(config)
             io = {**faults, **(io or {})}
         if io:
-            stack.enter_context(rough_io(**io))
+            stack.enter_context(faulty_io(**io))
         if poison is not None:
             stack.enter_context(poisoned(poison))
         return infinity.initialize(model, config, **more)
 
 
 def taken(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Split a configuration into that of the engine and the options of `rough_io`."""
+    """Split a configuration into that of the engine and the options of `faulty_io`."""
     faults, io = {}, dict(config.get("io", {}))
     if "faults" in io:
         faults["faults"] = io.pop("faults")

@@ -11,7 +11,7 @@ from unit.profiling.test_rates import Measurements, cached, folder, measurements
 import infinity
 from infinity.plan.plan import Plan
 from infinity.plan.rates import nominal
-from infinity.profiling.calibration import kept_rates
+from infinity.profiling.calibration import cached_or_nominal_rates
 from infinity.storage.device import CpuDevice
 
 AUTO = {"weights": "auto", "optimizer_state": "auto", "gradients": "auto"}
@@ -28,7 +28,7 @@ def test_initialize_without_cache_uses_nominal_rates(
     folder: Path,  # noqa: F811
     measurements: Measurements,  # noqa: F811
 ) -> None:
-    found = kept_rates([tmp_path], CpuDevice())
+    found = cached_or_nominal_rates([tmp_path], CpuDevice())
     assert found.rates == nominal(unified=True)
     assert set(found.nominal) == set(found.rates.numbers())
     assert found.measured is None
@@ -44,7 +44,7 @@ def test_initialize_uses_and_reports_cached_rates(
 ) -> None:
     measured = cached([tmp_path])
     counts = measurements.counts
-    found = kept_rates([tmp_path], CpuDevice())
+    found = cached_or_nominal_rates([tmp_path], CpuDevice())
     assert (found.rates, found.measured, found.nominal) == (measured.rates, measured.measured, ())
     assert f"chosen by rates measured {measured.measured}" in plan_of(tmp_path).describe()
     assert measurements.counts == counts
@@ -58,10 +58,12 @@ def test_kept_rates_names_unmeasured_disk_as_nominal(
     other_path = Path("/dev/shm")
     if not other_path.is_dir():
         pytest.skip("no second file system")
-    found = kept_rates([other_path], CpuDevice())
+    found = cached_or_nominal_rates([other_path], CpuDevice())
     assert found.nominal == ("disk_read", "disk_write", "disk_mixed")
     assert "nominal, not measured: disk_read" in found.origin
-    assert kept_rates([], CpuDevice()).nominal == ()  # no path: disk rates are not needed
+    assert (
+        cached_or_nominal_rates([], CpuDevice()).nominal == ()
+    )  # no path: disk rates are not needed
 
 
 def test_explicit_placement_does_not_mention_rates(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from infinity.types import (
     FP8_BLOCK,
     MXFP4_BLOCK,
     NF4_BLOCK,
-    QUANTISED_PIECE,
+    QUANTIZED_CHUNK,
     FrozenFormat,
 )
 
@@ -54,7 +54,7 @@ def dynamic_levels() -> Tensor:
     return _fp32(sorted(levels))
 
 
-def quantise(
+def quantize(
     value: Tensor, form: FrozenFormat, packed: Tensor, dtype: torch.dtype | None = None
 ) -> None:
     """Quantize a matrix, or a stack of matrices, into `packed`.
@@ -70,14 +70,14 @@ def quantise(
         encode(matrix, _parts(packed_matrix, form, matrix.shape), dtype or value.dtype)
 
 
-def quantise_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
+def quantize_exactly(value: Tensor, form: FrozenFormat, dtype: torch.dtype, packed: Tensor) -> None:
     """Quantize values rounded to the compute dtype `dtype`.
 
     Matrices of fp32 values that the format represents exactly, such as those of a quantized file,
     are not rounded first.
     """
     for matrix, packed_matrix in _matrices(value, packed):
-        quantise(matrix, form, packed_matrix, None if _is_exact(matrix, form) else dtype)
+        quantize(matrix, form, packed_matrix, None if _is_exact(matrix, form) else dtype)
 
 
 def _is_exact(value: Tensor, form: FrozenFormat) -> bool:
@@ -89,15 +89,15 @@ def _is_exact(value: Tensor, form: FrozenFormat) -> bool:
         return False
     for rows in torch.split(value, NF4_BLOCK):
         packed = torch.zeros(form.nbytes(rows.shape), dtype=torch.uint8, device="cpu")
-        quantise(rows, form, packed)
+        quantize(rows, form, packed)
         decoded = torch.empty_like(rows)
-        dequantise(packed, form, decoded)
+        dequantize(packed, form, decoded)
         if not torch.equal(decoded, rows):
             return False
     return True
 
 
-def from_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
+def pack_parts(form: FrozenFormat, shape: Sequence[int], parts: Sequence[Tensor]) -> Tensor:
     """Return the packed bytes of a matrix or a stack whose parts are separate tensors.
 
     Args:
@@ -136,14 +136,14 @@ def join_rows(form: FrozenFormat, columns: int, matrices: Sequence[tuple[int, Te
         raise ValueError(f"matrices of {[rows for rows, _ in matrices]} rows share blocks")
     unpacked = [_parts(packed, form, (rows, columns)) for rows, packed in matrices]
     shape = (sum(rows for rows, _ in matrices), columns)
-    return from_parts(form, shape, [torch.cat(parts) for parts in zip(*unpacked, strict=True)])
+    return pack_parts(form, shape, [torch.cat(parts) for parts in zip(*unpacked, strict=True)])
 
 
-def dequantise(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
+def dequantize(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
     """Dequantize `packed` into a matrix or a stack of floats.
 
     Args:
-        packed: uint8, as filled by `quantise`.
+        packed: uint8, as filled by `quantize`.
         form: Format of `packed`.
         value: Contiguous, on the same device.
     """
@@ -173,7 +173,7 @@ def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, doubl
     )
     boundaries = _boundaries(_fp32(NF4_LEVELS))
     for number, (chunk, chunk_codes) in enumerate(_chunks(flat, codes)):
-        first = number * (QUANTISED_PIECE // NF4_BLOCK)
+        first = number * (QUANTIZED_CHUNK // NF4_BLOCK)
         code = _nearest_codes(chunk.to(dtype).float(), maxima[first:], NF4_BLOCK, boundaries)
         if code.numel() % 2:
             code = torch.cat([code, code.new_full((1,), len(boundaries) // 2)])
@@ -194,7 +194,7 @@ def _encode_nf4(value: Tensor, parts: list[Tensor], dtype: torch.dtype, *, doubl
 def _decode_nf4(parts: list[Tensor], value: Tensor, *, double: bool) -> None:
     codes, *scales = parts
     tables = _constants_on(value.device)
-    per_chunk = QUANTISED_PIECE // NF4_BLOCK
+    per_chunk = QUANTIZED_CHUNK // NF4_BLOCK
     first_block = 0
     for out, chunk_codes in _chunks(value.view(-1), codes):
         if double:
@@ -311,14 +311,14 @@ _CODECS = {
 
 def _row_ranges(rows: int, columns: int) -> Iterator[slice]:
     """Return the ranges of rows that are processed at a time."""
-    step = max(QUANTISED_PIECE // max(columns, 1), 1)
+    step = max(QUANTIZED_CHUNK // max(columns, 1), 1)
     return (slice(first, first + step) for first in range(0, rows, step))
 
 
 def _chunks(flat: Tensor, codes: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Return chunks of elements with the bytes of their 4-bit codes, two in a byte."""
     return zip(
-        torch.split(flat, QUANTISED_PIECE), torch.split(codes, QUANTISED_PIECE // 2), strict=True
+        torch.split(flat, QUANTIZED_CHUNK), torch.split(codes, QUANTIZED_CHUNK // 2), strict=True
     )
 
 

@@ -19,7 +19,7 @@ from infinity._aio import AioError, Engine, Ticket
 LONG_S = 300.0  # exceeded only by a hang
 
 
-def held_engine(backend: str, queue_depth: int = 4) -> Engine:
+def stalled_engine(backend: str, queue_depth: int = 4) -> Engine:
     return slow_engine(backend, 1, queue_depth)
 
 
@@ -32,7 +32,7 @@ def wait_all(tickets: Sequence[Ticket], timeout_s: float = LONG_S) -> bool:
 
 
 @contextmanager
-def while_this_thread_waits(action: Callable[[], object]) -> Iterator[None]:
+def run_when_gil_is_released(action: Callable[[], object]) -> Iterator[None]:
     """Run `action` in another thread as soon as this one releases the GIL.
 
     The switch interval is so long that only an explicit release of the GIL switches threads.
@@ -60,7 +60,7 @@ def interrupt(engine: Engine, wait: Callable[[], object], tickets: Sequence[Tick
         in_time.append(interrupted.wait(LONG_S / 5))
         engine.close()
 
-    with while_this_thread_waits(send_interrupt):
+    with run_when_gil_is_released(send_interrupt):
         with pytest.raises(KeyboardInterrupt):
             wait()
         assert not any(ticket.done() for ticket in tickets)

@@ -149,9 +149,9 @@ class Run:
         for micro_batch in range(1, self.micro_batches + 1):
             self.signals.check()
             tokens, targets = next(source)
-            part = engine(tokens.to(self.device), targets.to(self.device))
-            loss += _finite(part.item(), step, micro_batch, self.config) / self.micro_batches
-            engine.backward(part)
+            micro_loss = engine(tokens.to(self.device), targets.to(self.device))
+            loss += _finite(micro_loss.item(), step, micro_batch, self.config) / self.micro_batches
+            engine.backward(micro_loss)
             engine.step()
         wall_s = time.perf_counter() - started
         report = engine.last_report
@@ -223,20 +223,23 @@ class Run:
                 lines += plain.steps(turn)
                 if turn == 2 or not pairs:
                     pairs.append((steps[-1]["step_s"], lines[-1]["step_s"]))
-                    ours, other = map(format_duration, pairs[-1])
-                    self.screen.say(f"turn {len(pairs)}  infinity {ours}, plain PyTorch {other}")
+                    offloaded, baseline = map(format_duration, pairs[-1])
+                    self.screen.say(
+                        f"turn {len(pairs)}  infinity {offloaded}, plain PyTorch {baseline}"
+                    )
         losses = [line["loss"] * BITS for line in lines]
         # Both times of one turn: on a busy machine times of different turns are not comparable.
-        ours, other = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
+        offloaded, baseline = sorted(pairs, key=lambda pair: pair[0] / pair[1])[len(pairs) // 2]
         return {
             "num_steps": self.compared,
             "turns": len(pairs),
-            "step_s": other,
-            "our_step_s": ours,
-            "ratio": ours / other,
+            "step_s": baseline,
+            "our_step_s": offloaded,
+            "ratio": offloaded / baseline,
             "loss_bits_per_byte": losses,
             "largest_loss_difference": max(
-                abs(step["loss"] - theirs) for step, theirs in zip(steps, losses, strict=False)
+                abs(step["loss"] - plain_loss)
+                for step, plain_loss in zip(steps, losses, strict=False)
             ),
             "peak_rss_bytes": lines[-1]["peak_rss_bytes"],
             "our_peak_rss_bytes": peak_rss_bytes(),

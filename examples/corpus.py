@@ -33,10 +33,10 @@ class Corpus:
 
     def require(self, context: int) -> None:
         """Raise `ConfigError` unless both texts hold one sequence of `context` tokens."""
-        for part, text in (("training", self.train), ("held-out", self.held_out)):
+        for split, text in (("training", self.train), ("held-out", self.held_out)):
             if len(text) < context + 1:
                 raise ConfigError(
-                    f"{self.name}: the {part} text has {len(text)} bytes; one sequence of"
+                    f"{self.name}: the {split} text has {len(text)} bytes; one sequence of"
                     f" {context} tokens needs {context + 1}",
                     because="every token needs a next one to predict",
                     remedy=f"use a longer text, or --context {max(len(text) - 1, 1)} or less",

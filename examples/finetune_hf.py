@@ -77,16 +77,16 @@ def main() -> None:
         with engine:
             engine.module.gradient_checkpointing_enable()
             engine.train()
-            parts = batches(
+            token_batches = batches(
                 arguments.model, corpus.standard_library(), arguments.batch, arguments.context
             )
             for step in range(arguments.steps):
-                tokens = next(parts).to(engine.device)
+                tokens = next(token_batches).to(engine.device)
                 loss = engine.train_batch({"input_ids": tokens, "labels": tokens})
                 print(f"step {step + 1:3d}  loss {loss.item():.4f}", flush=True)
 
             engine.eval()
-            prompt = next(parts)[:1, :16].to(engine.device)
+            prompt = next(token_batches)[:1, :16].to(engine.device)
             made = engine.module.generate(prompt, max_new_tokens=32, do_sample=False)
             print("generated", made[0, 16:].tolist())
             target = Path(arguments.save or Path(folder) / "fine-tuned")

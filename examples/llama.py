@@ -73,8 +73,8 @@ class Block(nn.Module):
         batch, time, _ = x.shape
         normed = self.attention_norm(x)
         query, key, value = (
-            part(normed).view(batch, time, -1, self.config.head_size).transpose(1, 2)
-            for part in (self.query, self.key, self.value)
+            projection(normed).view(batch, time, -1, self.config.head_size).transpose(1, 2)
+            for projection in (self.query, self.key, self.value)
         )
         query, key = _rotate(query, turn), _rotate(key, turn)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
@@ -127,9 +127,9 @@ class Llama(UniformInit):
             return F.cross_entropy(self.head(hidden).float(), targets)
         rows = max(_LOGITS // (4 * self.config.vocab_size), 1)
         total = hidden.new_zeros((), dtype=torch.float32)
-        for part, wanted in zip(hidden.split(rows), targets.split(rows), strict=True):
+        for hidden_slice, target_slice in zip(hidden.split(rows), targets.split(rows), strict=True):
             total = total + cast(
-                Tensor, checkpoint(self._loss_sum, part, wanted, use_reentrant=False)
+                Tensor, checkpoint(self._loss_sum, hidden_slice, target_slice, use_reentrant=False)
             )
         return total / targets.numel()
 

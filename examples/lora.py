@@ -53,11 +53,11 @@ def main() -> None:
         with engine:
             engine.module.print_trainable_parameters()
             engine.train()
-            parts = batches(
+            token_batches = batches(
                 arguments.model, corpus.standard_library(), arguments.batch, arguments.context
             )
             for step in range(arguments.steps):
-                tokens = next(parts).to(engine.device)
+                tokens = next(token_batches).to(engine.device)
                 loss = engine(input_ids=tokens, labels=tokens).loss
                 engine.backward(loss)
                 engine.step()
@@ -65,14 +65,14 @@ def main() -> None:
             engine.eval()
             infinity.save_pretrained(engine, target)  # or engine.module.save_pretrained(target)
             with torch.no_grad():
-                ours = engine(input_ids=tokens, labels=tokens).loss.item()
+                found = engine(input_ids=tokens, labels=tokens).loss.item()
 
         if arguments.model is None:  # loaded without infinity
             plain = transformers.AutoModelForCausalLM.from_pretrained(source)
             plain = peft.PeftModel.from_pretrained(plain, target).eval()
             with torch.no_grad():
-                theirs = plain(input_ids=tokens.cpu(), labels=tokens.cpu()).loss.item()
-            print(f"loss with the saved adapters: {ours:.4f} here, {theirs:.4f} in plain peft")
+                expected = plain(input_ids=tokens.cpu(), labels=tokens.cpu()).loss.item()
+            print(f"loss with the saved adapters: {found:.4f} here, {expected:.4f} in plain peft")
 
 
 if __name__ == "__main__":

@@ -39,16 +39,16 @@ def packaged_model() -> Path | None:
 
 def documented_functions(limit: int = 800) -> tuple[Pairs, Pairs]:
     """Return names and first lines of documentation, for training and held out."""
-    parts: tuple[Pairs, Pairs] = ([], [])
+    splits: tuple[Pairs, Pairs] = ([], [])
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8", errors="replace"))):
             if not isinstance(node, ast.FunctionDef) or node.name.startswith("_"):
                 continue
             first = (ast.get_docstring(node) or "").partition("\n")[0]
-            if len(first.split()) >= 5 and sum(map(len, parts)) < limit:
+            if len(first.split()) >= 5 and sum(map(len, splits)) < limit:
                 name = f"{path.stem} {node.name.replace('_', ' ')}"
-                parts[zlib.crc32(name.encode()) % 8 == 0].append((name, first))
-    return parts
+                splits[zlib.crc32(name.encode()) % 8 == 0].append((name, first))
+    return splits
 
 
 def embed(model: Any, tokenizer: Any, texts: list[str], device: torch.device) -> Tensor:
@@ -66,9 +66,9 @@ def found_first(engine: infinity.Engine, tokenizer: Any, pairs: Pairs) -> float:
     engine.eval()
     with torch.no_grad():
         names, texts = (
-            torch.cat([embed(engine, tokenizer, part[i : i + 32], engine.device)
-                       for i in range(0, len(part), 32)])
-            for part in map(list, zip(*pairs, strict=True))
+            torch.cat([embed(engine, tokenizer, texts_of_side[i : i + 32], engine.device)
+                       for i in range(0, len(texts_of_side), 32)])
+            for texts_of_side in map(list, zip(*pairs, strict=True))
         )  # fmt: skip
     engine.train()
     nearest = (names @ texts.T).argmax(1).cpu()

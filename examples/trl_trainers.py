@@ -81,7 +81,7 @@ def rows(kind: str, count: int = 16) -> Dataset:
 def write_model(directory: Path) -> Path:
     """Save a small random Llama and a word-level tokenizer; return the directory."""
     words = ["<pad>", "<end>", "<unknown>", *(f"n{n}" for n in range(NUMBERS))]
-    vocabulary = {word: place for place, word in enumerate(words)}
+    vocabulary = {word: index for index, word in enumerate(words)}
     plain = Tokenizer(models.WordLevel(vocabulary, unk_token="<unknown>"))
     plain.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer = transformers.PreTrainedTokenizerFast(
@@ -146,14 +146,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         source = arguments.model or write_model(Path(scratch) / "model")
         disk = {"nvme_path": scratch, "placement": {"weights": "disk", "optimizer_state": "disk"}}
-        asked: dict[str, Any] = {}
+        model_options: dict[str, Any] = {}
         if arguments.kind == "reward":
             head = transformers.AutoModelForSequenceClassification
             facts = transformers.AutoConfig.from_pretrained(source, num_labels=1)
-            asked = {"model_class": head, "model_config": facts}
+            model_options = {"model_class": head, "model_config": facts}
         given = given_to(
             arguments.kind,
-            load_model(source, disk, **asked),  # weights are read by the engine
+            load_model(source, disk, **model_options),  # weights are read by the engine
             source,
             Path(scratch) / "out",
             max_steps=arguments.steps,

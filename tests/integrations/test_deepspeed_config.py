@@ -65,13 +65,13 @@ def each(cases: Iterable[Any]) -> Callable[[Callable[..., None]], Callable[[], N
     return decorate
 
 
-def translated(more: Mapping[str, Any] | None = None, **how: Any) -> Translation:
-    return translate_deepspeed(nested({**LEAST, **(more or {})}), **how)
+def translated(more: Mapping[str, Any] | None = None, **options: Any) -> Translation:
+    return translate_deepspeed(nested({**LEAST, **(more or {})}), **options)
 
 
-def refusal(more: Mapping[str, Any] | None = None, **how: Any) -> str:
+def refusal(more: Mapping[str, Any] | None = None, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
-        translated(more, **how)
+        translated(more, **options)
     return str(caught.value)
 
 
@@ -271,29 +271,29 @@ SAMPLES = {
 }
 
 
-def of(verdict: KeyStatus) -> list[Key]:
+def keys_with(verdict: KeyStatus) -> list[Key]:
     return [key for key in KEYS.values() if key.verdict is verdict]
 
 
-@each(of(KeyStatus.DONE))
+@each(keys_with(KeyStatus.DONE))
 def test_key_done_sets_config_value(key: Key) -> None:
-    value, expected, beside = DONE[key.name]
-    found = translated({**beside, key.name: value})
+    value, expected, required = DONE[key.name]
+    found = translated({**required, key.name: value})
     config = values(found.config)
-    for name, wanted in expected.items():
-        assert config[name] == wanted, name
+    for name, expected_value in expected.items():
+        assert config[name] == expected_value, name
     if key.name.startswith("scheduler.params."):
         assert config["scheduler.params"][key.name.rpartition(".")[2]] == value
-    if not expected and not beside and key.name != "dataloader_drop_last":
+    if not expected and not required and key.name != "dataloader_drop_last":
         assert config == values(translated().config)
     assert found.drop_last == (key.name == "dataloader_drop_last")
-    told = row(found, key.name)
-    shown = "***" if key.name == "comet.api_key" else value
-    assert (told["given"], told["verdict"]) == (shown, "done")
-    assert told["note"]
+    table_row = row(found, key.name)
+    displayed = "***" if key.name == "comet.api_key" else value
+    assert (table_row["given"], table_row["verdict"]) == (displayed, "done")
+    assert table_row["note"]
 
 
-@each(of(KeyStatus.ACCEPTED))
+@each(keys_with(KeyStatus.ACCEPTED))
 def test_key_accepted_changes_nothing(key: Key) -> None:
     kind = key.kind
     value = SAMPLES[kind] if isinstance(kind, str) else kind[-1]
@@ -308,10 +308,10 @@ def test_key_accepted_changes_nothing(key: Key) -> None:
     assert len(key.note) < 100
 
 
-@each(of(KeyStatus.REFUSED))
+@each(keys_with(KeyStatus.REFUSED))
 def test_key_refused_where_enabled(key: Key) -> None:
-    on, off, *where = REFUSED[key.name]
-    given: dict[str, Any] = where[0] if where else {}
+    on, off, *required = REFUSED[key.name]
+    given: dict[str, Any] = required[0] if required else {}
     text = refusal({**given, key.name: on})
     assert text.startswith("1 mistake in the DeepSpeed configuration:")
     assert f"{key.name}: " in text
@@ -323,8 +323,8 @@ def test_key_refused_where_enabled(key: Key) -> None:
 
 
 def test_key_table_matches_test_cases() -> None:
-    assert DONE.keys() == {key.name for key in of(KeyStatus.DONE)}
-    assert REFUSED.keys() == {key.name for key in of(KeyStatus.REFUSED)}
+    assert DONE.keys() == {key.name for key in keys_with(KeyStatus.DONE)}
+    assert REFUSED.keys() == {key.name for key in keys_with(KeyStatus.REFUSED)}
     assert len(KEYS) == len(TABLE), "a key stands in the table twice"
     for key in KEYS.values():
         assert key.default, key.name
@@ -421,16 +421,16 @@ def test_batch_sizes_match_documented_rules(total: int | None) -> None:
 def test_documented_batch_rules_match_installed_deepspeed() -> None:
     module = pytest.importorskip("deepspeed.runtime.config")
     for total, micro, steps in itertools.product(CHOICES, CHOICES, CHOICES):
-        theirs = object.__new__(module.DeepSpeedConfig)
-        theirs.world_size, theirs.train_batch_size = 1, total
-        theirs.train_micro_batch_size_per_gpu = micro
-        theirs.gradient_accumulation_steps = steps
+        ds_config = object.__new__(module.DeepSpeedConfig)
+        ds_config.world_size, ds_config.train_batch_size = 1, total
+        ds_config.train_micro_batch_size_per_gpu = micro
+        ds_config.gradient_accumulation_steps = steps
         try:
-            theirs._configure_train_batch_size()
+            ds_config._configure_train_batch_size()
             found = (
-                theirs.train_batch_size,
-                theirs.train_micro_batch_size_per_gpu,
-                theirs.gradient_accumulation_steps,
+                ds_config.train_batch_size,
+                ds_config.train_micro_batch_size_per_gpu,
+                ds_config.gradient_accumulation_steps,
             )
         except AssertionError:
             found = None
@@ -608,19 +608,19 @@ def test_scheduler_auto_params_resolved_or_refused() -> None:
 @each([{}, {"ns_method": "gram"}, {"ns_method": "standard"}])
 def test_muon_note_on_newton_schulz_of_torch(given: dict[str, str]) -> None:
     found = translated(rule("Muon", **given))
-    says = "standard" not in given.values()
-    assert ("as in torch.optim.Muon" in row(found, "optimizer.type")["note"]) is says
+    has_note = "standard" not in given.values()
+    assert ("as in torch.optim.Muon" in row(found, "optimizer.type")["note"]) is has_note
     if given:
-        assert row(found, f"{PARAMS}.ns_method")["verdict"] == ("accepted" if says else "done")
+        assert row(found, f"{PARAMS}.ns_method")["verdict"] == ("accepted" if has_note else "done")
 
 
 def test_muon_options_split_between_muon_and_adamw() -> None:
     """DeepSpeed applies `lr` and `weight_decay` to both rules, `betas` and `eps` to AdamW only."""
-    words = {"lr": 0.1, "muon_lr": 0.02, "weight_decay": 0.5, "betas": [0.8, 0.9], "momentum": 0.9}
-    found = translated(rule("Muon", **words)).config.optimizer
-    told = {"lr": 0.02, "adam_lr": 0.1, "weight_decay": 0.5, "adam_weight_decay": 0.5}
-    told |= {"adam_betas": (0.8, 0.9), "adam_eps": 1e-10, "momentum": 0.9}
-    assert told.items() <= found.parameters().items()
+    params = {"lr": 0.1, "muon_lr": 0.02, "weight_decay": 0.5, "betas": [0.8, 0.9], "momentum": 0.9}
+    found = translated(rule("Muon", **params)).config.optimizer
+    expected = {"lr": 0.02, "adam_lr": 0.1, "weight_decay": 0.5, "adam_weight_decay": 0.5}
+    expected |= {"adam_betas": (0.8, 0.9), "adam_eps": 1e-10, "momentum": 0.9}
+    assert expected.items() <= found.parameters().items()
 
 
 def test_client_optimizer_and_scheduler_take_precedence() -> None:
@@ -909,8 +909,8 @@ def test_dotted_top_level_key_is_ignored() -> None:
     found = translate_deepspeed(
         {**nested(LEAST), "zero_optimization.stage3_prefetch_bucket_size": 0.9}
     )
-    (told,) = [one for one in found.table() if one["given"] == 0.9]
-    assert "outside its section" in told["note"]
+    (table_row,) = [one for one in found.table() if one["given"] == 0.9]
+    assert "outside its section" in table_row["note"]
     with pytest.raises(ConfigError, match="unknown key"):
         translate_deepspeed({**nested(LEAST), "zero_optimization.no_such": 1})
 
@@ -985,7 +985,7 @@ def test_translated_run_matches_plain_torch(tmp_path: Path, form: str) -> None:
 
 
 def test_translated_run_equals_native_config_run(tmp_path: Path) -> None:
-    ours = {
+    native = {
         "precision": "fp32", "nvme_path": str(tmp_path),
         "placement": {**ON_DISK, "gradients": "auto"},
         "gradient_clipping": 0.5, "gradient_accumulation_steps": 2, "cpu": {"num_threads": 1},
@@ -994,7 +994,7 @@ def test_translated_run_equals_native_config_run(tmp_path: Path) -> None:
             "warmup_num_steps": 4, "warmup_max_lr": 1e-2, "warmup_type": "linear"}},
     }  # fmt: skip
     found = []
-    for config in (ours, ds_config(tmp_path, **on_nvme(tmp_path))):
+    for config in (native, ds_config(tmp_path, **on_nvme(tmp_path))):
         engine, *_ = infinity.initialize(small_model(), config)
         with engine:
             train(engine, 3)
@@ -1010,10 +1010,12 @@ def test_initialize_config_sources_and_loader(tmp_path: Path) -> None:
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
     assert args.deepspeed
     data = TensorDataset(torch.zeros(5, 3, dtype=torch.long))
-    for way in ({"config": config}, {"config_params": str(path)}, {"args": args}):
+    for source in ({"config": config}, {"config_params": str(path)}, {"args": args}):
         step_log = tmp_path / "journal.jsonl"
         step_log.unlink(missing_ok=True)
-        engine, _, loader, _ = infinity.initialize(model=small_model(), training_data=data, **way)
+        engine, _, loader, _ = infinity.initialize(
+            model=small_model(), training_data=data, **source
+        )
         engine.close()
         assert [len(tokens) for (tokens,) in loader] == [2, 2]
         assert engine.plan.micro_batches == 2
@@ -1034,9 +1036,9 @@ def test_step_log_start_event_lists_keys(tmp_path: Path) -> None:
     lines = (tmp_path / "run" / "journal.jsonl").read_text().splitlines()
     start = json.loads(lines[0])
     assert start["event"] == "start"
-    told = {entry["key"]: entry["verdict"] for entry in start["deepspeed"]}
-    assert told["optimizer.type"] == "done"
-    assert told["steps_per_print"] == "done"
+    verdicts = {entry["key"]: entry["verdict"] for entry in start["deepspeed"]}
+    assert verdicts["optimizer.type"] == "done"
+    assert verdicts["steps_per_print"] == "done"
 
 
 def test_passed_optimizer_replaces_section(tmp_path: Path) -> None:

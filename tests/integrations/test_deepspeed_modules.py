@@ -48,7 +48,7 @@ from infinity.integrations.deepspeed.utils.zero_to_fp32 import (
 )
 
 PLACEMENTS = {"disk": ON_DISK, "device": ON_DEVICE, "mixed": MIXED}
-THEIRS = Path(__file__).parents[1] / "data" / "deepspeed"
+DEEPSPEED_CHECKPOINTS = Path(__file__).parents[1] / "data" / "deepspeed"
 
 
 @pytest.mark.parametrize(
@@ -421,17 +421,17 @@ def test_activation_checkpointing_recomputes_and_validates() -> None:
 
 @pytest.mark.parametrize("kind", [DeepSpeedCPUAdam, FusedAdam])
 def test_deepspeed_adam_classes_match_torch_adamw(kind: type[Any]) -> None:
-    plain, ours = small_model(), small_model()
+    plain, offloaded = small_model(), small_model()
     optimizers = (
         optim.AdamW(plain.parameters(), 1e-2, weight_decay=0),
-        kind(ours.parameters(), 1e-2),
+        kind(offloaded.parameters(), 1e-2),
     )
     for index in range(3):
-        for model, optimizer in zip((plain, ours), optimizers, strict=True):
+        for model, optimizer in zip((plain, offloaded), optimizers, strict=True):
             model(batch(index)).backward()
             optimizer.step()
             optimizer.zero_grad()
-    for a, b in zip(plain.parameters(), ours.parameters(), strict=True):
+    for a, b in zip(plain.parameters(), offloaded.parameters(), strict=True):
         torch.testing.assert_close(a, b)
 
 
@@ -476,16 +476,16 @@ def test_deepspeed_adam_groups_and_modes(tmp_path: Path) -> None:
         assert [m.value for m in engine.plan.rule.moments] == ["bf16", "bf16"]
         assert [g["weight_decay"] for g in optimizer.param_groups] == [0.5, 0.0]
         assert engine.get_lr() == [1e-3, 0.25]
-    for bad, text in (
+    for options, message in (
         ({"bias_correction": False}, "bias_correction=False"),
         ({}, "state already"),
     ):
         model = small_model()
-        given = DeepSpeedCPUAdam(model.parameters(), **bad)
-        if not bad:
+        given = DeepSpeedCPUAdam(model.parameters(), **options)
+        if not options:
             model(batch(0)).backward()
             given.step()
-        with pytest.raises(ConfigError, match=text):
+        with pytest.raises(ConfigError, match=message):
             deepspeed.initialize(model=model, optimizer=given, config=config)
 
 
@@ -494,11 +494,11 @@ def test_deepspeed_adam_groups_and_modes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_zero_to_fp32_of_infinity_checkpoint(tmp_path: Path, precision: str) -> None:
-    place, saved = tmp_path / "nvme", tmp_path / "saved"
-    place.mkdir()
+    nvme_path, saved = tmp_path / "nvme", tmp_path / "saved"
+    nvme_path.mkdir()
     model = small_model()
     model.norm.requires_grad_(False)
-    with small_engine(place, model=model, precision=precision) as engine:
+    with small_engine(nvme_path, model=model, precision=precision) as engine:
         train(engine, 2)
         expected = masters(engine)
         engine.save_checkpoint(saved, wait=True)
@@ -528,20 +528,24 @@ def test_zero_to_fp32_of_infinity_checkpoint(tmp_path: Path, precision: str) -> 
         get_fp32_state_dict_from_zero_checkpoint(tmp_path / "empty")
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in THEIRS.iterdir() if p.is_dir()))
+@pytest.mark.parametrize(
+    "name", sorted(p.name for p in DEEPSPEED_CHECKPOINTS.iterdir() if p.is_dir())
+)
 def test_zero_to_fp32_of_deepspeed_checkpoint(tmp_path: Path, name: str) -> None:
     """Direct conversion equals importing the checkpoint and converting the import."""
     from infinity.integrations.deepspeed.import_checkpoint import import_deepspeed
 
-    made = import_deepspeed(THEIRS / name, tmp_path, "0", None)
+    made = import_deepspeed(DEEPSPEED_CHECKPOINTS / name, tmp_path, "0", None)
     expected = get_fp32_state_dict_from_zero_checkpoint(tmp_path, made.path.name)
-    found = get_fp32_state_dict_from_zero_checkpoint(THEIRS / name)
+    found = get_fp32_state_dict_from_zero_checkpoint(DEEPSPEED_CHECKPOINTS / name)
     assert found.keys() == expected.keys()
     assert len(found) > 2
     for key, value in found.items():
         assert value.dtype is expected[key].dtype
         assert torch.equal(value, expected[key])
-    fewer = get_fp32_state_dict_from_zero_checkpoint(THEIRS / name, exclude_frozen_parameters=True)
+    fewer = get_fp32_state_dict_from_zero_checkpoint(
+        DEEPSPEED_CHECKPOINTS / name, exclude_frozen_parameters=True
+    )
     assert fewer.keys() <= found.keys()
 
 

@@ -36,11 +36,11 @@ def test_module_resolves_by_attribute_and_import(path: str) -> None:
 
 def test_served_names_resolve() -> None:
     count = 0
-    for where, ours, names in OURS:
+    for listed_in, implementation, names in OURS:
         for name, _, other in (word.partition("=") for word in names.split()):
-            module = "runtime.engine" if where == "*" else where
-            wanted = getattr(importlib.import_module(ours), other or name)
-            assert look_up(module, name) is wanted, name
+            module = "runtime.engine" if listed_in == "*" else listed_in
+            expected = getattr(importlib.import_module(implementation), other or name)
+            assert look_up(module, name) is expected, name
             count += 1
     assert count > 100
 

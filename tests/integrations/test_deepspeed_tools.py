@@ -83,11 +83,11 @@ def test_flops_profiler_section_profiles_one_forward(
                 engine(batch(0))
             losses.append(train(engine, 3))
             out = capsys.readouterr().out
-            profiler_of_its_own = FlopsProfiler(engine.module)
-            profiler_of_its_own.start_profile()
+            own_profiler = FlopsProfiler(engine.module)
+            own_profiler.start_profile()
             engine(batch(0))
-            profiler_of_its_own.stop_profile()
-        counted = profiler_of_its_own.get_total_flops(as_string=True)
+            own_profiler.stop_profile()
+        counted = own_profiler.get_total_flops(as_string=True)
         if profiler is section:
             assert out.startswith("step 1: ")
             assert out.count(counted) == 2  # in the heading and in the model's row
@@ -135,28 +135,28 @@ def test_as_deepspeed_prints_summary_of_config(
     engine, *_ = deepspeed.initialize(model=small_model(), config=config)
     with engine:
         lines = capsys.readouterr().err.splitlines()
-        told = (
+        summary = (
             "infinity: 5 keys of the DeepSpeed configuration are in effect; without effect here: "
             "zero_optimization.overlap_comm"
         )
-        assert lines == ([told, f"infinity: {engine!r}"] if stands_in else [])
+        assert lines == ([summary, f"infinity: {engine!r}"] if stands_in else [])
 
 
-def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> Any:
-    """Return an engine with two micro-batches per step whose W&B and Comet log to `told`."""
+def monitored(monkeypatch: pytest.MonkeyPatch, calls: list[Any], **more: Any) -> Any:
+    """Return an engine with two micro-batches per step whose W&B and Comet log to `calls`."""
 
     def log(data: dict[str, float], **step: Any) -> None:
-        told.append((data, step))
+        calls.append((data, step))
 
     def start(**given: Any) -> Any:
-        told.append(given)
+        calls.append(given)
         return SimpleNamespace(
-            set_name=told.append, end=lambda: told.append("end"),
-            log_metric=lambda name, value, step: told.append((name, value, step)),
+            set_name=calls.append, end=lambda: calls.append("end"),
+            log_metric=lambda name, value, step: calls.append((name, value, step)),
         )  # fmt: skip
 
     wandb = SimpleNamespace(
-        init=lambda **given: told.append(given), log=log, finish=lambda: told.append("finish")
+        init=lambda **given: calls.append(given), log=log, finish=lambda: calls.append("finish")
     )
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(start=start))
@@ -168,12 +168,12 @@ def monitored(monkeypatch: pytest.MonkeyPatch, told: list[Any], **more: Any) -> 
 
 
 def test_monitors_receive_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
     sections = {
         "wandb": {"enabled": True, "project": "p", "team": "t"},
         "comet": {"enabled": True, "experiment_name": "e", "samples_log_interval": 8},
     }
-    with monitored(monkeypatch, told, **sections) as engine:
+    with monitored(monkeypatch, calls, **sections) as engine:
         losses = []
         for index in range(6):
             loss = engine(batch(index))
@@ -190,25 +190,25 @@ def test_monitors_receive_every_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
         steps += [({k: v}, {"step": samples}) for k, v in values.items()]
         if window != 1:  # samples_log_interval is 8
             steps += [(k, v, samples) for k, v in values.items()]
-    assert told == [*begun, *steps, "finish", "end"]
+    assert calls == [*begun, *steps, "finish", "end"]
     for name, module, package in (
         ("tensorboard", "torch.utils.tensorboard", "tensorboard"),
         ("comet", "comet_ml", "comet_ml"),
     ):
         monkeypatch.setitem(sys.modules, module, None)
-        asked = get_monitor_config({name: {"enabled": True, "output_path": str(tmp_path)}})
+        monitor_config = get_monitor_config({name: {"enabled": True, "output_path": str(tmp_path)}})
         with pytest.raises(ConfigError, match=f"pip install {package}"):
-            MonitorMaster(asked)
+            MonitorMaster(monitor_config)
 
 
 def test_monitored_loss_is_mean_of_own_window(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
+    calls: list[Any] = []
     fp16 = {"enabled": True, "initial_scale_power": 0, "min_loss_scale": 1, "hysteresis": 1}
-    with monitored(monkeypatch, told, wandb={"enabled": True}, fp16=fp16) as engine:
+    with monitored(monkeypatch, calls, wandb={"enabled": True}, fp16=fp16) as engine:
         expected = pytest.approx(float(engine(batch(0)).detach()), rel=1e-2)
 
         def window(*kinds: str) -> list[float]:
-            told.clear()
+            calls.clear()
             for kind in kinds:
                 loss = engine(batch(0))
                 if kind == "plain":
@@ -220,7 +220,7 @@ def test_monitored_loss_is_mean_of_own_window(monkeypatch: pytest.MonkeyPatch) -
                 else:
                     engine.step()
             name = "Train/Samples/train_loss"
-            return [data[name] for data, _ in told if name in data]
+            return [data[name] for data, _ in calls if name in data]
 
         engine.set_lr(0.0)
         assert window("dropped", "whole", "whole") == [expected]
@@ -299,12 +299,12 @@ def test_engine_accessors_follow_configuration(tmp_path: Path) -> None:
             assert [e.name for e in (tmp_path / "new" / "out").glob("3*")] == ["3"]
         path, state = engine.load_checkpoint(load_dir=tmp_path / "new" / "out", tag=3)
         assert (Path(path or "").name, state) == ("3", {"a": 1})
-        kept = clone_tensors_for_torch_save(answers.module_state_dict())
-        engine.load_module_state_dict({"module": kept})
+        weights = clone_tensors_for_torch_save(answers.module_state_dict())
+        engine.load_module_state_dict({"module": weights})
         with pytest.raises(ConfigError, match=r"norm\.weight"):
-            engine.load_module_state_dict({n: v for n, v in kept.items() if n != "norm.weight"})
-        some = {name: value for name, value in kept.items() if name != "norm.weight"}
-        engine.load_module_state_dict(some, allowed_missing_keys=["norm.weight"])
+            engine.load_module_state_dict({n: v for n, v in weights.items() if n != "norm.weight"})
+        without_norm = {name: value for name, value in weights.items() if name != "norm.weight"}
+        engine.load_module_state_dict(without_norm, allowed_missing_keys=["norm.weight"])
 
 
 def test_accelerator_wraps_torch_device(caplog: pytest.LogCaptureFixture) -> None:

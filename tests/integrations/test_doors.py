@@ -39,9 +39,9 @@ CONFIGS = {
     "with_trl": {**AUTO, "gradient_clipping": "auto"},
     "with_lightning": {},
 }
-IN_DOORS = {"with_trl": "trl", "with_lightning": "lightning"}  # `make test-doors`
+OPTIONAL_PACKAGES = {"with_trl": "trl", "with_lightning": "lightning"}  # `make test-doors`
 # The line that a user adds to a script; then each script in turn, as `python script.py` runs it.
-ALL = """
+RUN_SCRIPTS = """
 import infinity; infinity.as_deepspeed()
 import json, runpy, sys
 from pathlib import Path
@@ -86,10 +86,10 @@ def run(folder: Path, *command: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+def script_results(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
     """Return the folder of the runs and the results of the scripts by name."""
     pytest.importorskip("transformers")
-    return run_all(tmp_path_factory.mktemp("doors"), *(CONFIGS.keys() - IN_DOORS.keys()))
+    return run_all(tmp_path_factory.mktemp("doors"), *(CONFIGS.keys() - OPTIONAL_PACKAGES.keys()))
 
 
 def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
@@ -100,7 +100,7 @@ def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
         for name in sorted(names)
         for on_disk in (False, True)
     ]  # fmt: skip
-    found = json.loads(run(folder, "-c", ALL, json.dumps(scripts)).rpartition("TOLD")[2])
+    found = json.loads(run(folder, "-c", RUN_SCRIPTS, json.dumps(scripts)).rpartition("TOLD")[2])
     for name in names:
         assert found[str(folder / f"{name}-True")] == found[str(folder / f"{name}-False")]
     assert list((folder / "nvme").iterdir()) == []
@@ -108,42 +108,44 @@ def run_all(folder: Path, *names: str) -> tuple[Path, dict[str, Any]]:
 
 
 def test_unmodified_scripts_equal_on_disk_and_in_ram(
-    told: tuple[Path, dict[str, Any]],
+    script_results: tuple[Path, dict[str, Any]],
 ) -> None:
-    assert len(told[1]["hello"]["losses"]) == 6
+    assert len(script_results[1]["hello"]["losses"]) == 6
 
 
-@pytest.mark.parametrize(("name", "package"), IN_DOORS.items())
+@pytest.mark.parametrize(("name", "package"), OPTIONAL_PACKAGES.items())
 def test_stock_trainers_of_optional_packages(tmp_path: Path, name: str, package: str) -> None:
     pytest.importorskip(package, reason=f"{package} is not installed: make test-doors")
     _, found = run_all(tmp_path, name)
     if name == "with_trl":
         plain = run(tmp_path, str(DOORS / f"{name}.py"), "--folder", str(tmp_path / "plain"))
         for kind, steps in json.loads(plain.rpartition("TOLD")[2]).items():
-            for mine, theirs in zip(found[name][kind], steps, strict=True):
-                assert mine == pytest.approx(theirs, rel=1e-5, abs=2e-6), kind
+            for found_step, plain_step in zip(found[name][kind], steps, strict=True):
+                assert found_step == pytest.approx(plain_step, rel=1e-5, abs=2e-6), kind
 
 
 @pytest.mark.big  # `tests/ranks/test_deepspeed.py` covers the calls, a test below two processes
 def test_two_ranks_equal_one_rank_with_twice_the_micro_batches(
-    told: tuple[Path, dict[str, Any]],
+    script_results: tuple[Path, dict[str, Any]],
 ) -> None:
     """Weights are equal; means over ranks and over micro-batches round differently."""
-    (folder, found), out = told, told[0] / "two"
-    alone = found["ranks"]
+    (folder, found), out = script_results, script_results[0] / "two"
+    one_rank = found["ranks"]
     out.mkdir()
     given = ("--deepspeed", str(folder / "ranks_disk.json"), "--folder", str(out))
     start = ("-m", "infinity.cli", "run", "--gpus", "2", "--local-rank")
     run(folder, *start, str(DOORS / "ranks.py"), *given)
     two = json.loads((out / "told.json").read_text())
-    assert two["accelerate"] == alone["accelerate"]
-    assert two["Trainer"]["weights"] == alone["Trainer"]["weights"]
-    for mine, other in zip(two["Trainer"]["numbers"], alone["Trainer"]["numbers"], strict=True):
-        assert mine == pytest.approx(other, rel=1e-6)
+    assert two["accelerate"] == one_rank["accelerate"]
+    assert two["Trainer"]["weights"] == one_rank["Trainer"]["weights"]
+    for found_row, other in zip(
+        two["Trainer"]["numbers"], one_rank["Trainer"]["numbers"], strict=True
+    ):
+        assert found_row == pytest.approx(other, rel=1e-6)
 
 
 # The code blocks of the page, then the example without and with infinity, in one process.
-PAGE = """
+RUN_PAGE = """
 import infinity; infinity.as_deepspeed()
 import io, json, runpy, sys
 from contextlib import redirect_stdout
@@ -170,10 +172,10 @@ def test_documentation_blocks_and_stock_trainer_example_run(tmp_path: Path) -> N
     page = (ROOT / "docs" / "integrations.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(blocks) >= 4
-    ours = str(ROOT / "examples" / "configs" / "ds_infinity.json")
-    arguments = (str(ROOT / "examples" / "stock_trainer.py"), "--deepspeed", ours)
-    told = run(tmp_path, "-c", PAGE, json.dumps(blocks), *arguments).rpartition("TOLD")[2]
-    plain, offloaded = json.loads(told)
+    infinity_config = str(ROOT / "examples" / "configs" / "ds_infinity.json")
+    arguments = (str(ROOT / "examples" / "stock_trainer.py"), "--deepspeed", infinity_config)
+    output = run(tmp_path, "-c", RUN_PAGE, json.dumps(blocks), *arguments).rpartition("TOLD")[2]
+    plain, offloaded = json.loads(output)
     assert plain == pytest.approx(offloaded, abs=2e-3)
     assert (tmp_path / "checkpoints" / "latest").read_text().strip() == "last"
     assert (tmp_path / "out" / "final" / "model.safetensors").exists()
@@ -182,13 +184,13 @@ def test_documentation_blocks_and_stock_trainer_example_run(tmp_path: Path) -> N
 def test_infinity_run_starts_one_and_two_processes(tmp_path: Path) -> None:
     script = str(DOORS / "hello.py")
     config = str(config_of("hello", tmp_path, on_disk=True))
-    rest = ("--deepspeed", "--deepspeed_config", config, "--folder")
+    options = ("--deepspeed", "--deepspeed_config", config, "--folder")
     start = ("-m", "infinity.cli", "run")
-    alone = json.loads(run(tmp_path, *start, script, *rest, str(tmp_path / "one")))
-    assert len(alone["losses"]) == 6
+    one = json.loads(run(tmp_path, *start, script, *options, str(tmp_path / "one")))
+    assert len(one["losses"]) == 6
     given = json.loads(Path(config).read_text()) | {"train_batch_size": 8}
     Path(config).write_text(json.dumps(given))
-    two = run(tmp_path, *start, "--gpus", "2", script, *rest, str(tmp_path / "two"))
+    two = run(tmp_path, *start, "--gpus", "2", script, *options, str(tmp_path / "two"))
     # Both write to the same pipe: a newline may follow the other process's line.
     first, second = map(json.loads, two.replace("}{", "}\n{").split("\n", 1))
     assert first == second
@@ -215,10 +217,10 @@ def test_worker_processes_end_with_killed_launcher(tmp_path: Path) -> None:
     start = [sys.executable, "-m", "infinity.cli", "run", "--gpus", "2", str(script)]
     with subprocess.Popen(start, stdout=subprocess.PIPE, text=True) as launcher:
         assert launcher.stdout is not None
-        said = [launcher.stdout.readline() for _ in range(2)]
+        lines = [launcher.stdout.readline() for _ in range(2)]
         launcher.kill()
         assert launcher.communicate(timeout=600) == ("", None)
-    assert said == ["waits\n"] * 2
+    assert lines == ["waits\n"] * 2
 
 
 @pytest.mark.big  # covers only another launcher
@@ -256,20 +258,20 @@ def test_as_deepspeed_after_import_raises(tmp_path: Path) -> None:
     ]
     (script := tmp_path / "script.py").write_text("\n".join(lines))
     with Program(script) as program:
-        code, told, error = program.end()
+        code, output, error = program.end()
     assert code == 0, error
-    assert "deepspeed is imported already" in told
-    assert "deepspeed.inference.v2.engine_factory.build_engine is not supported" in told
-    assert "engine for inference" in told
+    assert "deepspeed is imported already" in output
+    assert "deepspeed.inference.v2.engine_factory.build_engine is not supported" in output
+    assert "engine for inference" in output
 
 
 def test_run_missing_script_raises() -> None:
     from infinity.cli.run import _python_arguments
 
     assert _python_arguments("x.train", module=True) == ["-m", "x.train"]
-    for name, words in (
+    for name, message in (
         ("nowhere.py", "no file nowhere.py"),
         ("no-such-command", "neither a file nor a command"),
     ):
-        with pytest.raises(ConfigError, match=words):
+        with pytest.raises(ConfigError, match=message):
             _python_arguments(name, module=False)

@@ -52,11 +52,11 @@ def run(
 ) -> tuple[Any, History]:
     history = History()
     callbacks = [history, *changed.pop("callbacks", [])]
-    told = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **changed}
+    settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **changed}
     trainer = lightning.Trainer(
         strategy=strategy, accelerator="cpu", devices=1, logger=False, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False,
-        **{"enable_checkpointing": False, **told},
+        **{"enable_checkpointing": False, **settings},
     )  # fmt: skip
     torch.manual_seed(0)
     module = example.Classifier() if module is None else module
@@ -66,21 +66,21 @@ def run(
 
 
 def test_fit_matches_lightning(tmp_path: Path) -> None:
-    theirs, expected = run("auto")
+    stock, expected = run("auto")
     strategy = strategy_on(tmp_path)
-    ours, found = run(strategy)
+    offloaded, found = run(strategy)
     assert found.rates == expected.rates
     assert found.losses == pytest.approx(expected.losses, rel=2e-5)
     assert found.validated == pytest.approx(expected.validated, rel=2e-5)
-    assert (ours.global_step, strategy.engine.global_steps) == (theirs.global_step,) * 2
-    plain = theirs.lightning_module.state_dict()
-    for name, value in ours.lightning_module.state_dict().items():
+    assert (offloaded.global_step, strategy.engine.global_steps) == (stock.global_step,) * 2
+    plain = stock.lightning_module.state_dict()
+    for name, value in offloaded.lightning_module.state_dict().items():
         torch.testing.assert_close(value, plain[name], rtol=0, atol=2e-5)
     assert strategy.engine.counters()["disk_write"] > 0
     strategy.close(restore=True)
     x = torch.randn(3, example.WIDTH)
     torch.testing.assert_close(
-        ours.lightning_module.eval()(x), theirs.lightning_module.eval()(x), rtol=0, atol=1e-4
+        offloaded.lightning_module.eval()(x), stock.lightning_module.eval()(x), rtol=0, atol=1e-4
     )
 
 
@@ -90,11 +90,11 @@ class Chained(example.Classifier):  # type: ignore[misc]
     def configure_optimizers(self) -> dict[str, Any]:
         schedules = torch.optim.lr_scheduler
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
-        parts = [
+        stages = [
             schedules.LinearLR(optimizer, 0.1, total_iters=3),
             schedules.ExponentialLR(optimizer, 0.9),
         ]
-        schedule = schedules.SequentialLR(optimizer, parts, [3])
+        schedule = schedules.SequentialLR(optimizer, stages, [3])
         return {
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": schedule, "interval": "step"},
@@ -118,8 +118,8 @@ def test_nested_schedules_and_changing_norm_match_lightning(tmp_path: Path) -> N
 
 
 def test_checkpoint_of_other_strategy_resets_optimizer(tmp_path: Path) -> None:
-    keeps = ModelCheckpoint(tmp_path, save_last=True)
-    run("auto", max_epochs=1, callbacks=[keeps], enable_checkpointing=True)
+    checkpoints = ModelCheckpoint(tmp_path, save_last=True)
+    run("auto", max_epochs=1, callbacks=[checkpoints], enable_checkpointing=True)
     strategy = strategy_on(tmp_path)
     with pytest.warns(InfinityWarning, match="the optimizer starts anew"):
         trainer, _ = run(strategy, resume=tmp_path / "last.ckpt", max_epochs=2)
@@ -128,23 +128,23 @@ def test_checkpoint_of_other_strategy_resets_optimizer(tmp_path: Path) -> None:
 
 
 def test_resumed_run_bitwise_equal(tmp_path: Path) -> None:
-    def told(out: Path) -> dict[str, Any]:
-        keeps = ModelCheckpoint(out, save_last=True, save_top_k=-1, monitor="val_loss")
-        return {"callbacks": [keeps], "enable_checkpointing": True}
+    def settings(out: Path) -> dict[str, Any]:
+        checkpoints = ModelCheckpoint(out, save_last=True, save_top_k=-1, monitor="val_loss")
+        return {"callbacks": [checkpoints], "enable_checkpointing": True}
 
     through = strategy_on(tmp_path)
-    _, expected = run(through, **told(tmp_path / "a"))
-    wanted = masters(through.engine)
+    _, expected = run(through, **settings(tmp_path / "a"))
+    expected_masters = masters(through.engine)
     through.close()
     short = strategy_on(tmp_path)
-    run(short, max_epochs=2, **told(tmp_path / "b"))
+    run(short, max_epochs=2, **settings(tmp_path / "b"))
     short.close()
     again = strategy_on(tmp_path)
-    trainer, found = run(again, resume=tmp_path / "b" / "last.ckpt", **told(tmp_path / "b"))
+    trainer, found = run(again, resume=tmp_path / "b" / "last.ckpt", **settings(tmp_path / "b"))
     assert found.losses == expected.losses[-len(found.losses) :]
     assert len(found.losses) == 5
     for name, value in masters(again.engine).items():
-        assert torch.equal(value, wanted[name]), name
+        assert torch.equal(value, expected_masters[name]), name
     tested = trainer.test(ckpt_path="best", dataloaders=example.loader(32, 2))
     assert tested[0]["val_loss"] == pytest.approx(min(expected.validated[1:]), rel=1e-6)
     again.close()
@@ -159,18 +159,18 @@ def test_validate_before_fit(tmp_path: Path) -> None:
     plain.load_state_dict(module.state_dict())
     strategy = strategy_on(tmp_path)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_checkpointing": False}
-    told: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet}
-    ours = lightning.Trainer(strategy=strategy, **told)
-    found = ours.validate(module, example.loader(32, 2))
+    settings: dict[str, Any] = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **quiet}
+    trainer = lightning.Trainer(strategy=strategy, **settings)
+    found = trainer.validate(module, example.loader(32, 2))
     assert found == [
-        pytest.approx(lightning.Trainer(**told).validate(plain, example.loader(32, 2))[0])
+        pytest.approx(lightning.Trainer(**settings).validate(plain, example.loader(32, 2))[0])
     ]
     assert strategy.engine.plan.tier_bytes
-    ours.fit(module, example.loader(32, 1), example.loader(32, 2))
+    trainer.fit(module, example.loader(32, 1), example.loader(32, 2))
     assert strategy.engine.global_steps == 2
     assert all(parameter.requires_grad for parameter in module.parameters())
     weights = tmp_path / "weights.ckpt"
-    ours.save_checkpoint(weights, weights_only=True)
+    trainer.save_checkpoint(weights, weights_only=True)
     assert {file.suffix for file in weights.iterdir()} == {".safetensors", ".ckpt"}
     strategy.close()
 
@@ -193,13 +193,13 @@ class ByHand(example.Classifier):  # type: ignore[misc]
 
 def test_manual_optimization_matches_lightning(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    theirs = ByHand()
+    stock = ByHand()
     torch.manual_seed(0)
-    ours = ByHand()
+    offloaded = ByHand()
     by_hand = {"accumulate_grad_batches": 1, "gradient_clip_val": None}
-    _, expected = run("auto", theirs, **by_hand)
+    _, expected = run("auto", stock, **by_hand)
     strategy = strategy_on(tmp_path, gradient_accumulation_steps=2)
-    _, found = run(strategy, ours, **by_hand)
+    _, found = run(strategy, offloaded, **by_hand)
     assert found.losses == pytest.approx(expected.losses, rel=2e-5)
     strategy.close()
 

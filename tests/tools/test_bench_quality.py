@@ -37,28 +37,28 @@ def losses(out: Path, variant: str) -> list[float]:
 def test_variants_resume_bitwise_and_are_compared(bench: ModuleType, tmp_path: Path) -> None:
     small = ["--model", "gpt-tiny", "--context", "16", "--micro-batch", "1", "--warm-up", "2",
              "--precision", "fp32"]  # fmt: skip
-    cut, whole = tmp_path / "cut", tmp_path / "whole"
+    interrupted, uninterrupted = tmp_path / "cut", tmp_path / "whole"
 
     def run(out: Path, variant: str, steps: int) -> None:
         given = [*small, "--out", str(out), "--variant", variant, "--steps", str(steps)]
         assert bench.main(given) == 0
 
     for variant in ("fp32", "8bit", "muon"):
-        run(whole, variant, 6)
-    run(cut, "muon", 2)
-    assert len(losses(cut, "muon")) == 2
-    run(cut, "muon", 6)
-    assert losses(cut, "muon") == losses(whole, "muon")
-    assert losses(whole, "fp32") != losses(whole, "8bit")
-    assert bench.main(["--out", str(whole), "--plot-only"]) == 0
-    summary = json.loads((whole / "quality.json").read_text())
+        run(uninterrupted, variant, 6)
+    run(interrupted, "muon", 2)
+    assert len(losses(interrupted, "muon")) == 2
+    run(interrupted, "muon", 6)
+    assert losses(interrupted, "muon") == losses(uninterrupted, "muon")
+    assert losses(uninterrupted, "fp32") != losses(uninterrupted, "8bit")
+    assert bench.main(["--out", str(uninterrupted), "--plot-only"]) == 0
+    summary = json.loads((uninterrupted / "quality.json").read_text())
     assert summary["steps"] == 6
     assert set(summary["variants"]) == {"fp32", "8bit", "muon"}
     assert summary["variants"]["fp32"]["difference_from_fp32"] == 0
     assert 0 < summary["variants"]["8bit"]["mean_absolute_difference_per_step"] < 0.1
-    drawing = ElementTree.parse(whole / "quality.svg").getroot()
+    drawing = ElementTree.parse(uninterrupted / "quality.svg").getroot()
     assert {"fp32", "8bit"} <= {text.text for text in drawing.iter() if text.text}
-    other = [*small, "--out", str(whole), "--variant", "fp32", "--seed", "1"]
+    other = [*small, "--out", str(uninterrupted), "--variant", "fp32", "--seed", "1"]
     assert bench.main(other) == 2  # the checkpoint is of another seed
 
 

@@ -118,7 +118,7 @@ def test_geometric_mean_and_relative() -> None:
 def test_worst_scores_by_slowest_mode() -> None:
     speeds = {"a": (40.0, 10.0), "b": (36.0, 11.0)}
     modes = {
-        mode: {name: [sample(of[index])] for name, of in speeds.items()}
+        mode: {name: [sample(rates[index])] for name, rates in speeds.items()}
         for index, mode in enumerate(("read", "write"))
     }
     assert worst_scores(modes) == pytest.approx({"a": 10 / 11, "b": 0.9})
@@ -150,7 +150,7 @@ def test_training_terms_match_documentation() -> None:
 
 
 def test_invalid_options_raise(tmp_path: Path) -> None:
-    for options, part in (
+    for options, message in (
         (Options(()), "no path"),
         (Options((tmp_path,), compare=("fio", "dd")), "dd"),
         (Options((tmp_path,), chunk_bytes=MIB + 1), "whole MiB"),
@@ -158,7 +158,7 @@ def test_invalid_options_raise(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError) as caught:
             options.check()
-        assert part in caught.value.what
+        assert message in caught.value.what
     Options((tmp_path,)).check()
 
 
@@ -179,8 +179,8 @@ def test_load_covers_spans_once_per_pass() -> None:
             moved = [p.offset for p in load.pieces(index) if p.is_write == is_write]
             once = list(range(span.offset, span.offset + span.nbytes, 2 * MIB))
             assert moved == once * span.num_passes
-    ways = [piece.is_write for piece in load.pieces(0)]
-    assert ways == [False, True] * (len(ways) // 2), "a read and a write take turns"
+    directions = [piece.is_write for piece in load.pieces(0)]
+    assert directions == [False, True] * (len(directions) // 2), "a read and a write take turns"
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -191,8 +191,8 @@ def test_load_blocks_cover_pieces(mode: Mode, block: int) -> None:
     for piece, start, nbytes in load.blocks(0, block):
         assert covered.get((piece.is_write, piece.offset), 0) == start, "in order, no gaps"
         covered[piece.is_write, piece.offset] = start + nbytes
-    whole = {(p.is_write, p.offset): 4 * MIB for p in load.pieces(0)}
-    assert covered == whole
+    expected = {(p.is_write, p.offset): 4 * MIB for p in load.pieces(0)}
+    assert covered == expected
 
 
 class Fake:
@@ -215,15 +215,15 @@ def sample(rate: float) -> Sample:
     return Sample(1.0, int(rate), 0.0)
 
 
-def a_load(mode: Mode) -> Load:
+def small_load(mode: Mode) -> Load:
     return make_load(mode, rates=[1.0], target_s=1.0, chunk_bytes=MIB, region_bytes=MIB)
 
 
 def test_take_turns_rotates_first_contender() -> None:
     log: list[str] = []
-    who: list[Contender] = [Fake(name, log) for name in "abc"]
-    loads = {mode: a_load(mode) for mode in MODES}
-    samples = take_turns(dict.fromkeys(MODES, who), loads, 3, left_out={})
+    contenders: list[Contender] = [Fake(name, log) for name in "abc"]
+    loads = {mode: small_load(mode) for mode in MODES}
+    samples = take_turns(dict.fromkeys(MODES, contenders), loads, 3, left_out={})
     assert [len(found) for by_name in samples.values() for found in by_name.values()] == [3] * 9
     reads = [entry[-1] for entry in log if entry.startswith("read")]
     assert reads == list("abcbcacab")
@@ -232,10 +232,10 @@ def test_take_turns_rotates_first_contender() -> None:
 
 def test_take_turns_leaves_out_failed_contender() -> None:
     log: list[str] = []
-    who: list[Contender] = [Fake("a", log), Fake("b", log, fails_in="write")]
+    contenders: list[Contender] = [Fake("a", log), Fake("b", log, fails_in="write")]
     left_out: dict[str, str] = {}
-    loads = {mode: a_load(mode) for mode in MODES}
-    samples = take_turns(dict.fromkeys(MODES, who), loads, 2, left_out=left_out)
+    loads = {mode: small_load(mode) for mode in MODES}
+    samples = take_turns(dict.fromkeys(MODES, contenders), loads, 2, left_out=left_out)
     assert left_out == {"b": "out of order"}
     assert set(samples["write"]) == {"a"}
     assert set(samples["read"]) == {"a", "b"}
@@ -250,7 +250,7 @@ def test_samples_write_different_data() -> None:
             salts.append(load.salt)
             return sample(1)
 
-    take_turns({"write": [Recorder("a", [])]}, {"write": a_load("write")}, 4, left_out={})
+    take_turns({"write": [Recorder("a", [])]}, {"write": small_load("write")}, 4, left_out={})
     assert len(set(salts)) == 4
 
 
@@ -455,14 +455,14 @@ def test_calibrate_picks_fastest_per_mode(monkeypatch: pytest.MonkeyPatch) -> No
     field.add("x", lambda: Timed("p", {"read": 20, "write": 20, "mixed": 30}, "plain"))
     field.add("x", lambda: Timed("c", {"read": 90, "write": 90, "mixed": 90}, "cached"))
     field.add("x", lambda: Timed("b", {"read": 99, "write": 99, "mixed": 99}, "buffered"))
-    loads = {mode: a_load(mode) for mode in MODES}
+    loads = {mode: small_load(mode) for mode in MODES}
     found = calibrate(field, loads)
     best = {mode: found.best(mode, field.families) for mode in MODES}
     assert best == {"read": "p", "write": "f", "mixed": "p"}
     assert found.best("read", field.families, "fio") == "f"
     assert found.rates["write"] == {"c": 90, "f": 40, "p": 20}
-    who = compared(field, found, "read", ("fio", "buffered", "deepspeed"))
-    assert [contender.name for contender in who] == ["f", "b", "c"]
+    contenders = compared(field, found, "read", ("fio", "buffered", "deepspeed"))
+    assert [contender.name for contender in contenders] == ["f", "b", "c"]
 
 
 def test_usable_backends_work_on_every_drive() -> None:
@@ -590,22 +590,22 @@ def test_report_keys(report: dict[str, Any]) -> None:
             low, high = report[f"{key}_interval"][mode]
             assert low <= report[key][mode] <= high
             assert report[f"{key}_coverage"][mode] == 0.5, "two rounds"
-    for who in ("threads", "reference", report["ratio_backend"]):
-        assert all(report["cpu_s_per_gib"][who][mode] >= 0 for mode in MODES)
+    for name in ("threads", "reference", report["ratio_backend"]):
+        assert all(report["cpu_s_per_gib"][name][mode] >= 0 for mode in MODES)
     for key in ("machine", "kernel", "file_system", "date", "command", "samples", "drives"):
         assert report[key], key
     assert "fio is not installed" in report["left_out"]["fio"]
 
 
 def test_report_numbers_follow_from_samples(report: dict[str, Any]) -> None:
-    ours = {e["family"]: name for name, e in report["contenders"].items() if e["ours"]}
+    engines = {e["family"]: name for name, e in report["contenders"].items() if e["ours"]}
     for mode in MODES:
         samples = report["samples"][mode]
         rates = {n: [s["nbytes"] / s["duration_s"] for s in found] for n, found in samples.items()}
         assert all(len(found) == 2 for found in rates.values())
         against = report["reference"]["names"][mode]
         for key, backend in (("ratio", report["ratio_backend"]), ("threads_ratio", "threads")):
-            values = [a / b for a, b in zip(rates[ours[backend]], rates[against], strict=True)]
+            values = [a / b for a, b in zip(rates[engines[backend]], rates[against], strict=True)]
             assert report[key][mode] == pytest.approx(statistics.median(values))
         assert report["reference"][f"{mode}_gib_s"] == pytest.approx(
             statistics.median(rates[against]) / 2**30
@@ -706,7 +706,7 @@ def test_printed_page_has_report_values(
     out = capsys.readouterr().out
     found = report["contenders"][report["reference"]["names"]["read"]]["read"]
     low, high = report["ratio_interval"]["mixed"]
-    for part in (
+    for text in (
         f"{found['median_gib_s']:.2f} ({found['min_gib_s']:.2f}-{found['max_gib_s']:.2f}) *",
         "BUFFERED: O_DIRECT failed",
         "io_uring does not work here: seccomp",
@@ -718,7 +718,7 @@ def test_printed_page_has_report_values(
         "reads 91.27 GiB, writes 78.23 GiB, and takes >= ",
         "84 GB a step: 100 TB of its rated writes last for 1190 steps",
     ):
-        assert part in out, part
+        assert text in out, text
 
 
 def test_recommended_yaml_is_valid_config(tmp_path: Path) -> None:

@@ -85,14 +85,14 @@ def test_corpus_is_reproducible(library: corpus.Corpus) -> None:
 
 def test_batches_depend_on_seed_and_position_only(library: corpus.Corpus) -> None:
     first = corpus.batches(library.train, seed=3, micro_batch=2, context=16)
-    parts = [next(first) for _ in range(4)]
+    drawn = [next(first) for _ in range(4)]
     assert first.position == 4
     resumed = corpus.batches(library.train, seed=3, micro_batch=2, context=16)
     resumed.position = 2
-    for (tokens, targets), (same_tokens, same_targets) in zip(parts[2:], resumed, strict=False):
+    for (tokens, targets), (same_tokens, same_targets) in zip(drawn[2:], resumed, strict=False):
         assert torch.equal(tokens, same_tokens)
         assert torch.equal(targets, same_targets)
-    tokens, targets = parts[0]
+    tokens, targets = drawn[0]
     assert tokens.shape == (2, 16)
     assert tokens.dtype == torch.int64
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
@@ -102,10 +102,10 @@ def test_batches_depend_on_seed_and_position_only(library: corpus.Corpus) -> Non
 
 def test_held_out_batches_span_text() -> None:
     text = torch.arange(100, dtype=torch.uint8)
-    parts = list(corpus.held_out_batches(text, num_batches=3, micro_batch=2, context=9))
-    assert [tokens.shape for tokens, _ in parts] == [(2, 9)] * 3
-    assert parts[0][0][0, 0] == 0
-    assert parts[-1][1][-1, -1] == 99
+    drawn = list(corpus.held_out_batches(text, num_batches=3, micro_batch=2, context=9))
+    assert [tokens.shape for tokens, _ in drawn] == [(2, 9)] * 3
+    assert drawn[0][0][0, 0] == 0
+    assert drawn[-1][1][-1, -1] == 99
 
 
 def test_batches_of_shortest_text_are_complete() -> None:
@@ -184,14 +184,14 @@ def test_llama_whole_logits_match_sliced() -> None:
     shape = presets.PRESETS["llama-tiny"]
     tokens = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(0))
     losses = []
-    for whole in (False, True):
-        model = presets.build(replace(shape, whole_logits=whole), torch.float32, seed=0)
+    for whole_logits in (False, True):
+        model = presets.build(replace(shape, whole_logits=whole_logits), torch.float32, seed=0)
         seen: list[int] = []
         model.head.register_forward_hook(lambda _, given, made, seen=seen: seen.append(len(made)))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(llama, "_LOGITS", 4 * 256 * 32)  # slices of 32 tokens
             losses.append(model(tokens, tokens.roll(-1, 1)))
-        assert seen == ([128] if whole else [32] * 4)
+        assert seen == ([128] if whole_logits else [32] * 4)
     torch.testing.assert_close(*losses)
 
 
@@ -218,17 +218,17 @@ def test_plain_baseline_matches_adamw_with_clipping(micro_batches: int) -> None:
             "scheduler": {"type": "LinearLR", "params": {"start_factor": 0.5, "total_iters": 2}},
         }
     )
-    ours = presets.build(shape, torch.float32, seed=0)
+    model_of_baseline = presets.build(shape, torch.float32, seed=0)
     reference = presets.build(shape, torch.float32, seed=0)
-    plain = PlainTorch(ours, config)
+    plain = PlainTorch(model_of_baseline, config)
     optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5, total_iters=2)
     text = torch.arange(200, dtype=torch.uint8) % 32
     source = corpus.batches(text, seed=0, micro_batch=2, context=8)
     for _ in range(4):
-        parts = [next(source) for _ in range(micro_batches)]
-        plain.step(parts)
-        for tokens, targets in parts:
+        micro_batches_of_step = [next(source) for _ in range(micro_batches)]
+        plain.step(micro_batches_of_step)
+        for tokens, targets in micro_batches_of_step:
             (reference(tokens, targets) / micro_batches).backward()
         torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
         optimizer.step()
@@ -238,11 +238,11 @@ def test_plain_baseline_matches_adamw_with_clipping(micro_batches: int) -> None:
     # what Adam makes of that depends on the thread count.
     keys = slice(shape.width, 2 * shape.width)
     with torch.no_grad():
-        for model in (ours, reference):
+        for model in (model_of_baseline, reference):
             bias = model.blocks[0].query_key_value.bias
             assert bias[keys].abs().max() < 1e-3
             bias[keys] = 0
-    for a, b in zip(ours.parameters(), reference.parameters(), strict=True):
+    for a, b in zip(model_of_baseline.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
@@ -324,17 +324,17 @@ def test_results_page_texts() -> None:
         "step_s": 8.0,
         "tokens_per_step": 512,
     }
-    told = _ui.answer(result)
-    assert told["peak RAM"].endswith("measured, all of this process (budget 1.00 GiB: kept)")
-    assert told["plain"].startswith("PyTorch needs 1.70 GiB of RAM")
-    assert "derived" in told["plain"]
-    assert told["on disk"] == "3.00 GiB: weights 1.00 GiB, state 2.00 GiB"
-    assert told["loss"].startswith("8.100 -> 4.700 bits/byte in 3 steps")
-    assert told["step"] == "8.0 s (median), 64 tokens/s"
-    assert told["disk"] == "read 1000 B (as planned), written 990 B (-1.0% of the plan) a step"
-    told = _ui.answer(result | {"peak_rss_bytes": 2**31, "moved_bytes": {}})
-    assert "EXCEEDED" in told["peak RAM"]
-    assert "disk" not in told
+    page = _ui.answer(result)
+    assert page["peak RAM"].endswith("measured, all of this process (budget 1.00 GiB: kept)")
+    assert page["plain"].startswith("PyTorch needs 1.70 GiB of RAM")
+    assert "derived" in page["plain"]
+    assert page["on disk"] == "3.00 GiB: weights 1.00 GiB, state 2.00 GiB"
+    assert page["loss"].startswith("8.100 -> 4.700 bits/byte in 3 steps")
+    assert page["step"] == "8.0 s (median), 64 tokens/s"
+    assert page["disk"] == "read 1000 B (as planned), written 990 B (-1.0% of the plan) a step"
+    page = _ui.answer(result | {"peak_rss_bytes": 2**31, "moved_bytes": {}})
+    assert "EXCEEDED" in page["peak RAM"]
+    assert "disk" not in page
     assert "no budget" in _ui.answer(result | {"budget_host_bytes": None})["peak RAM"]
     plain = {
         "step_s": 7.5,
@@ -351,9 +351,9 @@ def test_results_page_texts() -> None:
         "peak RAM": "1.00 GiB, plain PyTorch 2.00 GiB: 0.50 x (both measured)",
         "losses": "of the first 6 steps: differ by 3.0e-03 bits/byte at most",
     }
-    told = _ui.comparison(plain | {"largest_loss_difference": 0.0, "peak_rss_bytes": None})
-    assert told["losses"] == "of the first 6 steps: equal, bit for bit"
-    assert "peak RAM" not in told
+    page = _ui.comparison(plain | {"largest_loss_difference": 0.0, "peak_rss_bytes": None})
+    assert page["losses"] == "of the first 6 steps: equal, bit for bit"
+    assert "peak RAM" not in page
     took = _ui.seconds({"imports": 3.0, "text": 1.0, "training": 60.0}, ("imports", "text"))
     assert (
         took == "set-up 4.0 s (imports 3.0 s, text 1.0 s), training 1 min 00 s; together 1 min 04 s"
@@ -375,38 +375,38 @@ def test_bounds_of_plan_known_values() -> None:
         weights_s = (8 - 3) * 102_400 * 2 / 2e9  # three are in slots when backward starts
         rates = Rates(2e9, 1e9, 1.5e9, update={"fp32": sum(sizes) / 0.5})
         first_s = pass_s / 8  # the first unit's update, before which nothing is computed
-        slow = bounds_of(plan, rates, 1.0, 2.0)  # compute binds, and the update with it
-        assert slow.ideal_s == pytest.approx(3.0 * micro_batches + 0.5)
-        assert slow.schedule_s == pytest.approx(slow.ideal_s + first_s)
-        assert slow.binds == "compute" if micro_batches > 1 else "compute and update"
-        fast = bounds_of(plan, rates, 0.0, 0.0)
-        assert fast.schedule_s == pytest.approx(step_cost(plan, rates).seconds + first_s)
+        compute_bound = bounds_of(plan, rates, 1.0, 2.0)  # compute binds, and the update with it
+        assert compute_bound.ideal_s == pytest.approx(3.0 * micro_batches + 0.5)
+        assert compute_bound.schedule_s == pytest.approx(compute_bound.ideal_s + first_s)
+        assert compute_bound.binds == "compute" if micro_batches > 1 else "compute and update"
+        update_bound = bounds_of(plan, rates, 0.0, 0.0)
+        assert update_bound.schedule_s == pytest.approx(step_cost(plan, rates).seconds + first_s)
         if micro_batches == 1:
-            assert fast.schedule_s == pytest.approx(0.5 + first_s + weights_s)
+            assert update_bound.schedule_s == pytest.approx(0.5 + first_s + weights_s)
             rates = replace(rates, update={"fp32": 1e12})
-            quick = bounds_of(plan, rates, 0.0, 0.0)
-            assert quick.schedule_s == quick.ideal_s == pytest.approx(pass_s + weights_s)
-            assert quick.binds == "disk"
+            disk_bound = bounds_of(plan, rates, 0.0, 0.0)
+            assert disk_bound.schedule_s == disk_bound.ideal_s == pytest.approx(pass_s + weights_s)
+            assert disk_bound.binds == "disk"
             assert bounds_of(plan, rates, 0.0, 1.0).schedule_s == pytest.approx(pass_s + 1.0)
 
 
 # The demo, end to end
 
 
-def told(folder: Path, *arguments: str, held_mib: int = 0) -> list[str]:
+def demo_arguments(folder: Path, *arguments: str, held_mib: int = 0) -> list[str]:
     return [
         "--model", "gpt-tiny", "--nvme-path", str(folder), "--eval-batches", "2", "--no-compare",
         "--set", f"budget.host={2048 + held_mib}MiB", *arguments,
     ]  # fmt: skip
 
 
-def told_here(folder: Path, *arguments: str) -> list[str]:
+def arguments_here(folder: Path, *arguments: str) -> list[str]:
     """Return arguments for this process, whose budget includes the memory already in use."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return told(folder, *arguments, held_mib=pages * os.sysconf("SC_PAGESIZE") >> 20)
+    return demo_arguments(folder, *arguments, held_mib=pages * os.sysconf("SC_PAGESIZE") >> 20)
 
 
-def in_a_process(script: Path, *arguments: str) -> tuple[int | None, str, str]:
+def run_in_process(script: Path, *arguments: str) -> tuple[int | None, str, str]:
     with Program(script, *arguments) as program:
         return program.end()
 
@@ -415,7 +415,7 @@ Call = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def here(
+def call_main(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], library: corpus.Corpus
 ) -> Iterator[Call]:
     """Return a function that calls `main`; restore the signal handlers that it installs."""
@@ -437,7 +437,7 @@ def test_demo_output_complete_and_losses_match_plain_torch(
 ) -> None:
     """Runs in a process of its own, to measure peak memory."""
     steps = ["--steps", "4", "--compare-steps", "3", "--compare", "--json"]
-    code, output, errors = in_a_process(DEMO, *told(tmp_path, *steps))
+    code, output, errors = run_in_process(DEMO, *demo_arguments(tmp_path, *steps))
     assert code == 0, errors
     result = json.loads(output)
     assert result["steps"] == 4
@@ -464,14 +464,16 @@ def test_demo_output_complete_and_losses_match_plain_torch(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_demo_without_comparison(tmp_path: Path, here: Call) -> None:
-    code, output, errors = here(pretrain_gpt.main, told_here(tmp_path, "--steps", "1", "--json"))
+def test_demo_without_comparison(tmp_path: Path, call_main: Call) -> None:
+    code, output, errors = call_main(
+        pretrain_gpt.main, arguments_here(tmp_path, "--steps", "1", "--json")
+    )
     assert code == 0, errors
     assert json.loads(output)["plain_torch"] is None
 
 
 def test_signal_during_torch_import_stops_demo(tmp_path: Path) -> None:
-    command = [sys.executable, str(DEMO), *told(tmp_path, "--steps", "10000")]
+    command = [sys.executable, str(DEMO), *demo_arguments(tmp_path, "--steps", "10000")]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             maps = Path(f"/proc/{process.pid}/maps")
@@ -485,7 +487,7 @@ def test_signal_during_torch_import_stops_demo(tmp_path: Path) -> None:
 
 
 def test_signal_during_step_stops_demo(tmp_path: Path) -> None:
-    with Program(DEMO, *told(tmp_path, "--steps", "10000")) as demo:
+    with Program(DEMO, *demo_arguments(tmp_path, "--steps", "10000")) as demo:
         assert wait_until(lambda: demo.said(r" *step"), HANG_S)
         demo.signal(signal.SIGINT)
         code, _, errors = demo.end()
@@ -502,7 +504,7 @@ def assert_stopped(code: int | None, errors: str, signum: int) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["writing", "starting", "in a step", "closing"])
 def test_signal_at_any_moment_leaves_nothing(
-    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch, signum: int, moment: str
+    tmp_path: Path, call_main: Call, monkeypatch: pytest.MonkeyPatch, signum: int, moment: str
 ) -> None:
     """During the initial write, at the plan, after a forward, and during close."""
     sent: list[str] = []
@@ -526,7 +528,7 @@ def test_signal_at_any_moment_leaves_nothing(
     before(_training, "_finite", lambda _, step, *__: "in a step" if step == 2 else "")
     before(Engine, "close", lambda *_: "closing")
     threads = set(threading.enumerate())
-    code, _, errors = here(pretrain_gpt.main, told_here(tmp_path, "--steps", "3"))
+    code, _, errors = call_main(pretrain_gpt.main, arguments_here(tmp_path, "--steps", "3"))
     assert sent
     assert_stopped(code, errors, signum)
     assert_nothing_left(tmp_path, threads)
@@ -546,10 +548,12 @@ def test_signal_at_any_moment_leaves_nothing(
     ],
 )
 def test_invalid_input_prints_one_error(
-    tmp_path: Path, here: Call, arguments: list[str], message: str
+    tmp_path: Path, call_main: Call, arguments: list[str], message: str
 ) -> None:
     threads = set(threading.enumerate())
-    code, output, errors = here(pretrain_gpt.main, told_here(tmp_path, "--json", *arguments))
+    code, output, errors = call_main(
+        pretrain_gpt.main, arguments_here(tmp_path, "--json", *arguments)
+    )
     assert code not in (0, None), errors
     assert "Traceback" not in errors
     assert output == ""
@@ -567,7 +571,7 @@ def pipe() -> tuple[TextIO, TextIO]:
     return open(read), open(write, "w")
 
 
-class Served:
+class ThreadedContender:
     """A fake of a contender's `subprocess.Popen` that runs in a thread of this process."""
 
     def __init__(self, command: list[str], **_: Any) -> None:
@@ -603,20 +607,20 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run contenders of `bench_step` in threads and measure rates only briefly."""
     known = {"PIPE": subprocess.PIPE, "TimeoutExpired": subprocess.TimeoutExpired}
-    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=Served, **known))
+    monkeypatch.setattr(child, "subprocess", SimpleNamespace(Popen=ThreadedContender, **known))
     monkeypatch.setattr(bound, "MEASURE_S", 0.01)
 
 
 @pytest.mark.usefixtures("served")
 @pytest.mark.parametrize("micro_batches", ["1", "2"])
-def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: str) -> None:
+def test_bench_step_reports_ratios(tmp_path: Path, call_main: Call, micro_batches: str) -> None:
     threads = set(threading.enumerate())
     arguments = [
         "--model", "gpt-tiny", "--rounds", "2", "--warmup", "1",
         "--tokens", "128", "--micro-batches", micro_batches, "--path", str(tmp_path), "--json",
         "--compare", "deepspeed,fsdp2", "--traces", str(tmp_path / "kept"),
     ]  # fmt: skip
-    code, output, errors = here(bench_step.main, arguments)
+    code, output, errors = call_main(bench_step.main, arguments)
     assert code == 0, errors
     report = json.loads(output)
     assert set(report["contenders"]) >= {"torch_ram", "infinity_ram", "infinity_disk", "fsdp2"}
@@ -649,14 +653,14 @@ def test_bench_step_reports_ratios(tmp_path: Path, here: Call, micro_batches: st
 
 
 @pytest.mark.usefixtures("served")
-def test_bench_step_compares_expert_ranges_with_layers(tmp_path: Path, here: Call) -> None:
+def test_bench_step_compares_expert_ranges_with_layers(tmp_path: Path, call_main: Call) -> None:
     """The number of experts per unit changes bytes and times, but no bit of the loss."""
     arguments = [
         "--model", "moe-tiny", "--experts-per-unit", "3", "--rounds", "1", "--warmup", "1",
         "--tokens", "64", "--path", str(tmp_path), "--json",
         "--only", "infinity_disk,infinity_layers",
     ]  # fmt: skip
-    code, output, errors = here(bench_step.main, arguments)
+    code, output, errors = call_main(bench_step.main, arguments)
     assert code == 0, errors
     report = json.loads(output)
     ranges, layers = (report["contenders"][n] for n in ("infinity_disk", "infinity_layers"))
@@ -684,12 +688,12 @@ def test_contender_gets_fastest_schedule(
     monkeypatch.setattr(bench_step.Race, "_one_step_s", one_step_s)
     options = ["--tokens", "512", "--context", "64", "--micro-batches", "8", "--device", "cpu"]
     arguments = bench_step._parser().parse_args([*options, "--schedule", "best"])
-    said: list[str] = []
-    race = bench_step.Race(arguments, bench_step.job_of(arguments, Path("/disk")), said.append)
+    lines: list[str] = []
+    race = bench_step.Race(arguments, bench_step.job_of(arguments, Path("/disk")), lines.append)
     job = race.job_for("fsdp2")
     assert (job["micro_batches"], job["rows"], job["checkpointing"]) == (2, 4, False)
     assert tried == [(1, False), (1, True), (2, False), (4, False)]
-    assert "fsdp2: 1 x 512 tokens, blocks recomputed: 3.000 s" in said
+    assert "fsdp2: 1 x 512 tokens, blocks recomputed: 3.000 s" in lines
     assert race.job_for("infinity_plan") == race.job
     seconds.clear()
     with pytest.raises(child.ContenderFailedError):
@@ -698,17 +702,17 @@ def test_contender_gets_fastest_schedule(
 
 @pytest.mark.usefixtures("served")
 def test_bench_step_follows_plan(
-    tmp_path: Path, here: Call, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, call_main: Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Placement and schedule come from the plan; the choice and the prediction are reported."""
     rates = KnownRates(nominal(unified=True), None, ())
     monkeypatch.setattr(contender, "cached_rates", lambda *_, **__: rates)
-    planned, taken = contender.Planned, set[tuple[int, ...]]()
+    planned, batch_shapes = contender.Planned, set[tuple[int, ...]]()
     batch = planned.batch
 
     def watched(self: contender.Planned) -> list[tuple[torch.Tensor, torch.Tensor]]:
         found = batch(self)
-        taken.update(tuple(tokens.shape) for tokens, _ in found)
+        batch_shapes.update(tuple(tokens.shape) for tokens, _ in found)
         return found
 
     monkeypatch.setattr(planned, "batch", watched)
@@ -717,12 +721,12 @@ def test_bench_step_follows_plan(
         "--checkpointing", "--micro-batches", "2", "--path", str(tmp_path), "--json",
         "--only", "infinity_plan",
     ]  # fmt: skip
-    code, output, errors = here(bench_step.main, arguments)
+    code, output, errors = call_main(bench_step.main, arguments)
     assert code == 0, errors
     report = json.loads(output)
     facts = report["contenders"]["infinity_plan"]
     assert facts["schedule"].startswith("one micro-batch of 128 tokens")  # other contenders get two
-    assert taken == {(2, 64)}
+    assert batch_shapes == {(2, 64)}
     assert facts["recomputed"] == 0
     assert facts["hardware_tflops"] == pytest.approx(facts["model_tflops"])
     assert facts["links_bytes_per_s"] is None  # nothing is copied here
@@ -744,7 +748,7 @@ def test_bench_step_recompute_slices_and_offload(tmp_path: Path) -> None:
         "disk", "--only", "torch_ram,infinity_ram", "--alone", "--path", str(tmp_path), "--json",
         "--device", "cpu", "--device-budget", "1GiB",
     ]  # fmt: skip
-    code, output, errors = in_a_process(BENCH, *arguments)
+    code, output, errors = run_in_process(BENCH, *arguments)
     assert code == 0, errors
     report = json.loads(output)
     assert (report["slices"], report["offload"]) == (2, "disk")
@@ -752,22 +756,22 @@ def test_bench_step_recompute_slices_and_offload(tmp_path: Path) -> None:
     for facts in report["contenders"].values():
         assert facts["hardware_tflops"] == pytest.approx(8 / 6 * facts["model_tflops"])
         assert "device_budget_bytes" not in facts  # only a GPU has a cap
-    ours, plain = (report["contenders"][name] for name in ("infinity_ram", "torch_ram"))
-    assert ours["loss"] == pytest.approx(plain["loss"], abs=0.05)
+    offloaded, plain = (report["contenders"][name] for name in ("infinity_ram", "torch_ram"))
+    assert offloaded["loss"] == pytest.approx(plain["loss"], abs=0.05)
     assert "hardware" in errors
     assert list(tmp_path.iterdir()) == []
 
 
 def assert_learns(name: str, output: str) -> None:
-    words = [line.split() for line in output.splitlines() if line.startswith("step")]
-    losses = [float(line[line.index("loss") + 1]) for line in words]
+    steps = [line.split() for line in output.splitlines() if line.startswith("step")]
+    losses = [float(line[line.index("loss") + 1]) for line in steps]
     assert losses[-1] < 0.75 * losses[0]
     assert "Meant for" in (EXAMPLES / name).read_text()
 
 
 def test_quickstart_is_short_and_learns() -> None:
     """Runs in a process of its own, as for users."""
-    code, output, errors = in_a_process(EXAMPLES / "quickstart.py")
+    code, output, errors = run_in_process(EXAMPLES / "quickstart.py")
     assert code == 0, errors
     assert_learns("quickstart.py", output)
     assert len((EXAMPLES / "quickstart.py").read_text().splitlines()) <= 40

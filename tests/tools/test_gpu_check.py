@@ -134,8 +134,8 @@ def test_contender_ends_with_parent(tmp_path: Path) -> None:
 
 
 def test_gpu_tests_are_in_one_of_two_checks() -> None:
-    there = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
-    assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(there)
+    existing = {str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "gpu").glob("test_*.py")}
+    assert sorted(KERNEL_TESTS + TRAINING_TESTS) == sorted(existing)
 
 
 H100_GIB = 79
@@ -152,7 +152,7 @@ def all_benchmarks(device_gib: float = WHOLE_GIB) -> list[Benchmark]:
     return benchmarks([check for check in checks if check.device_gib <= device_gib])
 
 
-def each(benchmarks: list[Benchmark]) -> list[Any]:
+def benchmark_params(benchmarks: list[Benchmark]) -> list[Any]:
     """Return test parameters for the benchmarks; slow ones are marked `big`."""
     marks = {True: pytest.mark.big, False: ()}
     return [
@@ -173,13 +173,13 @@ def activation_bytes(case: PlanInput, slices: int) -> int:
         pytest.param(EXPECTED, id="expected"),
     ],
 )
-@pytest.mark.parametrize("one", each(all_benchmarks()))
+@pytest.mark.parametrize("one", benchmark_params(all_benchmarks()))
 def test_benchmarks_fit_machine(one: Benchmark, rates: Rates) -> None:
     """Plan as a run would, for any rates; nothing is allocated."""
     fits(one, rates, DEVICE_BYTES)
 
 
-@pytest.mark.parametrize("one", each(all_benchmarks(H100_GIB)))
+@pytest.mark.parametrize("one", benchmark_params(all_benchmarks(H100_GIB)))
 def test_benchmarks_for_smaller_gpu_fit(one: Benchmark) -> None:
     fits(one, EXPECTED, H100_GIB * GIB)
 
@@ -199,8 +199,8 @@ def fits(one: Benchmark, rates: Rates, card_bytes: int) -> None:
             assert device_bytes(found) <= budget
             assert budget <= 0.95 * parse_size(job["device_budget"])
         else:
-            room = budget - budgeted_bytes(plan)["device"]
-            assert activation_bytes(case, job["slices"]) <= room
+            free = budget - budgeted_bytes(plan)["device"]
+            assert activation_bytes(case, job["slices"]) <= free
         bounds = bounds_of(plan, rates, 0.5, 1.0)
         assert 1.5 * case.micro_batches <= bounds.ideal_s <= bounds.schedule_s
         assert bounds_of(plan, rates, 0.0, 0.0).schedule_s >= step_cost(plan, rates).seconds
@@ -223,16 +223,16 @@ def job_named(name: str) -> dict[str, Any]:
 def test_plan_contender_gets_only_tokens_and_budgets() -> None:
     """The schedule of other contenders is dropped; the device budget is its only limit."""
     job = job_named("step-8b-8k") | {"micro_batches": 2, "rows": 1, "slices": 2, "offload": "host"}
-    told = unscheduled_job(job)
-    config = engine_config(told, "infinity_plan")
+    plan_job = unscheduled_job(job)
+    config = engine_config(plan_job, "infinity_plan")
     assert (config["placement"], config.get("nvme_path")) == ({}, None)
     assert config["budget"] == {"device": int(0.95 * 24 * GIB), "host": "116GiB"}
     assert config["activations"] == {
         "checkpoint": "none", "slices": 1, "offload": "none", "logits": "chunked"
     }  # fmt: skip
     # Logits are sliced by the engine or by the model, not by both.
-    assert [vars(shape_of(one))["whole_logits"] for one in (told, job)] == [True, False]
-    case = case_of(told, "infinity_plan", machine_of())
+    assert [vars(shape_of(one))["whole_logits"] for one in (plan_job, job)] == [True, False]
+    case = case_of(plan_job, "infinity_plan", machine_of())
     assert (case.work.tokens, case.micro_batches, case.work.recompute) == (8192, 1, 0)
     assert case.compute_bytes == case.limits.device == config["budget"]["device"]
     on_cpu = engine_config(unscheduled_job(job | {"device": "cpu"}), "infinity_plan")
@@ -244,13 +244,13 @@ def test_engine_limits_equal_chosen_plan() -> None:
     """The engine reads the allocator's cap, the choice had the budget: both leave as much free."""
     job = job_named("step-8b-8k")
     found = priced_of(job, "infinity_plan", machine_of(), PROCESS_BYTES)
-    told = found.case.config
+    config = found.case.config
     cap = parse_size(job["device_budget"])
     limits = replace(found.case.limits, activations=None)
     share = int(0.9 * cap)  # of what a device has free
     left = limits_leaving_activations(limits, found.activations, Tier.DEVICE, share)
     assert left == found.case.limits
-    assert told.activations.tokens == found.case.work.tokens
+    assert config.activations.tokens == found.case.work.tokens
 
 
 def test_dry_run_prints_choice_and_expectation() -> None:
@@ -264,9 +264,9 @@ def test_dry_run_prints_choice_and_expectation() -> None:
     assert (free.work.tokens, free.work.recompute) == (8192, "all")
     share = step_cost(plan, EXPECTED, free.work).seconds / found.cost.seconds
     assert 0.3 < share < 1
-    for words in (BatchSchedule.of(found.case).line(32),
+    for text in (BatchSchedule.of(found.case).line(32),
                   f"{share:.2f} of a step without offload, wanted 0.55"):  # fmt: skip
-        assert words in line
+        assert text in line
 
 
 def test_search_tries_offloaded_block_inputs() -> None:
@@ -294,18 +294,18 @@ def test_engine_config_has_budgets_only_on_gpu() -> None:
 
 
 def test_cap_device_sets_memory_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[tuple[float, torch.device]] = []
+    calls: list[tuple[float, torch.device]] = []
     facts = SimpleNamespace(total_memory=96 * GIB)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
     monkeypatch.setattr(
         torch.cuda,
         "set_per_process_memory_fraction",
-        lambda share, device: told.append((share, device)),
+        lambda share, device: calls.append((share, device)),
     )
     device = torch.device("cuda", 0)
     cap_device(24 * GIB, device)
     cap_device(200 * GIB, device)
-    assert told == [(0.25, device), (1.0, device)]
+    assert calls == [(0.25, device), (1.0, device)]
 
 
 @pytest.mark.parametrize(("share", "found"), [(1.0, 90), (0.25, 24 - 4), (0.01, 0)])
@@ -321,39 +321,39 @@ def test_device_memory_bytes_limited_by_memory_fraction(
 
 def report_of(**more: Any) -> dict[str, Any]:
     """Return a GPU benchmark's report with the fields that targets read."""
-    ours = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_reserved_bytes": 23 * GIB,
+    entry = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_reserved_bytes": 23 * GIB,
             "device_budget_bytes": 24 * GIB}  # fmt: skip
     return {"device": "cuda", "model": "llama-8b", "tokens": 32768, "ratio": {},
-            "contenders": {"infinity_ram": ours}, "phases": {}, "skipped": {}} | more  # fmt: skip
+            "contenders": {"infinity_ram": entry}, "phases": {}, "skipped": {}} | more  # fmt: skip
 
 
 def test_judged_uses_targets_of_device() -> None:
-    def said(**more: Any) -> dict[str, tuple[str, bool]]:
+    def judgements(**more: Any) -> dict[str, tuple[str, bool]]:
         return {one["name"]: (one["target"], one["met"]) for one in judge(report_of(**more))}
 
     plain, peer = "tokens/s beside plain torch", "tokens/s beside DeepSpeed"
-    assert said(ratio={"torch_ram": 1.09})[plain] == ("at least 0.93", False)
-    assert said(ratio={"torch_ram": 1.07})[plain] == ("at least 0.93", True)
-    assert said(tokens=16384, ratio={"torch_ram": 1.2})[plain] == ("at least 0.8", True)
+    assert judgements(ratio={"torch_ram": 1.09})[plain] == ("at least 0.93", False)
+    assert judgements(ratio={"torch_ram": 1.07})[plain] == ("at least 0.93", True)
+    assert judgements(tokens=16384, ratio={"torch_ram": 1.2})[plain] == ("at least 0.8", True)
     small = {"tokens": 8192, "ratio": {"torch_ram": 1.8, "deepspeed_cpu_to_ram": 1.9}}
-    assert said(**small)[plain] == ("at least 0.55", True)
-    assert said(**small)[peer] == ("at least 2", False)
-    assert plain not in said(tokens=512, ratio={"torch_ram": 9.0})
-    assert said(model="llama-14b")["tokens/s"] == ("at least 5500", True)
-    disk = said(ratio={"schedule": 1.11})
+    assert judgements(**small)[plain] == ("at least 0.55", True)
+    assert judgements(**small)[peer] == ("at least 2", False)
+    assert plain not in judgements(tokens=512, ratio={"torch_ram": 9.0})
+    assert judgements(model="llama-14b")["tokens/s"] == ("at least 5500", True)
+    disk = judgements(ratio={"schedule": 1.11})
     assert disk["all on disk: step beside the schedule bound"] == ("at most 1.10", False)
-    assert said()["infinity_ram: device memory, GiB"] == ("at most 24 GiB", True)
-    on_cpu = said(device="cpu", tokens=512, ratio={"torch_ram": 1.04})
+    assert judgements()["infinity_ram: device memory, GiB"] == ("at most 24 GiB", True)
+    on_cpu = judgements(device="cpu", tokens=512, ratio={"torch_ram": 1.04})
     assert on_cpu[plain] == ("at least 0.9524", True)
 
 
 def chosen_report(step: float = 1.0, memory: float = 1.0, links: float = 1.0) -> dict[str, Any]:
     """Return a report of the plan's schedule with these ratios of measured to predicted."""
-    ours = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_device_bytes": memory * 20 * GIB,
+    entry = {"median_step_s": 5.0, "tokens_per_s": 6554.0, "peak_device_bytes": memory * 20 * GIB,
             "predicted_device_bytes": 20 * GIB, "links_bytes_per_s": links * 90e9}  # fmt: skip
     ratio = {"plan_to_torch_ram": 1.2, "plan_to_schedule": 1.05, "plan_to_predicted": step}
     bound = {"infinity_plan": {"rates": {"copies_mixed": 90e9}}}
-    return report_of(contenders={"infinity_plan": ours}, ratio=ratio, bound=bound)
+    return report_of(contenders={"infinity_plan": entry}, ratio=ratio, bound=bound)
 
 
 def test_plan_contender_judged_by_its_prediction() -> None:
@@ -453,31 +453,31 @@ def installed() -> dict[str, carried.Package]:
     """Return the packages to carry as installed here: constraints.txt pins both."""
     found = {}
     for name in carried.CARRIED:
-        there = importlib.metadata.distribution(name)
-        found[name] = carried.Package(there.version, tuple(there.requires or ()))
+        distribution = importlib.metadata.distribution(name)
+        found[name] = carried.Package(distribution.version, tuple(distribution.requires or ()))
     return found
 
 
 def test_carried_packages_are_exactly_required() -> None:
-    there, asked = installed(), carried.wanted()
-    assert carried.uncovered(asked, there) == []
-    for name in there:
-        left = {other: package for other, package in there.items() if other != name}
-        assert carried.uncovered(asked, left), f"{name} is asked for by nobody"
+    available, required = installed(), carried.wanted()
+    assert carried.uncovered(required, available) == []
+    for name in available:
+        left = {other: package for other, package in available.items() if other != name}
+        assert carried.uncovered(required, left), f"{name} is asked for by nobody"
 
 
 def test_uncovered_names_missing_and_requirer() -> None:
-    needs = (
+    requires = (
         "two>=2; os_name == 'posix'",
         "old; os_name == 'nt'",
         "three; extra == 'more'",
         "torch",
     )
-    there = {"one": carried.Package("1.0", needs), "two": carried.Package("1.9", ())}
-    (wrong,) = carried.uncovered(["one"], there)
+    available = {"one": carried.Package("1.0", requires), "two": carried.Package("1.9", ())}
+    (wrong,) = carried.uncovered(["one"], available)
     assert wrong.startswith("two>=2")
     assert wrong.endswith("for one: 1.9 is carried")
-    assert carried.uncovered(["One[more]"], there)[1].startswith("three")
+    assert carried.uncovered(["One[more]"], available)[1].startswith("three")
 
 
 def imported(entries: list[Path], folders: list[Path]) -> set[str]:
@@ -495,9 +495,9 @@ def imported(entries: list[Path], folders: list[Path]) -> set[str]:
             elif isinstance(node, ast.ImportFrom) and node.module:
                 found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         for name in found:
-            ways = [folder / (name.replace(".", "/") + end)
+            candidates = [folder / (name.replace(".", "/") + end)
                     for folder in folders for end in (".py", "/__init__.py")]  # fmt: skip
-            entries += [way for way in ways if way.exists()]
+            entries += [candidate for candidate in candidates if candidate.exists()]
             names.add(name.partition(".")[0])
     return names - {path.stem for path in seen} - {"infinity", "support"} - sys.stdlib_module_names
 
@@ -513,13 +513,13 @@ def test_imports_are_covered_by_carried_packages() -> None:
     entries += [ROOT / "tests" / "conftest.py", ROOT / "benchmarks" / "step" / "contender.py"]
     entries += [ROOT / "infinity" / "engine.py", ROOT / "infinity" / "cli" / "main.py"]
     folders = [ROOT / name for name in ("tests", "tools", "benchmarks", "examples", ".")]
-    brought = importlib.metadata.packages_distributions()
+    providers = importlib.metadata.packages_distributions()
     allowed = {*carried.CARRIED, *carried.THERE}
     names = imported(entries, folders)
     assert {"torch", "pytest", "hypothesis", "pydantic", "typer", "yaml"} <= names
     for name in names:
-        by = {carried.canonical(one) for one in brought.get(name, [])}
-        assert by & allowed, f"{name} comes with {by or 'nothing'}"
+        distributions = {carried.canonical(one) for one in providers.get(name, [])}
+        assert distributions & allowed, f"{name} comes with {distributions or 'nothing'}"
 
 
 def wheel_of(folder: Path, name: str, version: str) -> Path:
@@ -529,17 +529,21 @@ def wheel_of(folder: Path, name: str, version: str) -> Path:
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Create `.whl/` as `--fetch` does, with metadata-only wheels, and a wheel of this package."""
-    there = tmp_path / ".whl"
-    monkeypatch.setattr(carried, "WHEELS", there)
-    there.mkdir()
+    wheels = tmp_path / ".whl"
+    monkeypatch.setattr(carried, "WHEELS", wheels)
+    wheels.mkdir()
     for name, (version, requires) in installed().items():
-        told = [f"Name: {name}", f"Version: {version}", *(f"Requires-Dist: {r}" for r in requires)]
-        with zipfile.ZipFile(wheel_of(there, name, version), "w") as wheel:
-            wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(told))
-    ours = there / "native" / carried.fingerprint()
-    ours.mkdir(parents=True)
-    (ours / "torch_infinity.whl").touch()
-    return there
+        metadata = [
+            f"Name: {name}",
+            f"Version: {version}",
+            *(f"Requires-Dist: {r}" for r in requires),
+        ]
+        with zipfile.ZipFile(wheel_of(wheels, name, version), "w") as wheel:
+            wheel.writestr(f"{name}-{version}.dist-info/METADATA", "\n".join(metadata))
+    native = wheels / "native" / carried.fingerprint()
+    native.mkdir(parents=True)
+    (native / "torch_infinity.whl").touch()
+    return wheels
 
 
 def test_main_without_gpu_checks_packages_and_plans_stages(
@@ -551,27 +555,27 @@ def test_main_without_gpu_checks_packages_and_plans_stages(
     monkeypatch.setenv("OUT", str(tmp_path / "out"))
     monkeypatch.setattr(tool, "why_no_gpu", lambda: "no GPU")
     assert tool.main(["smoke", "8b"]) == tool.NO_GPU
-    told = capsys.readouterr()
-    assert "nothing was built, run or reported" in told.err
-    for words in ("all that is asked for, but numpy, pip, torch",
+    printed = capsys.readouterr()
+    assert "nothing was built, run or reported" in printed.err
+    for text in ("all that is asked for, but numpy, pip, torch",
                   "torch_infinity.whl, built from these sources", "gpu/smoke.py --machine",
                   "smoke: plans nothing", "step-8b-8k, infinity_plan"):  # fmt: skip
-        assert words in told.out, words
-    assert "step-1.5b" not in told.out
+        assert text in printed.out, text
+    assert "step-1.5b" not in printed.out
     monkeypatch.setattr("gpu.plan.plan_lines", lambda checks: [f"planned {len(checks)}"])
     assert tool.main(["--dry-run", *tool.STAGES]) == 0
-    told = capsys.readouterr()
-    assert told.out.count("planned ") == len(tool.STAGES)
-    for words in (*KERNEL_TESTS, *TRAINING_TESTS, "bench_adam_cuda", "llama-8b", "--machine-file",
+    printed = capsys.readouterr()
+    assert printed.out.count("planned ") == len(tool.STAGES)
+    for text in (*KERNEL_TESTS, *TRAINING_TESTS, "bench_adam_cuda", "llama-8b", "--machine-file",
                   "--device-budget 24GiB", "--compare deepspeed-cpu"):  # fmt: skip
-        assert words in told.out, words
+        assert text in printed.out, text
     assert not (tmp_path / "out").exists()
     next(folder.glob("execnet-*.whl")).unlink()
     monkeypatch.setattr(carried, "LIMIT_BYTES", 1)
     assert tool.main(["smoke"]) == tool.MISSING
-    told = capsys.readouterr()
-    assert "execnet>=2.1, for pytest-xdist: not carried" in told.err
-    assert "MiB would travel, 0 at most may" in told.err
+    printed = capsys.readouterr()
+    assert "execnet>=2.1, for pytest-xdist: not carried" in printed.err
+    assert "MiB would travel, 0 at most may" in printed.err
 
 
 @needs_no_gpu
@@ -595,10 +599,10 @@ def test_prebuilt_wheel_valid_until_sources_change(
     (tmp_path / "README.md").write_text("else")
     assert carried.fingerprint() == before
     assert carried.prebuilt() is None
-    kept = tmp_path / ".whl" / "native" / before
-    kept.mkdir(parents=True)
-    (kept / "ours.whl").touch()
-    assert carried.prebuilt() == kept / "ours.whl"
+    folder_of_build = tmp_path / ".whl" / "native" / before
+    folder_of_build.mkdir(parents=True)
+    (folder_of_build / "ours.whl").touch()
+    assert carried.prebuilt() == folder_of_build / "ours.whl"
     (tmp_path / "infinity" / "one.py").write_text("2")
     assert carried.fingerprint() != before
     assert carried.prebuilt() is None  # built from other sources
@@ -745,7 +749,7 @@ def test_failed_checks_reported_and_others_run(
     report = tool.write_report(results, machine, ["more"], tmp_path, found)
     assert report.name.startswith("gpu_more_nvidia-h200-139_20")
     text = report.read_text()
-    for words in (
+    for expected in (
         "| target | wanted | found | |",
         "| 0.5 | MISSED |",
         "| good | passed |",
@@ -760,7 +764,7 @@ def test_failed_checks_reported_and_others_run(
         "begun",
         "the end",
     ):
-        assert words in text
+        assert expected in text
     assert text.count("\nx") <= tool.SHOWN_LINES
     assert "bad: exit code 7" in (tmp_path / "log.txt").read_text()
     assert "bad: exit code 7" in capsys.readouterr().out
@@ -779,7 +783,7 @@ def test_machine_facts_need_no_package() -> None:
 
 def test_smoke_on_fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[FakeAccelerator] = []
-    told: list[str] = []
+    lines: list[str] = []
 
     def make() -> FakeAccelerator:
         made.append(FakeAccelerator(1, kernels=True))
@@ -789,7 +793,7 @@ def test_smoke_on_fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(smoke, "PINNED_STEP_GIB", 1 / 64)
     monkeypatch.setattr(smoke, "BESIDE_GIB", 0)
     try:
-        found = smoke.run_parts(make, told.append)
+        found = smoke.run_parts(make, lines.append)
         assert found["failed"] == []
         assert found["warnings"] == []
         assert found["kernels"] == {"fp32": True, "8bit": True}
@@ -800,7 +804,7 @@ def test_smoke_on_fake_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
         assert [len(device.violations) for device in made] == [0] * len(made)
         monkeypatch.setattr(FakeAccelerator, "why_no_kernels", lambda self: "the driver refuses")
         monkeypatch.setattr(smoke, "BESIDE_GIB", 1 << 20)
-        found = smoke.run_parts(make, told.append)
+        found = smoke.run_parts(make, lines.append)
         assert found["failed"] == ["kernels: no kernels: the driver refuses"]
         assert found["pinning"]["pinned_gib"] == 0
         assert "are available" in found["pinning"]["stopped"]

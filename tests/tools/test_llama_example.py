@@ -13,12 +13,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import llama
 import presets
 
-NAMES = {
+MODEL_NAMES = {
     "tokens.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
     "head.weight": "lm_head.weight",
 }
-PARTS = {
+LAYER_NAMES = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
     "query": "self_attn.q_proj",
@@ -31,11 +31,11 @@ PARTS = {
 }
 
 
-def their_name(name: str) -> str:
-    if name in NAMES:
-        return NAMES[name]
+def transformers_name(name: str) -> str:
+    if name in MODEL_NAMES:
+        return MODEL_NAMES[name]
     _, index, part, _ = name.split(".")
-    return f"model.layers.{index}.{PARTS[part]}.weight"
+    return f"model.layers.{index}.{LAYER_NAMES[part]}.weight"
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
@@ -45,7 +45,7 @@ def test_loss_and_gradients_match_transformers(
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr(llama, "_LOGITS", 4 * 256 * 24)  # slices of 24 positions
     shape = presets.shape_of("llama-tiny", checkpointing=checkpointing)
-    ours = presets.build(shape, torch.float32, seed=3)
+    model = presets.build(shape, torch.float32, seed=3)
     config = transformers.LlamaConfig(
         vocab_size=shape.vocab_size,
         hidden_size=shape.width,
@@ -58,19 +58,19 @@ def test_loss_and_gradients_match_transformers(
         tie_word_embeddings=False,
         rope_parameters={"rope_type": "default", "rope_theta": shape.rope_base},
     )
-    theirs = transformers.LlamaForCausalLM(config)
-    theirs.load_state_dict({their_name(n): v for n, v in ours.state_dict().items()})
+    reference = transformers.LlamaForCausalLM(config)
+    reference.load_state_dict({transformers_name(n): v for n, v in model.state_dict().items()})
     tokens = torch.randint(0, shape.vocab_size, (2, 41), generator=torch.Generator().manual_seed(1))
-    loss = ours(tokens[:, :-1], tokens[:, 1:])
-    expected = theirs(tokens, labels=tokens).loss
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    expected = reference(tokens, labels=tokens).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     loss.backward()
     expected.backward()
-    wanted = dict(theirs.named_parameters())
-    for name, parameter in ours.named_parameters():
+    expected_parameters = dict(reference.named_parameters())
+    for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         torch.testing.assert_close(
-            parameter.grad, wanted[their_name(name)].grad, rtol=1e-3, atol=1e-6
+            parameter.grad, expected_parameters[transformers_name(name)].grad, rtol=1e-3, atol=1e-6
         )
 
 

@@ -27,19 +27,19 @@ class Pretraining(nn.Module):
         self.bert = BertForPreTraining(BertConfig(**SHAPE))
 
     def forward(self, batch: tuple[Tensor, ...], log: bool = True) -> Tensor:
-        tokens, kinds, words, follows = batch
-        given = {"labels": words, "next_sentence_label": follows, "token_type_ids": kinds}
+        tokens, token_types, labels, follows = batch
+        given = {"labels": labels, "next_sentence_label": follows, "token_type_ids": token_types}
         return self.bert(input_ids=tokens, **given).loss
 
 
 def pairs(count: int, seed: int) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    words = torch.randint(4, 12, (count, LENGTH), generator=generator)
-    masked = torch.rand(words.shape, generator=generator) < 0.15
-    kinds = (torch.arange(LENGTH) >= LENGTH // 2).long().expand(count, -1).contiguous()
+    tokens = torch.randint(4, 12, (count, LENGTH), generator=generator)
+    masked = torch.rand(tokens.shape, generator=generator) < 0.15
+    token_types = (torch.arange(LENGTH) >= LENGTH // 2).long().expand(count, -1).contiguous()
     follows = torch.randint(0, 2, (count,), generator=generator)
     return TensorDataset(
-        words.masked_fill(masked, MASK), kinds, words.masked_fill(~masked, -100), follows
+        tokens.masked_fill(masked, MASK), token_types, tokens.masked_fill(~masked, -100), follows
     )
 
 
@@ -119,11 +119,11 @@ def main(config: str, folder: Path) -> dict[str, Any]:
     written = folder / "bert.json"
     written.write_text(json.dumps(given))
     args = argparse.Namespace(deepspeed=True, deepspeed_config=str(written), local_rank=0)
-    whole = train(args, folder / "saved", None)
+    uninterrupted = train(args, folder / "saved", None)
     resumed = train(args, folder / "saved", "epoch0_step3")
-    assert resumed == whole[len(whole) // 2 :], (resumed, whole)
-    assert whole[-1] < whole[len(whole) // 2 - 1], whole
-    return {"losses": whole}
+    assert resumed == uninterrupted[len(uninterrupted) // 2 :], (resumed, uninterrupted)
+    assert uninterrupted[-1] < uninterrupted[len(uninterrupted) // 2 - 1], uninterrupted
+    return {"losses": uninterrupted}
 
 
 if __name__ == "__main__":

@@ -85,9 +85,9 @@ def main(config: str, folder: Path, args: Any = None) -> dict[str, Any]:
     with torch.no_grad():
         outputs = model_engine(images.tensors[0].to(local_device).to(target_dtype))
     correct = int((outputs.argmax(1) == images.tensors[1].to(local_device)).sum())
-    told = (folder / "cifar" / "Train_Samples_train_loss.csv").read_text().splitlines()
-    samples, loss_told = told[-1].split(",")
-    assert (int(samples), float(loss_told)) == (2 * len(images), losses[-1]), told
+    logged = (folder / "cifar" / "Train_Samples_train_loss.csv").read_text().splitlines()
+    samples, logged_loss = logged[-1].split(",")
+    assert (int(samples), float(logged_loss)) == (2 * len(images), losses[-1]), logged
     model_engine.destroy()
     return {"losses": losses, "correct": correct}
 

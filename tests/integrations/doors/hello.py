@@ -64,11 +64,11 @@ def train(config: dict[str, Any], exp_dir: Path, load_dir: Path | None, steps: i
 
 def main(config: str, folder: Path) -> dict[str, Any]:
     given = json.loads(Path(config).read_text())
-    whole = train(given, folder / "hello", None, 6)
+    uninterrupted = train(given, folder / "hello", None, 6)
     train(given, folder / "first", None, 4)
     resumed = train(given, folder / "first", folder / "first", 6)
-    assert resumed == whole[4:], (resumed, whole)
-    return {"losses": whole}
+    assert resumed == uninterrupted[4:], (resumed, uninterrupted)
+    return {"losses": uninterrupted}
 
 
 if __name__ == "__main__":

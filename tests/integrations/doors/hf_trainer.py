@@ -77,39 +77,41 @@ def numbers(trainer: Trainer) -> list[Any]:
 
 
 def main(config: str, folder: Path) -> dict[str, Any]:
-    whole = trainer_of(config, folder / "whole", load_best_model_at_end=True)
-    whole.train()
-    evaluated = whole.evaluate()["eval_loss"]
-    assert evaluated == min(r["eval_loss"] for r in whole.state.log_history if "eval_loss" in r)
-    whole.save_model(str(folder / "saved"))
-    whole.model_wrapped.destroy()
+    uninterrupted = trainer_of(config, folder / "whole", load_best_model_at_end=True)
+    uninterrupted.train()
+    evaluated = uninterrupted.evaluate()["eval_loss"]
+    assert evaluated == min(
+        r["eval_loss"] for r in uninterrupted.state.log_history if "eval_loss" in r
+    )
+    uninterrupted.save_model(str(folder / "saved"))
+    uninterrupted.model_wrapped.destroy()
     resumed = trainer_of(config, folder / "whole", load_best_model_at_end=True)
     resumed.train(resume_from_checkpoint=str(folder / "whole" / "checkpoint-3"))
     resumed.save_model(str(folder / "resumed"))
     resumed.model_wrapped.destroy()
     assert digest(folder / "saved") == digest(folder / "resumed")
-    told = numbers(whole)
-    assert [row for row in numbers(resumed) if row in told], told
+    logged = numbers(uninterrupted)
+    assert [row for row in numbers(resumed) if row in logged], logged
     given = json.loads(Path(config).read_text()) | SECTIONS
     sections = folder / "sections.json"
     sections.write_text(json.dumps(given))
     if given["zero_optimization"]["stage"] == 3:  # required by transformers for inference
-        alone = trainer_of(str(sections), folder / "alone")
-        found = alone.evaluate()["eval_loss"]
+        evaluator = trainer_of(str(sections), folder / "alone")
+        found = evaluator.evaluate()["eval_loss"]
         rows = Tokens(8, 2).rows
         plain = AutoModelForCausalLM.from_pretrained(pretrained(folder))
         assert abs(found - float(plain(input_ids=rows, labels=rows).loss)) < 1e-5
-        alone.accelerator.deepspeed_engine_wrapped.engine.destroy()
-    only = trainer_of(str(sections), folder / "only", save_only_model=True)
-    only.train()
-    only.model_wrapped.destroy()
+        evaluator.accelerator.deepspeed_engine_wrapped.engine.destroy()
+    weights_only = trainer_of(str(sections), folder / "only", save_only_model=True)
+    weights_only.train()
+    weights_only.model_wrapped.destroy()
     names = {path.name for path in (folder / "only" / "checkpoint-6").iterdir()}
     assert "model.safetensors" in names
     assert not any(name.startswith("global_step") for name in names), names
     loaded = AutoModelForCausalLM.from_pretrained(folder / "only" / "checkpoint-6")
     assert loaded.config.hidden_size == SHAPE["hidden_size"]
-    told += numbers(only)
-    return {"numbers": told, "weights": digest(folder / "saved")}
+    logged += numbers(weights_only)
+    return {"numbers": logged, "weights": digest(folder / "saved")}
 
 
 if __name__ == "__main__":

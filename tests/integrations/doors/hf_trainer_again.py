@@ -28,7 +28,7 @@ def trainer_of(config: str | None, folder: Path, **more: Any) -> Trainer:
     return Trainer(model=model, args=args, train_dataset=Tokens(40, 1), eval_dataset=Tokens(8, 2))
 
 
-def twice(config: str | None, folder: Path, *, first: bool) -> list[Any]:
+def train_twice(config: str | None, folder: Path, *, first: bool) -> list[Any]:
     """Return the losses of two rounds of `train()` and `evaluate()`; evaluate before if `first`."""
     trainer, found = trainer_of(config, folder), list[Any]()
     if first:
@@ -46,7 +46,7 @@ def out_of_memory(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
 
 
-def smaller(config: str | None, folder: Path) -> list[Any]:
+def train_with_smaller_batches(config: str | None, folder: Path) -> list[Any]:
     """Return the losses of a run whose initial batch size was too large."""
     trainer = trainer_of(config, folder, auto_find_batch_size=True)
     trainer.args.per_device_train_batch_size = trainer._train_batch_size = LARGEST + 1
@@ -62,18 +62,18 @@ def main(config: str, folder: Path) -> dict[str, Any]:
     found = {}
     os.environ.pop("ACCELERATE_USE_DEEPSPEED", None)  # set by an earlier Trainer
     for path in (None, config):
-        found[path] = [twice(path, folder, first=zero["stage"] == 3)]
+        found[path] = [train_twice(path, folder, first=zero["stage"] == 3)]
         AcceleratorState._reset_state(True)
         if zero["stage"] < 3:  # required by transformers
-            found[path].append(smaller(path, folder))
+            found[path].append(train_with_smaller_batches(path, folder))
             AcceleratorState._reset_state(True)
     gc.collect()
     assert not PROCESS._entries
     if "offload_param" in zero:
         assert not list(Path(zero["offload_param"]["nvme_path"]).iterdir())
-    for theirs, ours in zip(*found.values(), strict=True):
-        assert len(theirs) == len(ours) >= 3
-        for plain, row in zip(theirs, ours, strict=True):
+    for plain_rows, deepspeed_rows in zip(*found.values(), strict=True):
+        assert len(plain_rows) == len(deepspeed_rows) >= 3
+        for plain, row in zip(plain_rows, deepspeed_rows, strict=True):
             for key in plain:
                 assert abs(plain[key] - row[key]) <= 1e-6 * abs(plain[key]), (plain, row)
     return {"twice": found[config][0]}

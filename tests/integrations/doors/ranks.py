@@ -88,10 +88,10 @@ def accelerated(config: dict[str, Any], folder: Path) -> dict[str, Any]:
 
 def main(config: str, folder: Path) -> dict[str, Any]:
     given = json.loads(Path(config).read_text())
-    whole = train(given, folder / "whole")
+    uninterrupted = train(given, folder / "whole")
     resumed = train(given, folder / "resumed", folder / "whole" / "checkpoint-2")
-    assert resumed["weights"] == whole["weights"]
-    return {"Trainer": whole, "accelerate": accelerated(given, folder)}
+    assert resumed["weights"] == uninterrupted["weights"]
+    return {"Trainer": uninterrupted, "accelerate": accelerated(given, folder)}
 
 
 if __name__ == "__main__":
@@ -102,6 +102,6 @@ if __name__ == "__main__":
     arguments = parser.parse_args()
     if RANKS > 1:  # appended by `infinity run --local-rank`
         assert arguments.local_rank == int(os.environ["LOCAL_RANK"])
-    told = main(arguments.deepspeed, arguments.folder)
+    results = main(arguments.deepspeed, arguments.folder)
     if dist.get_rank() == 0:
-        (arguments.folder / "told.json").write_text(json.dumps(told))
+        (arguments.folder / "told.json").write_text(json.dumps(results))

@@ -64,9 +64,9 @@ def train(config: dict[str, Any] | None, folder: Path) -> dict[str, Any]:
         if epoch == 0:
             accelerator.save_state(str(folder / "state"))
     after = {n: v.clone() for n, v in accelerator.get_state_dict(model).items()}
-    whole = accelerator.unwrap_model(model)
-    assert isinstance(whole, Model)
-    assert whole.state_dict().keys() == after.keys()
+    unwrapped = accelerator.unwrap_model(model)
+    assert isinstance(unwrapped, Model)
+    assert unwrapped.state_dict().keys() == after.keys()
     accelerator.load_state(str(folder / "state"))
     before = accelerator.get_state_dict(model)
     assert any(not torch.equal(before[name], after[name]) for name in after)
@@ -83,7 +83,7 @@ def main(config: str | None, folder: Path) -> dict[str, Any]:
     given = json.loads(Path(config).read_text())
     given |= {"gradient_accumulation_steps": 2, "train_micro_batch_size_per_gpu": 4}
     given.pop("train_batch_size", None)
-    ours = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler")}
+    bare = {name: value for name, value in given.items() if name not in ("optimizer", "scheduler")}
     given["scheduler"] = {
         "type": "WarmupDecayLR",
         "params": {
@@ -93,7 +93,7 @@ def main(config: str | None, folder: Path) -> dict[str, Any]:
     }  # fmt: skip
     given["optimizer"] = {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto"}}
     return {
-        "in code": train(ours, folder / "code"), "in config": train(given, folder / "config")
+        "in code": train(bare, folder / "code"), "in config": train(given, folder / "config")
     }  # fmt: skip
 
 

@@ -55,7 +55,9 @@ def fit(strategy: Any, epochs: int, resume: Path | None = None) -> tuple[Any, Hi
     trainer, history = trainer_of(strategy, epochs)
     torch.manual_seed(0)
     module = example.Classifier()
-    for dropout in (part for part in module.modules() if isinstance(part, torch.nn.Dropout)):
+    for dropout in (
+        submodule for submodule in module.modules() if isinstance(submodule, torch.nn.Dropout)
+    ):
         dropout.p = 0.0  # strategies draw different random numbers before the first step
     trainer.fit(module, example.loader(64, 1), example.loader(32, 2), ckpt_path=resume)
     return trainer, history
@@ -68,20 +70,25 @@ def main(config: str, folder: Path) -> dict[str, Any]:
         return OnAnyDevice(config=json.loads(json.dumps(given)))
 
     _, plain = fit("auto", 4)
-    trainer, whole = fit(strategy(), 4)
+    trainer, uninterrupted = fit(strategy(), 4)
     assert type(trainer.strategy.model).__name__ == "DeepSpeedEngine"
-    assert whole.rates == plain.rates
-    for mine, other in ((whole.losses, plain.losses), (whole.validated, plain.validated)):
-        assert len(mine) == len(other)
-        assert all(abs(a - b) <= 2e-5 * abs(b) for a, b in zip(mine, other, strict=True))
+    assert uninterrupted.rates == plain.rates
+    for found_values, plain_values in (
+        (uninterrupted.losses, plain.losses),
+        (uninterrupted.validated, plain.validated),
+    ):
+        assert len(found_values) == len(plain_values)
+        assert all(
+            abs(a - b) <= 2e-5 * abs(b) for a, b in zip(found_values, plain_values, strict=True)
+        )
     first, _ = fit(strategy(), 2)
     first.save_checkpoint(folder / "two.ckpt")
     _, resumed = fit(strategy(), 4, folder / "two.ckpt")
-    assert resumed.losses == whole.losses[len(whole.losses) // 2 :]
+    assert resumed.losses == uninterrupted.losses[len(uninterrupted.losses) // 2 :]
     trainer.save_checkpoint(folder / "four.ckpt")
     again, _ = trainer_of(strategy(), 4)
     found = again.validate(
         example.Classifier(), example.loader(32, 2), ckpt_path=folder / "four.ckpt", verbose=False
     )
-    assert abs(found[0]["val_loss"] - whole.validated[-1]) < 1e-5, found
-    return {"losses": whole.losses, "validated": whole.validated}
+    assert abs(found[0]["val_loss"] - uninterrupted.validated[-1]) < 1e-5, found
+    return {"losses": uninterrupted.losses, "validated": uninterrupted.validated}

@@ -22,10 +22,10 @@ def train(kind: str, config: dict[str, Any] | None, folder: Path) -> list[list[f
     source = example.write_model(folder / "model")
     head = "SequenceClassification" if kind == "reward" else "CausalLM"
     more = {"num_labels": 1} if kind == "reward" else {}
-    told = {} if config is None else {"deepspeed": config}
-    told |= {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True}
+    settings = {} if config is None else {"deepspeed": config}
+    settings |= {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True}
     torch.manual_seed(5)
-    given = example.given_to(kind, None, source, folder / kind, **told)  # before the model
+    given = example.given_to(kind, None, source, folder / kind, **settings)  # before the model
     loader = getattr(transformers, f"LlamaFor{head}")
     given["model"] = loader.from_pretrained(source, dtype=torch.float32, **more)
     trainer = getattr(trl, example.KINDS[kind][0].__name__)(**given)
@@ -40,12 +40,12 @@ def train(kind: str, config: dict[str, Any] | None, folder: Path) -> list[list[f
 def main(config: str | None, folder: Path) -> dict[str, Any]:
     given = None if config is None else json.loads(Path(config).read_text())
     if given is not None and given["zero_optimization"]["stage"] == 3:
-        words = ""
+        message = ""
         try:  # at stage 3 TRL gathers the head's weights around a loss
             train("dpo", given, folder)
         except ConfigError as error:
-            words = str(error)
-        assert '"stage": 2' in words
+            message = str(error)
+        assert '"stage": 2' in message
         given["zero_optimization"]["stage"] = 2
     return {kind: train(kind, given, folder) for kind in example.KINDS}
 

@@ -43,8 +43,8 @@ DEEPSEEK = moe_family("DeepseekV3ForCausalLM", "DeepseekV3Config",
 
 def attention(model: Any, **more: Any) -> Any:
     torch.manual_seed(11)
-    wanted = {"target_modules": ["o_proj"], **more}
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **wanted))
+    options = {"target_modules": ["o_proj"], **more}
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **options))
 
 
 def run(source: Path, path: Path, family: Family, prepare: Any = attention, **more: Any) -> Any:
@@ -68,9 +68,9 @@ def run(source: Path, path: Path, family: Family, prepare: Any = attention, **mo
 
 def stored(path: Path, name: str) -> Tensor:
     """Return the stored bytes of a parameter of the base."""
-    found = load_file(path / "saved" / "a" / "frozen.safetensors")
-    (held,) = (value for key, value in found.items() if key.endswith(name))
-    return held
+    tensors = load_file(path / "saved" / "a" / "frozen.safetensors")
+    (stored_bytes,) = (value for key, value in tensors.items() if key.endswith(name))
+    return stored_bytes
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
@@ -81,21 +81,21 @@ def test_frozen_expert_stacks_stored_in_nf4(family: str, tmp_path: Path) -> None
     plain = one.build().requires_grad_(False)
     stacks = {n: p for n, p in plain.named_parameters() if p.dim() == 3}
     assert len(stacks) == 2 * 3
-    held = {n: packed(p.bfloat16(), FrozenFormat.NF4) for n, p in stacks.items()}
+    packed_bytes = {n: packed(p.bfloat16(), FrozenFormat.NF4) for n, p in stacks.items()}
     round_frozen(plain, "nf4", torch.bfloat16)
     plain.save_pretrained(tmp_path / "rounded")
     common: dict[str, Any] = {"precision": "bf16"}
     expected = run(tmp_path / "rounded", tmp_path, one, **common)[:2]
     for placement in (ON_DISK, ON_DEVICE):
-        told = {**common, "placement": placement, "frozen": {"format": "nf4"}}
-        losses, state, plan = run(base, tmp_path, one, **told)
+        options = {**common, "placement": placement, "frozen": {"format": "nf4"}}
+        losses, state, plan = run(base, tmp_path, one, **options)
         assert losses == expected[0]
         assert [n for n in state if not torch.equal(state[n], expected[1][n])] == []
     segments = {s.name: s for unit in plan.units for s in unit.segments if s.form}
     for name, parameter in stacks.items():
-        assert segments[f"base_model.model.{name}"].nbytes == held[name].numel()
-        assert held[name].numel() < 0.6 * parameter.numel()
-        assert torch.equal(stored(tmp_path, name), held[name])
+        assert segments[f"base_model.model.{name}"].nbytes == packed_bytes[name].numel()
+        assert packed_bytes[name].numel() < 0.6 * parameter.numel()
+        assert torch.equal(stored(tmp_path, name), packed_bytes[name])
 
 
 def as_mxfp4(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,42 +110,46 @@ def as_mxfp4(value: Tensor) -> tuple[Tensor, Tensor]:
 def gpt_oss(folder: Path) -> dict[str, Tensor]:
     """Save a model with MXFP4 experts; return the stored bytes of each."""
     GPT_OSS.build().save_pretrained(folder)
-    tensors, held = load_file(folder / "model.safetensors"), dict[str, Tensor]()
+    tensors, stored_bytes = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     for name, value in list(tensors.items()):
         if value.dim() == 3:
             blocks, scales = as_mxfp4(value)
             del tensors[name]
             tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-            held[name] = pack_parts(FrozenFormat.MXFP4, value.shape, [blocks, scales])
+            stored_bytes[name] = pack_parts(FrozenFormat.MXFP4, value.shape, [blocks, scales])
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     quantized(folder, {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return held
+    return stored_bytes
 
 
 def deepseek(folder: Path) -> dict[str, Tensor]:
     """Save a model with FP8 matrices, as in DeepSeek-V3; return the bytes of fused experts."""
     DEEPSEEK.build().save_pretrained(folder)
-    tensors, held = load_file(folder / "model.safetensors"), dict[str, Tensor]()
+    tensors, stored_bytes = load_file(folder / "model.safetensors"), dict[str, Tensor]()
     codes, scales = dict[str, Tensor](), dict[str, Tensor]()
     for name, value in list(tensors.items()):
         if name.endswith("_proj.weight") or "_proj_with_mqa" in name or "_a_proj" in name:
-            one = packed(value * 1.1, FrozenFormat.FP8)
-            codes[name] = one[: value.numel()].view(torch.float8_e4m3fn).view(value.shape)
-            by = one[value.numel() :].view(torch.float32)
-            scales[name] = by.view(-(-value.shape[0] // 128), -1)
+            codes_and_scales = packed(value * 1.1, FrozenFormat.FP8)
+            codes[name] = (
+                codes_and_scales[: value.numel()].view(torch.float8_e4m3fn).view(value.shape)
+            )
+            scale = codes_and_scales[value.numel() :].view(torch.float32)
+            scales[name] = scale.view(-(-value.shape[0] // 128), -1)
     for name in codes:
         tensors |= {name: codes[name], f"{name}_scale_inv": scales[name]}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     quantized(folder, {"quant_method": "fp8", "weight_block_size": [128, 128]})
     for layer in (1, 2):
         path = f"model.layers.{layer}.mlp.experts"
-        for kind, parts in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
-            each = [[f"{path}.{e}.{part}_proj.weight" for part in parts] for e in range(4)]
-            one = torch.stack([torch.cat([codes[n] for n in names]) for names in each])
-            by = torch.stack([torch.cat([scales[n] for n in names]) for names in each])
+        for kind, matrices in {"gate_up": ("gate", "up"), "down": ("down",)}.items():
+            each = [[f"{path}.{e}.{matrix}_proj.weight" for matrix in matrices] for e in range(4)]
+            codes_and_scales = torch.stack([torch.cat([codes[n] for n in names]) for names in each])
+            scale = torch.stack([torch.cat([scales[n] for n in names]) for names in each])
             name = f"{path}.{kind}_proj"
-            held[name] = pack_parts(FrozenFormat.FP8, one.shape, [one, by])
-    return held
+            stored_bytes[name] = pack_parts(
+                FrozenFormat.FP8, codes_and_scales.shape, [codes_and_scales, scale]
+            )
+    return stored_bytes
 
 
 def quantized(folder: Path, section: dict[str, Any]) -> None:
@@ -160,7 +164,7 @@ def test_quantized_experts_stored_as_in_file(
     save: Callable[[Path], dict[str, Tensor]], family: Family, form: str, tmp_path: Path
 ) -> None:
     """Stored bytes equal the file's; values and losses equal transformers' dequantized base."""
-    held = save(tmp_path / "native")
+    expected_bytes = save(tmp_path / "native")
     assert not hasattr(describe(tmp_path / "native").base.config, "quantization_config")
     section = {"mxfp4": hf.Mxfp4Config, "fp8": hf.FineGrainedFP8Config}[form](dequantize=True)
     kind = getattr(hf, family.model)
@@ -172,17 +176,17 @@ def test_quantized_experts_stored_as_in_file(
     wide.load_state_dict({n: p.float() for n, p in plain.state_dict().items()})
     wide.save_pretrained(tmp_path / "wide")
     found = {}
-    for source, rest, placement in (
+    for source, frozen_format, placement in (
         ("wide", "as_is", ON_DISK),
         ("native", "as_is", ON_DISK),
         ("native", form, ON_DEVICE),
         ("native", form, ON_DISK),
     ):
-        more: dict[str, Any] = {"precision": "bf16", "frozen": {"format": rest}}
-        told = {**more, "placement": placement}
-        found[source, rest] = run(tmp_path / source, tmp_path, family, **told)
-        if rest == form:
-            for name, value in held.items():
+        more: dict[str, Any] = {"precision": "bf16", "frozen": {"format": frozen_format}}
+        options = {**more, "placement": placement}
+        found[source, frozen_format] = run(tmp_path / source, tmp_path, family, **options)
+        if frozen_format == form:
+            for name, value in expected_bytes.items():
                 assert torch.equal(stored(tmp_path, name), value), name
     losses = [one[0] for one in found.values()]
     assert losses[0] == losses[1] == losses[2]
@@ -252,8 +256,8 @@ def test_expert_adapters_match_peft(family: str, rest: str, tmp_path: Path) -> N
         (ON_DISK, {"activations": {"checkpoint": "units"}}),
         (ON_DISK, {"activations": {"checkpoint": "units", "slices": 2}}),
     ):
-        told = {"placement": placement, "frozen": {"format": rest}, **more}
-        found.append(run(tmp_path / "base", tmp_path, one, on_experts, **told)[:2])
+        options = {"placement": placement, "frozen": {"format": rest}, **more}
+        found.append(run(tmp_path / "base", tmp_path, one, on_experts, **options)[:2])
         assert found[-1][0] == pytest.approx(expected, rel=1e-5)
         state = found[-1][1]
         if "slices" not in more.get("activations", {}):  # which sum gradients in another order

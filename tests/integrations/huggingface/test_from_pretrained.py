@@ -73,13 +73,13 @@ def test_load_and_save_match_transformers(name: str, tmp_path: Path) -> None:
             assert torch.equal(family.loss(engine(**batch)), family.loss(plain(**batch)))
     assert len(files) == 1 or files[-1].name == "model.safetensors.index.json"
     assert_same(tensors_in(tmp_path / "ours"), tensors_in(source))
-    again, told = type(plain).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(told.values())
+    again, loading_info = type(plain).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(loading_info.values())
     assert_same(again.state_dict(), plain.state_dict())
-    ours, theirs = (
+    saved_config, source_config = (
         json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")
     )
-    assert ours == theirs
+    assert saved_config == source_config
     assert (tmp_path / "ours" / "generation_config.json").exists() == plain.can_generate()
 
 
@@ -166,8 +166,13 @@ def test_file_precedence_and_save_lock_match_transformers(
                 _Tokenizer().save_pretrained(folder)
 
         files = infinity.save_pretrained(engine, source, max_shard="20KiB", tokenizer=Rival())
-    there = {"config.json", "generation_config.json", "words.txt", *(f.name for f in files)}
-    assert {path.name for path in source.iterdir()} == there
+    expected_files = {
+        "config.json",
+        "generation_config.json",
+        "words.txt",
+        *(f.name for f in files),
+    }
+    assert {path.name for path in source.iterdir()} == expected_files
     assert hf.LlamaForCausalLM.from_pretrained(source).lm_head.weight.all()
 
 
@@ -208,13 +213,13 @@ def test_from_config_equals_plain_build(given: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("way", ["config", "config_params", "args"])
 def test_config_arguments_as_in_initialize(way: str, tmp_path: Path) -> None:
-    told = {
+    raw = {
         "train_micro_batch_size_per_gpu": 3,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
         "infinity": {"seed": 5},
     }
-    (tmp_path / "ds.json").write_text(json.dumps(told))
-    given: Any = told
+    (tmp_path / "ds.json").write_text(json.dumps(raw))
+    given: Any = raw
     if way == "args":
         given = SimpleNamespace(deepspeed_config=str(tmp_path / "ds.json"))
     facts = hf.LlamaConfig(**DECODER)
@@ -319,7 +324,7 @@ def test_hub_id_loaded_from_cache_or_raises(tmp_path: Path) -> None:
 def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
     """Count live bytes while the model is loaded and saved; Mixtral's experts are fused."""
     family = FAMILIES[kind]
-    told = config(tmp_path, prefetch_units=0, chunk_size=1 << 16)
+    settings_on_disk = config(tmp_path, prefetch_units=0, chunk_size=1 << 16)
     peaks, sizes = [], []
     for num_layers in (2, 2, 6):  # the first one fills caches
         facts = family.config()
@@ -332,7 +337,7 @@ def test_live_tensors_bounded_while_loading_and_saving(kind: str, tmp_path: Path
         tracemalloc.start()
         try:
             with LiveBytes() as live:
-                engine, *_ = infinity.from_pretrained(source, told)
+                engine, *_ = infinity.from_pretrained(source, settings_on_disk)
                 with engine:
                     infinity.save_pretrained(engine, tmp_path / "again")
             peaks.append(live.peak + tracemalloc.get_traced_memory()[1])
@@ -385,13 +390,15 @@ def test_initial_values_buffer_bytes_equal_plan(
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])
 def test_process_memory_bounded_while_loading_and_saving(kind: str, tmp_path: Path) -> None:
     """Peak memory of a process that loads and saves the model; Mixtral's experts are fused."""
-    told = forked.call(pretrained_alone.main, tmp_path, kind)
-    assert [one["different"] for one in told] == [[], [], []]
-    _, small, large = told
+    measured = forked.call(pretrained_alone.main, tmp_path, kind)
+    assert [one["different"] for one in measured] == [[], [], []]
+    _, small, large = measured
     assert large["slot_bytes"] == small["slot_bytes"]
     assert large["model_bytes"] - small["model_bytes"] > 100 << 20
     # The number of buffers in use depends on timing.
-    assert large["grown_bytes"] - small["grown_bytes"] < large["buffer_bytes"] + SMALL_BYTES, told
+    assert large["grown_bytes"] - small["grown_bytes"] < large["buffer_bytes"] + SMALL_BYTES, (
+        measured
+    )
 
 
 @pytest.mark.parametrize("source", [5, None, ["a"]], ids=str)
@@ -415,9 +422,9 @@ def test_config_with_zero_heads_raises() -> None:
 
 def test_model_kwargs_set_config_or_raise(tmp_path: Path) -> None:
     hf.LlamaForCausalLM(hf.LlamaConfig(**DECODER)).save_pretrained(tmp_path)
-    told = {"num_labels": 5, "attention_dropout": 0.25}
+    model_kwargs = {"num_labels": 5, "attention_dropout": 0.25}
     kind = hf.LlamaForSequenceClassification
-    model = load_model(tmp_path, model_class=kind, model_kwargs=told)
+    model = load_model(tmp_path, model_class=kind, model_kwargs=model_kwargs)
     assert (model.num_labels, model.score.out_features) == (5, 5)
     assert model.config.attention_dropout == 0.25
     meta_init.InitialValues(model).free()

@@ -59,8 +59,8 @@ def test_lora_saves_what_plain_peft_loads(tmp_path: Path, run: Run) -> None:
     output = run("lora.py", "--steps", "6", "--batch", "4", "--context", "64",
                  "--save", str(tmp_path / "saved"))  # fmt: skip
     assert losses(output)[-1] < losses(output)[0]
-    ours, theirs = re.findall(r"([\d.]+) here, ([\d.]+) in plain peft", output)[0]
-    assert float(ours) == pytest.approx(float(theirs), abs=1e-3)
+    offloaded, plain = re.findall(r"([\d.]+) here, ([\d.]+) in plain peft", output)[0]
+    assert float(offloaded) == pytest.approx(float(plain), abs=1e-3)
     names = {entry.name for entry in (tmp_path / "saved").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
 

@@ -33,9 +33,9 @@ STEPS = 4
 
 def adapted(model: Any) -> Any:
     torch.manual_seed(11)
-    wanted = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
+    lora = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj"],
                              task_type="CAUSAL_LM")  # fmt: skip
-    return peft.get_peft_model(model, wanted)
+    return peft.get_peft_model(model, lora)
 
 
 @pytest.fixture
@@ -90,8 +90,8 @@ def test_adapters_over_streamed_base_match_peft(rest: str, base: Path, tmp_path:
 
     found = {}
     for name, placement in {"disk": ON_DISK, "device": ON_DEVICE}.items():
-        told = config(tmp_path, placement, frozen={"format": rest})
-        engine, *_ = infinity.from_pretrained(base, told, prepare=adapted)
+        raw = config(tmp_path, placement, frozen={"format": rest})
+        engine, *_ = infinity.from_pretrained(base, raw, prepare=adapted)
         with engine:
             num_trained = sum(p.numel() for p in engine.module.parameters() if p.requires_grad)
             assert num_trained == sum(p.numel() for p in trained)
@@ -121,17 +121,23 @@ def test_bitsandbytes_base_read_without_bitsandbytes(base: Path, tmp_path: Path)
     plain.save_pretrained(tmp_path / "rounded")
     tensors = dict[str, Tensor]()
     for name, value in plain.state_dict().items():
-        split = "proj" in name
-        held = as_bitsandbytes(name, packed(value, form), form, value.shape) if split else {}
-        tensors |= held or {name: value}
+        is_quantized = "proj" in name
+        quantized_tensors = (
+            as_bitsandbytes(name, packed(value, form), form, value.shape) if is_quantized else {}
+        )
+        tensors |= quantized_tensors or {name: value}
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     facts = json.loads((folder / "config.json").read_text())
     facts["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(facts))
     losses = []
-    for source, rest in ((tmp_path / "rounded", "as_is"), (folder, "as_is"), (folder, "nf4")):
-        told = config(tmp_path, precision="bf16", frozen={"format": rest})
-        engine, *_ = infinity.from_pretrained(source, told, prepare=adapted)
+    for source, frozen_format in (
+        (tmp_path / "rounded", "as_is"),
+        (folder, "as_is"),
+        (folder, "nf4"),
+    ):
+        raw = config(tmp_path, precision="bf16", frozen={"format": frozen_format})
+        engine, *_ = infinity.from_pretrained(source, raw, prepare=adapted)
         with engine:
             losses.append(train(engine))
     assert losses[0] == losses[1] == losses[2]
@@ -141,14 +147,14 @@ def test_lora_plan_equals_units_of_run(base: Path, tmp_path: Path) -> None:
     """Compare `infinity plan DIR --lora 4 --rest nf4` with an engine under peft's "all-linear"."""
 
     def everywhere(model: Any) -> Any:
-        wanted = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-        return peft.get_peft_model(model, wanted)
+        lora = peft.LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, lora)
 
-    told = config(tmp_path, frozen={"format": "nf4"})
-    engine, *_ = infinity.from_pretrained(base, told, prepare=everywhere)
+    raw = config(tmp_path, frozen={"format": "nf4"})
+    engine, *_ = infinity.from_pretrained(base, raw, prepare=everywhere)
     with engine:
         found = engine.plan.units
-    target, settings = find_target(str(base), lora=4), load_config(told)
+    target, settings = find_target(str(base), lora=4), load_config(raw)
     planned = partition_model(
         target.module, settings, groups_of(target.module, settings), None
     ).layouts
@@ -186,8 +192,8 @@ def test_merge_adapter_under_materialized_and_after_close(base: Path, tmp_path: 
         engine.module.unmerge_adapter()
     torch.testing.assert_close(logits(engine), before, rtol=1e-4, atol=1e-5)
     engine.close(restore=True)
-    whole = engine.module.merge_and_unload()
-    torch.testing.assert_close(logits(whole), before, rtol=1e-4, atol=1e-5)
+    unloaded = engine.module.merge_and_unload()
+    torch.testing.assert_close(logits(unloaded), before, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])
@@ -240,10 +246,10 @@ def test_unload_adapters_of_open_engine_raises(name: str, base: Path, tmp_path: 
     train(engine)
     after = logits(engine)
     engine.close(restore=True)
-    whole = getattr(module, name)()
-    assert not any("lora" in key for key in whole.state_dict())
+    unloaded = getattr(module, name)()
+    assert not any("lora" in key for key in unloaded.state_dict())
     if name == "merge_and_unload":
-        torch.testing.assert_close(logits(whole), after, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(logits(unloaded), after, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("placement", [ON_DISK, ON_DEVICE], ids=["disk", "device"])

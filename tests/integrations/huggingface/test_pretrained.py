@@ -136,10 +136,10 @@ def test_pretrained_model_loaded_trained_and_saved(tmp_path: Path) -> None:
     assert states["disk"][0] == pytest.approx(expected, rel=1e-4)
     assert not torch.equal(trained, before)
 
-    again, told = kind.from_pretrained(
+    again, loading_info = kind.from_pretrained(
         tmp_path / "saved", dtype=torch.float32, output_loading_info=True
     )
-    assert not any(told.values())
+    assert not any(loading_info.values())
     assert torch.equal(outputs(again), trained)
     text = "as it was"
     saved = hf.AutoTokenizer.from_pretrained(tmp_path / "saved")

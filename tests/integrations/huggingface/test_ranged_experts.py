@@ -212,9 +212,11 @@ def test_range_without_tokens_not_fetched_but_updated(tmp_path: Path) -> None:
     after = engine.state_dict()["model.layers.0.mlp.experts.down_proj"]
     state = engine.optimizer.read_state(stack)
     assert state["step"].item() == 1
-    still = [e for e in range(EXPERTS) if f"model.layers.0.mlp.experts[{e}:{e + 1}]" not in reached]
-    assert len(still) >= EXPERTS - 2
-    for expert in still:
+    unrouted = [
+        e for e in range(EXPERTS) if f"model.layers.0.mlp.experts[{e}:{e + 1}]" not in reached
+    ]
+    assert len(unrouted) >= EXPERTS - 2
+    for expert in unrouted:
         torch.testing.assert_close(after[expert], before[expert] * (1 - 0.1 * 0.5))
     engine.close()
 
@@ -296,10 +298,10 @@ def test_shared_config_between_engines_and_plain_model(tmp_path: Path) -> None:
     assert plain.config._experts_implementation == experts.REPLACED
 
 
-def adapted(**wanted: Any) -> Any:
+def adapted(**lora_options: Any) -> Any:
     model = build("qwen3-moe")
     torch.manual_seed(11)
-    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **wanted))
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, task_type="CAUSAL_LM", **lora_options))
 
 
 def train_adapters(
@@ -331,12 +333,12 @@ def test_frozen_experts_of_every_format_in_ranges(form: str, tmp_path: Path) -> 
 
 def test_peft_target_parameters_disable_ranges(tmp_path: Path) -> None:
     stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    wanted = {"target_modules": ["q_proj"], "target_parameters": stacks}
+    lora_options = {"target_modules": ["q_proj"], "target_parameters": stacks}
     config = config_of(tmp_path, experts_per_unit=1)
-    losses, _, plan = train_adapters(adapted(**wanted), config)
+    losses, _, plan = train_adapters(adapted(**lora_options), config)
     assert not any(unit.is_range for unit in plan.units)
     assert any("peft adapts a stack as a whole" in note for note in plan.notes)
-    plain = adapted(**wanted)
+    plain = adapted(**lora_options)
     optimizer = torch.optim.AdamW(plain.parameters(), weight_decay=0.01)
     for step in range(3):
         loss = loss_of(plain, step)
@@ -348,8 +350,8 @@ def test_peft_target_parameters_disable_ranges(tmp_path: Path) -> None:
 
 def test_peft_modules_to_save_experts_bitwise_equal(tmp_path: Path) -> None:
     """peft trains a copy of `modules_to_save` in a wrapper that exposes the copy's attributes."""
-    wanted = {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}
-    plain, expected = adapted(**wanted), []
+    lora_options = {"target_modules": ["q_proj"], "modules_to_save": ["experts"]}
+    plain, expected = adapted(**lora_options), []
     optimizer = sgd([p for p in plain.parameters() if p.requires_grad])
     for step in range(3):
         optimizer.zero_grad()
@@ -359,7 +361,7 @@ def test_peft_modules_to_save_experts_bitwise_equal(tmp_path: Path) -> None:
         optimizer.step()
     for count, ranges in (("auto", 0), (3, 2 * 2 * 3)):
         config = config_of(tmp_path, experts_per_unit=count)
-        losses, state, plan = train_adapters(adapted(**wanted), config, sgd)
+        losses, state, plan = train_adapters(adapted(**lora_options), config, sgd)
         assert sum(unit.is_range for unit in plan.units) == ranges
         assert losses == expected
         assert_equal(state, dict(plain.state_dict()))
@@ -419,14 +421,14 @@ def test_recorded_outputs_of_slices_concatenated(
     for row in range(4):
         mask[row, 8 - 2 * row :] = 0
     ids = torch.randint(0, 97, (4, 8), generator=torch.Generator().manual_seed(0))
-    asked: dict[str, Any] = {"output_router_logits": True, "output_attentions": True}
-    asked |= {"input_ids": ids, "labels": ids, "attention_mask": mask}
+    inputs: dict[str, Any] = {"output_router_logits": True, "output_attentions": True}
+    inputs |= {"input_ids": ids, "labels": ids, "attention_mask": mask}
     activations = {"checkpoint": checkpoint, "slices": 3}
     config, model = config_of(tmp_path, activations=activations), build(family)
     for one in (plain, model):
         one.set_attn_implementation("eager")
     engine, *_ = infinity.initialize(model, config, optimizer=sgd, device="cpu")
-    expected, found = plain(**asked), engine(**asked)
+    expected, found = plain(**inputs), engine(**inputs)
     for name in ("router_logits", "attentions"):
         assert_close(tuple(found[name]), tuple(expected[name]))
     assert_close(found.aux_loss, expected.aux_loss)

@@ -55,17 +55,17 @@ def both(
     **changed: Any,
 ) -> tuple[Any, Any]:
     """Return an InfinityTrainer and a Trainer after calling `use` on each; it trains by default."""
-    theirs = trainer_for(hf.Trainer, tmp_path / "theirs", make(), options, **changed)
-    use(theirs)
-    ours = trainer_for(InfinityTrainer, tmp_path / "ours", make(), options, **changed)
-    use(ours)
-    return ours, theirs
+    stock = trainer_for(hf.Trainer, tmp_path / "theirs", make(), options, **changed)
+    use(stock)
+    offloaded = trainer_for(InfinityTrainer, tmp_path / "ours", make(), options, **changed)
+    use(offloaded)
+    return offloaded, stock
 
 
-def assert_same_model(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
-    for name, value in theirs.model.state_dict().items():
+def assert_same_model(offloaded: Any, stock: Any, tolerance: float = 1e-5) -> None:
+    for name, value in stock.model.state_dict().items():
         torch.testing.assert_close(
-            ours.engine.state_dict()[name],
+            offloaded.engine.state_dict()[name],
             value,
             rtol=0,
             atol=tolerance,
@@ -75,11 +75,11 @@ def assert_same_model(ours: Any, theirs: Any, tolerance: float = 1e-5) -> None:
 
 @pytest.mark.parametrize("make", [llama, gpt2])
 def test_train_and_evaluate_match_trainer(tmp_path: Path, make: Any) -> None:
-    ours, theirs = both(tmp_path, make, eval_strategy="steps", eval_steps=3)
-    assert len(history(theirs)) == 11  # 7 steps, 3 evaluations, the end
-    assert_close_history(ours, theirs, TOLERANCE)
-    assert_same_model(ours, theirs)
-    ours.close()
+    offloaded, stock = both(tmp_path, make, eval_strategy="steps", eval_steps=3)
+    assert len(history(stock)) == 11  # 7 steps, 3 evaluations, the end
+    assert_close_history(offloaded, stock, TOLERANCE)
+    assert_same_model(offloaded, stock)
+    offloaded.close()
 
 
 @pytest.mark.parametrize(
@@ -98,9 +98,9 @@ def test_train_and_evaluate_match_trainer(tmp_path: Path, make: Any) -> None:
     ids=lambda changed: "-".join(changed),
 )
 def test_training_arguments_match_trainer(tmp_path: Path, changed: dict[str, Any]) -> None:
-    ours, theirs = both(tmp_path, **{"max_steps": 4, **changed})
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    offloaded, stock = both(tmp_path, **{"max_steps": 4, **changed})
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 def test_max_grad_norm_clips(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_predictions_and_metrics_match_trainer(tmp_path: Path) -> None:
         return {"accuracy": float((guessed == labels)[labels != -100].mean())}
 
     options = {"compute_metrics": accuracy}
-    ours, theirs = both(tmp_path, options=options, max_steps=3)
-    mine, yours = ours.predict(Texts(5, seed=4)), theirs.predict(Texts(5, seed=4))
-    np.testing.assert_allclose(mine.predictions, yours.predictions, rtol=0, atol=2e-5)
-    assert mine.metrics["test_accuracy"] == yours.metrics["test_accuracy"]
-    assert abs(mine.metrics["test_loss"] - yours.metrics["test_loss"]) < 1e-5
-    ours.close()
+    offloaded, stock = both(tmp_path, options=options, max_steps=3)
+    found, expected = offloaded.predict(Texts(5, seed=4)), stock.predict(Texts(5, seed=4))
+    np.testing.assert_allclose(found.predictions, expected.predictions, rtol=0, atol=2e-5)
+    assert found.metrics["test_accuracy"] == expected.metrics["test_accuracy"]
+    assert abs(found.metrics["test_loss"] - expected.metrics["test_loss"]) < 1e-5
+    offloaded.close()
 
 
 def test_evaluate_before_and_after_train_matches_trainer(tmp_path: Path) -> None:
@@ -134,9 +134,9 @@ def test_evaluate_before_and_after_train_matches_trainer(tmp_path: Path) -> None
         trainer.train()
         trainer.evaluate()
 
-    ours, theirs = both(tmp_path, use=use, max_steps=2)
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    offloaded, stock = both(tmp_path, use=use, max_steps=2)
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 def test_overridden_compute_loss_matches_trainer(tmp_path: Path) -> None:
@@ -147,12 +147,12 @@ def test_overridden_compute_loss_matches_trainer(tmp_path: Path) -> None:
         return (loss, outputs) if return_outputs else loss
 
     names = {"compute_loss": weighted, "loss_is_scaled_for_ga": False}
-    theirs = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
-    theirs.train()
-    ours = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
-    ours.train()
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    stock = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
+    stock.train()
+    offloaded = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
+    offloaded.train()
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 def test_several_forwards_and_backwards_per_micro_batch(tmp_path: Path) -> None:
@@ -169,12 +169,12 @@ def test_several_forwards_and_backwards_per_micro_batch(tmp_path: Path) -> None:
         return loss.detach()
 
     names = {"compute_loss": twice, "training_step": step}
-    theirs = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
-    theirs.train()
-    ours = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
-    ours.train()
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    stock = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
+    stock.train()
+    offloaded = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
+    offloaded.train()
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 def test_train_continues_after_exception_within_window(tmp_path: Path) -> None:
@@ -197,8 +197,10 @@ def test_train_continues_after_exception_within_window(tmp_path: Path) -> None:
 
 def test_fp16_scales_loss_and_skips_overflows(tmp_path: Path) -> None:
     options = {"infinity_config": None}
-    told = {"fp16": True, "max_steps": 4, "gradient_accumulation_steps": 1}
-    with trainer_for(InfinityTrainer, tmp_path, llama(dropout=0.0), options, **told) as trainer:
+    arguments = {"fp16": True, "max_steps": 4, "gradient_accumulation_steps": 1}
+    with trainer_for(
+        InfinityTrainer, tmp_path, llama(dropout=0.0), options, **arguments
+    ) as trainer:
         assert trainer._settings.config.precision == "fp16"
         trainer.train()
         assert trainer.engine.global_steps == 4
@@ -223,16 +225,16 @@ def test_compute_loss_func_and_training_step_match_trainer(tmp_path: Path) -> No
         return loss.detach()
 
     options, names = {"compute_loss_func": loss_of}, {"training_step": step}
-    theirs = trainer_for(
+    stock = trainer_for(
         type("Theirs", (hf.Trainer,), names), tmp_path / "a", None, options, max_steps=6
     )
-    theirs.train()
-    ours = trainer_for(
+    stock.train()
+    offloaded = trainer_for(
         type("Ours", (InfinityTrainer,), names), tmp_path / "b", None, options, max_steps=6
     )
-    ours.train()
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    offloaded.train()
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 class Listener(hf.TrainerCallback):
@@ -245,15 +247,15 @@ class Listener(hf.TrainerCallback):
         if not name.startswith("on_"):
             return super().__getattribute__(name)
 
-        def hear(args: Any, state: Any, control: Any, **shown: Any) -> None:
-            there = sorted(k for k, v in shown.items() if v is not None)
-            self.heard.append((name, state.global_step, there))
+        def record(args: Any, state: Any, control: Any, **keywords: Any) -> None:
+            present = sorted(k for k, v in keywords.items() if v is not None)
+            self.heard.append((name, state.global_step, present))
 
-        return hear
+        return record
 
 
 def test_callback_events_match_trainer(tmp_path: Path) -> None:
-    heard = []
+    events = []
     for kind in (hf.Trainer, InfinityTrainer):
         listener = Listener()
         options = {"callbacks": [listener]}
@@ -262,9 +264,9 @@ def test_callback_events_match_trainer(tmp_path: Path) -> None:
             eval_steps=2, save_strategy="steps", save_steps=3,
         )  # fmt: skip
         trainer.train()
-        heard.append(listener.heard)
-    assert len(heard[0]) > 40
-    assert heard[0] == heard[1]
+        events.append(listener.heard)
+    assert len(events[0]) > 40
+    assert events[0] == events[1]
     trainer.close()
 
 
@@ -398,16 +400,16 @@ def test_meta_model_and_model_init_match_trainer(tmp_path: Path) -> None:
         options = {"model_init": init} if init else {}
         trainers.append(trainer_for(kind, tmp_path, model, options, max_steps=3))
         trainers[-1].train()
-    theirs, ours, theirs_made, made = trainers
-    assert_close_history(ours, theirs, TOLERANCE)
-    assert_close_history(made, theirs_made, TOLERANCE)
-    assert_same_model(ours, theirs)
-    first = made.engine
-    made.train()  # a new model, a new engine
-    assert made.engine is not first
-    assert_close_history(made, theirs_made, TOLERANCE)
-    ours.close()
-    made.close()
+    stock, offloaded, stock_init, offloaded_init = trainers
+    assert_close_history(offloaded, stock, TOLERANCE)
+    assert_close_history(offloaded_init, stock_init, TOLERANCE)
+    assert_same_model(offloaded, stock)
+    first = offloaded_init.engine
+    offloaded_init.train()  # a new model, a new engine
+    assert offloaded_init.engine is not first
+    assert_close_history(offloaded_init, stock_init, TOLERANCE)
+    offloaded.close()
+    offloaded_init.close()
 
 
 def test_second_train_restarts_schedule(tmp_path: Path) -> None:
@@ -415,18 +417,18 @@ def test_second_train_restarts_schedule(tmp_path: Path) -> None:
         trainer.train()
         trainer.train()
 
-    ours, theirs = both(tmp_path, use=use, max_steps=3)
-    assert_close_history(ours, theirs, TOLERANCE)
-    ours.close()
+    offloaded, stock = both(tmp_path, use=use, max_steps=3)
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
 
 
 def test_close_restores_weights_and_rejects_later_calls(tmp_path: Path) -> None:
     with trainer_for(InfinityTrainer, tmp_path, max_steps=1) as trainer:
         trainer.train()
-        kept = dict(trainer.engine.state_dict())
+        expected = dict(trainer.engine.state_dict())
         trainer.close(restore=True)
         trainer.close()
-    assert_same_bits({k: v.detach() for k, v in trainer.model.state_dict().items()}, kept)
+    assert_same_bits({k: v.detach() for k, v in trainer.model.state_dict().items()}, expected)
     with pytest.raises(EngineClosedError):
         trainer.evaluate()
 
@@ -468,8 +470,8 @@ class Distilling(hf.Trainer):  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
         with torch.no_grad():
-            wanted = self.reference(input_ids=inputs["input_ids"]).logits.softmax(-1)
-        return -(wanted * model(input_ids=inputs["input_ids"]).logits.log_softmax(-1)).mean()
+            targets = self.reference(input_ids=inputs["input_ids"]).logits.softmax(-1)
+        return -(targets * model(input_ids=inputs["input_ids"]).logits.log_softmax(-1)).mean()
 
 
 def test_reference_model_offloaded_by_second_engine(tmp_path: Path) -> None:
@@ -477,19 +479,21 @@ def test_reference_model_offloaded_by_second_engine(tmp_path: Path) -> None:
         pass
 
     more = {"train_dataset": Texts(26)}
-    theirs = Distilling(llama(), llama(tied=True).eval(), arguments(tmp_path), **more)
-    theirs.train()
+    stock = Distilling(llama(), llama(tied=True).eval(), arguments(tmp_path), **more)
+    stock.train()
     disk = {"nvme_path": str(tmp_path), "placement": ON_DISK, **FP32}
-    ours = Ours(llama(), llama(tied=True).eval(), arguments(tmp_path), infinity_config=disk, **more)
-    ours.train()
-    assert_close_history(ours, theirs, TOLERANCE)
-    (beside,) = ours.accelerator.auxiliary_engines
-    assert beside.module is ours.reference
-    assert beside.counters()["disk_read"] > 0
-    assert not any(parameter.requires_grad for parameter in ours.reference.parameters())
-    ours.close()
+    offloaded = Ours(
+        llama(), llama(tied=True).eval(), arguments(tmp_path), infinity_config=disk, **more
+    )
+    offloaded.train()
+    assert_close_history(offloaded, stock, TOLERANCE)
+    (reference_engine,) = offloaded.accelerator.auxiliary_engines
+    assert reference_engine.module is offloaded.reference
+    assert reference_engine.counters()["disk_read"] > 0
+    assert not any(parameter.requires_grad for parameter in offloaded.reference.parameters())
+    offloaded.close()
     with pytest.raises(EngineClosedError):
-        beside.settle()
+        reference_engine.settle()
 
 
 @pytest.mark.parametrize(("rest", "tier"), [(0, Tier.DEVICE), (10**6, Tier.DISK)])

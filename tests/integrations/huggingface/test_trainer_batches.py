@@ -41,15 +41,15 @@ TOKENS = SAMPLES * LENGTH
 TOLERANCE = 2e-6
 
 
-def told(config: Any = FP32, **activations: Any) -> dict[str, Any]:
+def with_tokens(config: Any = FP32, **activations: Any) -> dict[str, Any]:
     return {**config, "activations": {"tokens": TOKENS, **activations}}
 
 
-def still_llama() -> Any:
+def llama_without_dropout() -> Any:
     return llama(dropout=0.0)
 
 
-def still_gpt2() -> Any:
+def gpt2_without_dropout() -> Any:
     torch.manual_seed(0)
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
     return hf.GPT2LMHeadModel(
@@ -66,12 +66,12 @@ def ragged(items: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     longest = max(lengths)
     batch: dict[str, list[Tensor]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for number, (item, length) in enumerate(zip(items, lengths, strict=True)):
-        room = longest - length
-        pad = (room, 0) if number % 2 else (0, room)
+        padding = longest - length
+        pad = (padding, 0) if number % 2 else (0, padding)
         ones = torch.ones(length, dtype=torch.long)
-        parts = (item["input_ids"][:length], item["labels"][:length], ones)
-        for (name, rows), part, fill in zip(batch.items(), parts, (0, -100, 0), strict=True):
-            rows.append(torch.nn.functional.pad(part, pad, value=fill))
+        values = (item["input_ids"][:length], item["labels"][:length], ones)
+        for (name, rows), value, fill in zip(batch.items(), values, (0, -100, 0), strict=True):
+            rows.append(torch.nn.functional.pad(value, pad, value=fill))
             assert name in batch
     return {name: torch.stack(rows) for name, rows in batch.items()}
 
@@ -80,7 +80,7 @@ def run(
     kind: Any,
     out: Path,
     config: Any = None,
-    make: Callable[[], Any] = still_llama,
+    make: Callable[[], Any] = llama_without_dropout,
     options: Any = None,
     **changed: Any,
 ) -> tuple[Any, list[int]]:
@@ -101,10 +101,10 @@ def run(
 @pytest.mark.parametrize(
     ("make", "activations", "micro_batches", "sizes"),
     [
-        (still_llama, {}, None, [6]),
-        (still_gpt2, {"slices": 3, "checkpoint": "units"}, None, [6]),
-        (still_llama, {"slices": 2}, 2, [3, 3]),
-        (still_gpt2, {}, 6, [1] * 6),
+        (llama_without_dropout, {}, None, [6]),
+        (gpt2_without_dropout, {"slices": 3, "checkpoint": "units"}, None, [6]),
+        (llama_without_dropout, {"slices": 2}, 2, [3, 3]),
+        (gpt2_without_dropout, {}, 6, [1] * 6),
     ],
     ids=["one-micro-batch", "sliced", "two-sliced", "a-sample-each"],
 )
@@ -114,35 +114,39 @@ def test_rescheduled_step_matches_trainer(
 ) -> None:  # fmt: skip
     """26 samples: four full steps per epoch, and one of a single batch."""
 
-    def chosen(case: Any, wish: Any, samples: int, others: Any) -> Any:
-        return choose_schedule(case, replace(wish, micro_batches=micro_batches), samples, others)
+    def chosen(case: Any, requested: Any, samples: int, others: Any) -> Any:
+        return choose_schedule(
+            case, replace(requested, micro_batches=micro_batches), samples, others
+        )
 
     monkeypatch.setattr("infinity.integrations.huggingface.batches.choose_schedule", chosen)
     options = {"data_collator": ragged}
     changed = {"eval_strategy": "epoch", "optim": "sgd", "learning_rate": 0.5}
-    theirs, _ = run(hf.Trainer, tmp_path / "a", None, make, options, **changed)
-    ours, rows = run(InfinityTrainer, tmp_path / "b", told(**activations), make, options, **changed)
-    with ours:
+    stock, _ = run(hf.Trainer, tmp_path / "a", None, make, options, **changed)
+    offloaded, rows = run(
+        InfinityTrainer, tmp_path / "b", with_tokens(**activations), make, options, **changed
+    )
+    with offloaded:
         short = [1, 1] if sizes[0] == 1 else [2]  # a step of one batch
         assert rows == [*sizes * 4, *short, *sizes * 2]
-        assert ours.engine._step_runner.counters.micro_batches == len(rows)
-        assert_close_history(ours, theirs, TOLERANCE)
-        for name, value in theirs.model.state_dict().items():
+        assert offloaded.engine._step_runner.counters.micro_batches == len(rows)
+        assert_close_history(offloaded, stock, TOLERANCE)
+        for name, value in stock.model.state_dict().items():
             torch.testing.assert_close(
-                ours.engine.state_dict()[name], value, rtol=0, atol=TOLERANCE, msg=name
+                offloaded.engine.state_dict()[name], value, rtol=0, atol=TOLERANCE, msg=name
             )
 
 
 def test_schedule_with_one_batch_per_micro_batch_bitwise_equal(tmp_path: Path) -> None:
-    named = told({**FP32, "gradient_accumulation_steps": BATCHES}, slices=1)
+    named = with_tokens({**FP32, "gradient_accumulation_steps": BATCHES}, slices=1)
     options = {"data_collator": ragged}
     plain, _ = run(InfinityTrainer, tmp_path / "a", FP32, options=options)
-    ours, rows = run(InfinityTrainer, tmp_path / "b", named, options=options)
-    with plain, ours:
+    scheduled, rows = run(InfinityTrainer, tmp_path / "b", named, options=options)
+    with plain, scheduled:
         assert rows == [SAMPLES] * 19
-        assert ours._step_batches is not None
-        assert history(ours) == history(plain)
-        assert_same_bits(masters(ours), masters(plain))
+        assert scheduled._step_batches is not None
+        assert history(scheduled) == history(plain)
+        assert_same_bits(masters(scheduled), masters(plain))
 
 
 def test_rescheduled_step_reads_weights_once(tmp_path: Path) -> None:
@@ -152,7 +156,7 @@ def test_rescheduled_step_reads_weights_once(tmp_path: Path) -> None:
         "placement": {"weights": "disk", "optimizer_state": "disk", "gradients": "disk"},
     }  # fmt: skip
     found = {}
-    for name, config in (("batches", disk), ("schedule", told(disk))):
+    for name, config in (("batches", disk), ("schedule", with_tokens(disk))):
         trainer, _ = run(InfinityTrainer, tmp_path / "out", config, max_steps=3)
         with trainer:
             report = trainer.engine.last_report
@@ -184,7 +188,7 @@ def packed(items: list[Any]) -> dict[str, Tensor]:
 
 
 def means() -> Any:
-    model = still_llama()
+    model = llama_without_dropout()
     model.accepts_loss_kwargs = False  # a mean of the batches' means
     return model
 
@@ -200,7 +204,7 @@ def routed() -> Any:
     )  # fmt: skip
 
 
-OLD_WAYS: dict[str, dict[str, Any]] = {
+UNSCHEDULED: dict[str, dict[str, Any]] = {
     "a loss of its own": {"methods": {"compute_loss": own_loss}},
     "a step of its own": {"methods": {"training_step": own_step}},
     "compute_loss_func": {"options": {"compute_loss_func": loss_of}},
@@ -211,21 +215,23 @@ OLD_WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("way", OLD_WAYS)
+@pytest.mark.parametrize("way", UNSCHEDULED)
 def test_batches_kept_where_rescheduling_is_unsafe(tmp_path: Path, way: str) -> None:
     """In bf16: a plan for one micro-batch would have no memory to accumulate gradients."""
-    asked = OLD_WAYS[way]
-    kind = type("Own", (InfinityTrainer,), asked.get("methods", {}))
-    more = {"make": asked.get("make", still_llama), "options": asked.get("options")}
-    changed = {"max_steps": 2, **asked.get("changed", {})}
+    case = UNSCHEDULED[way]
+    kind = type("Own", (InfinityTrainer,), case.get("methods", {}))
+    more = {"make": case.get("make", llama_without_dropout), "options": case.get("options")}
+    changed = {"max_steps": 2, **case.get("changed", {})}
     sums = {"precision": "bf16", "activations": {"slices": 2}}  # as the plan falls back to
-    slow = sums if way == "packed rows" else {"precision": "bf16"}
-    plain, _ = run(kind, tmp_path / "a", slow, **more, **changed)
-    ours, rows = run(kind, tmp_path / "b", told({"precision": "bf16"}), **more, **changed)
-    with plain, ours:
+    plain_config = sums if way == "packed rows" else {"precision": "bf16"}
+    plain, _ = run(kind, tmp_path / "a", plain_config, **more, **changed)
+    with_schedule, rows = run(
+        kind, tmp_path / "b", with_tokens({"precision": "bf16"}), **more, **changed
+    )
+    with plain, with_schedule:
         assert rows == [SAMPLES] * 2 * BATCHES
-        assert history(ours) == history(plain)
-        assert_same_bits(masters(ours), masters(plain))
+        assert history(with_schedule) == history(plain)
+        assert_same_bits(masters(with_schedule), masters(plain))
 
 
 # --- resumed runs --------------------------------------------------------------------------------
@@ -239,14 +245,14 @@ def test_resumed_run_keeps_schedule_bitwise(
     tmp_path: Path, first: dict[str, int], step: int
 ) -> None:
     every = {"save_strategy": "steps", "save_steps": 1}
-    config = told(FP32, **first) if "slices" in first else told({**FP32, **first})
+    config = with_tokens(FP32, **first) if "slices" in first else with_tokens({**FP32, **first})
     through, _ = run(InfinityTrainer, tmp_path, config, llama, **every)
     with through:
         schedule = through._step_batches.schedule
         expected, logged = masters(through), history(through)
     for number in range(step + 1, 8):
         shutil.rmtree(tmp_path / f"checkpoint-{number}")
-    options = {"infinity_config": told()}  # the plan chooses the schedule
+    options = {"infinity_config": with_tokens()}  # the plan chooses the schedule
     with trainer_for(InfinityTrainer, tmp_path, llama(), options, **every) as resumed:
         resumed.train(resume_from_checkpoint=True)
         assert resumed._step_batches.schedule == schedule
@@ -256,10 +262,12 @@ def test_resumed_run_keeps_schedule_bitwise(
 
 def test_resume_with_existing_engine_warns_of_schedule(tmp_path: Path) -> None:
     every = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    first, _ = run(InfinityTrainer, tmp_path, told(slices=3), **every)
+    first, _ = run(InfinityTrainer, tmp_path, with_tokens(slices=3), **every)
     first.close()
-    options = {"infinity_config": told()}
-    with trainer_for(InfinityTrainer, tmp_path, still_llama(), options, **every) as resumed:
+    options = {"infinity_config": with_tokens()}
+    with trainer_for(
+        InfinityTrainer, tmp_path, llama_without_dropout(), options, **every
+    ) as resumed:
         resumed.evaluate()  # creates the engine
         with pytest.warns(InfinityWarning, match=r"1 micro-batches, blocks in 3 slices"):
             resumed.train(resume_from_checkpoint=True)
@@ -269,20 +277,23 @@ def test_resume_with_existing_engine_warns_of_schedule(tmp_path: Path) -> None:
 
 
 def test_deepspeed_infinity_section_sets_activations(tmp_path: Path) -> None:
-    theirs = {
+    deepspeed_config = {
         "train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": BATCHES,
         "train_batch_size": SAMPLES * BATCHES, "gradient_clipping": "auto",
         "infinity": {"activations": {"tokens": TOKENS}},
     }  # fmt: skip
-    ours, _ = run(InfinityTrainer, tmp_path / "a", told(), max_steps=2)
-    same, rows = run(InfinityTrainer, tmp_path / "b", theirs, max_steps=2)
-    with ours, same:
+    expected, _ = run(InfinityTrainer, tmp_path / "a", with_tokens(), max_steps=2)
+    translated, rows = run(InfinityTrainer, tmp_path / "b", deepspeed_config, max_steps=2)
+    with expected, translated:
         assert rows == [SAMPLES * BATCHES] * 2
-        assert same.engine.train_batch_size() == SAMPLES * BATCHES
-        assert_same_bits(masters(same), masters(ours))
+        assert translated.engine.train_batch_size() == SAMPLES * BATCHES
+        assert_same_bits(masters(translated), masters(expected))
     # With `initialize` the user's loop passes micro-batches: the configured batch sizes apply.
-    theirs |= {"gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-    engine, *_ = infinity.initialize(model=still_llama(), config=theirs)
+    deepspeed_config |= {
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    engine, *_ = infinity.initialize(model=llama_without_dropout(), config=deepspeed_config)
     with engine:
         batches = [hf.default_data_collator([Texts(6)[i], Texts(6)[i + 1]]) for i in (0, 2, 4)]
         engine.train_batch(iter(batches))
@@ -302,14 +313,14 @@ def batch(rows: int, length: int, **more: Any) -> dict[str, Any]:
 
 def test_cut_keeps_order_and_pads_to_longest() -> None:
     batches = [batch(2, 3), batch(1, 5), batch(3, 4)]
-    found = [joined(parts, pad_token=7) for parts in cut(batches, 4)]
-    assert [tuple(part["input_ids"].shape) for part in found] == [(4, 5), (2, 4)]
+    found = [joined(batch_slices, pad_token=7) for batch_slices in cut(batches, 4)]
+    assert [tuple(micro_batch["input_ids"].shape) for micro_batch in found] == [(4, 5), (2, 4)]
     assert found[0]["input_ids"][:, -1].tolist() == [7, 7, 5, 7]
     assert found[0]["labels"][0].tolist() == [1, 2, 3, -100, -100]
     assert found[0]["attention_mask"].sum(1).tolist() == [3, 3, 5, 4]
     assert torch.equal(found[1]["input_ids"], batches[2]["input_ids"][1:])
-    (alone,) = cut([batches[0]], 2)
-    assert alone == [batches[0]]  # unchanged
+    (single,) = cut([batches[0]], 2)
+    assert single == [batches[0]]  # unchanged
     square = joined([batch(3, 3)], slices=2)  # equal sizes would be ambiguous to slices
     assert square["input_ids"].shape == (3, 4)
 

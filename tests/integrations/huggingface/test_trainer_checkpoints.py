@@ -207,16 +207,16 @@ def test_best_weights_loaded_from_weights_only_checkpoint(kind: str, tmp_path: P
 
 def test_checkpoint_weights_exchanged_with_trainer(tmp_path: Path) -> None:
     few = {**WHOLE, "max_steps": 2}
-    with trainer_for(InfinityTrainer, tmp_path / "ours", **few) as ours:
-        ours.train()
-        mine = ours.evaluate()["eval_loss"]
-    plain = trainer_for(hf.Trainer, tmp_path / "theirs", **{**few, **STILL})
-    plain.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
-    assert abs(plain.evaluate()["eval_loss"] - mine) < 1e-5
+    with trainer_for(InfinityTrainer, tmp_path / "ours", **few) as offloaded:
+        offloaded.train()
+        expected = offloaded.evaluate()["eval_loss"]
+    stock = trainer_for(hf.Trainer, tmp_path / "theirs", **{**few, **STILL})
+    stock.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    assert abs(stock.evaluate()["eval_loss"] - expected) < 1e-5
     with trainer_for(InfinityTrainer, tmp_path / "again", **{**few, **STILL}) as again:
         with pytest.warns(InfinityWarning, match="another Trainer"):
             again.train(resume_from_checkpoint=str(tmp_path / "theirs" / "checkpoint-3"))
-        assert abs(again.evaluate()["eval_loss"] - mine) < 1e-5
+        assert abs(again.evaluate()["eval_loss"] - expected) < 1e-5
 
 
 def test_tied_weights_saved_once_and_loaded_tied(tmp_path: Path) -> None:
@@ -237,8 +237,8 @@ def test_lazily_loaded_model_saves_and_trains_equally(tmp_path: Path) -> None:
     for model in (unread, llama(dropout=0.0)):
         with trainer_for(InfinityTrainer, tmp_path, model, max_steps=2) as trainer:
             trainer.save_model(str(tmp_path / "before"))
-            kept = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "before").state_dict()
-            assert_same_bits(dict(kept), dict(llama().state_dict()))
+            saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "before").state_dict()
+            assert_same_bits(dict(saved), dict(llama().state_dict()))
             trainer.train()
             runs.append(masters(trainer))
     assert_same_bits(*runs)
@@ -253,11 +253,11 @@ def test_save_model_before_training(tmp_path: Path) -> None:
 
 
 def test_best_model_restores_fp32_masters(tmp_path: Path) -> None:
-    kept = {}
+    saved = {}
 
     class Keep(hf.TrainerCallback):
         def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            kept[state.global_step] = masters(trainer)
+            saved[state.global_step] = masters(trainer)
 
     options = {"infinity_config": {"precision": "bf16"}, "callbacks": [Keep()]}
     trainer = trainer_for(
@@ -269,8 +269,8 @@ def test_best_model_restores_fp32_masters(tmp_path: Path) -> None:
         trainer.train()
         best = trainer.state.best_global_step
         assert best < 4
-        assert_same_bits(masters(trainer), kept[best])
-        bits = kept[best]["model.norm.weight"]
+        assert_same_bits(masters(trainer), saved[best])
+        bits = saved[best]["model.norm.weight"]
         assert not torch.equal(bits, bits.bfloat16().float())
 
 
@@ -295,13 +295,13 @@ def adapted() -> Any:
 
 
 def test_adapters_trained_saved_and_resumed(tmp_path: Path) -> None:
-    plain = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **WHOLE)
-    plain.train()
-    with trainer_for(InfinityTrainer, tmp_path / "ours", adapted(), **WHOLE) as ours:
-        ours.train()
-        assert_close_history(ours, plain, 2e-6)
-        expected, loss = masters(ours), ours.evaluate()["eval_loss"]
-        ours.save_model(str(tmp_path / "saved"))
+    stock = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **WHOLE)
+    stock.train()
+    with trainer_for(InfinityTrainer, tmp_path / "ours", adapted(), **WHOLE) as offloaded:
+        offloaded.train()
+        assert_close_history(offloaded, stock, 2e-6)
+        expected, loss = masters(offloaded), offloaded.evaluate()["eval_loss"]
+        offloaded.save_model(str(tmp_path / "saved"))
     names = {p.name for p in (tmp_path / "saved").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= names
     assert not any(name.startswith("model") for name in names)
@@ -311,19 +311,19 @@ def test_adapters_trained_saved_and_resumed(tmp_path: Path) -> None:
     assert abs(again["eval_loss"] - loss) < 1e-6
     base = {n: v for n, v in expected.items() if "lora" not in n}
     assert_same_bits(base, {n: v for n, v in adapted().state_dict().items() if "lora" not in n})
-    part = tmp_path / "ours" / "checkpoint-3"
+    checkpoint = tmp_path / "ours" / "checkpoint-3"
     with trainer_for(InfinityTrainer, tmp_path / "resumed", adapted(), **WHOLE) as resumed:
-        resumed.train(resume_from_checkpoint=str(part))
+        resumed.train(resume_from_checkpoint=str(checkpoint))
         assert_same_bits(masters(resumed), expected)
 
 
 def test_label_smoothing_with_adapters_matches_trainer(tmp_path: Path) -> None:
     changed = {"label_smoothing_factor": 0.1, "max_steps": 2}
-    plain = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **changed)
-    plain.train()
-    with trainer_for(InfinityTrainer, tmp_path / "ours", adapted(), **changed) as ours:
-        ours.train()
-        assert_close_history(ours, plain, 2e-6)
+    stock = trainer_for(hf.Trainer, tmp_path / "theirs", adapted(), **changed)
+    stock.train()
+    with trainer_for(InfinityTrainer, tmp_path / "ours", adapted(), **changed) as offloaded:
+        offloaded.train()
+        assert_close_history(offloaded, stock, 2e-6)
 
 
 def test_resume_over_iterable_dataset(tmp_path: Path) -> None:
@@ -332,10 +332,10 @@ def test_resume_over_iterable_dataset(tmp_path: Path) -> None:
             return iter(Texts(26)[i] for i in range(26))
 
     options = {"train_dataset": Stream()}
-    told = {**WHOLE, "max_steps": 6, "gradient_accumulation_steps": 2}
-    with trainer_for(InfinityTrainer, tmp_path, None, options, **told) as through:
+    arguments = {**WHOLE, "max_steps": 6, "gradient_accumulation_steps": 2}
+    with trainer_for(InfinityTrainer, tmp_path, None, options, **arguments) as through:
         through.train()
         expected = masters(through)
-    with trainer_for(InfinityTrainer, tmp_path / "b", None, options, **told) as resumed:
+    with trainer_for(InfinityTrainer, tmp_path / "b", None, options, **arguments) as resumed:
         resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
         assert_same_bits(masters(resumed), expected)

@@ -20,7 +20,7 @@ from infinity.optim.param_groups import make_optimizer
 TOLERANCE = 2e-6
 
 
-def pair(
+def trained_pair(
     tmp_path: Path, make_options: Any = lambda model: {}, tolerance: float = TOLERANCE,
     kinds: tuple[Any, Any] = (hf.Trainer, InfinityTrainer), **changed: Any,
 ) -> Any:  # fmt: skip
@@ -38,11 +38,11 @@ def pair(
 
 
 def test_param_groups_with_and_without_decay(tmp_path: Path) -> None:
-    ours = pair(tmp_path)
-    decayed, bare = ours.optimizer.param_groups
+    trainer = trained_pair(tmp_path)
+    decayed, bare = trainer.optimizer.param_groups
     assert (decayed["weight_decay"], bare["weight_decay"]) == (0.1, 0.0)
     assert {p.dim() for p in bare["params"]} == {1}
-    assert ours.optimizer.rule.name == "AdamW"
+    assert trainer.optimizer.rule.name == "AdamW"
 
 
 class OwnGroups(hf.Trainer):  # type: ignore[misc]
@@ -50,23 +50,23 @@ class OwnGroups(hf.Trainer):  # type: ignore[misc]
 
     def get_optimizer_cls_and_kwargs(self, args: Any, model: Any = None) -> tuple[Any, Any]:
         kind, options = super().get_optimizer_cls_and_kwargs(args, model)
-        first, *rest = self.model.parameters()
+        first, *others = self.model.parameters()
         rates = {"params": [first], "lr": 3e-3, "weight_decay": 0.0}
-        groups = [rates, {"params": rest, "weight_decay": 0.1}, {"params": [], "lr": 1.0}]
+        groups = [rates, {"params": others, "weight_decay": 0.1}, {"params": [], "lr": 1.0}]
         return kind, {**options, "optimizer_dict": groups}
 
 
 def test_param_groups_from_optimizer_dict(tmp_path: Path) -> None:
     both = type("Both", (InfinityTrainer, OwnGroups), {})
-    ours = pair(tmp_path, kinds=(OwnGroups, both))
-    assert ours.optimizer.rule.name == "AdamW"
-    assert [len(group["params"]) for group in ours.optimizer.param_groups][::2] == [1, 0]
+    trainer = trained_pair(tmp_path, kinds=(OwnGroups, both))
+    assert trainer.optimizer.rule.name == "AdamW"
+    assert [len(group["params"]) for group in trainer.optimizer.param_groups][::2] == [1, 0]
 
 
 @pytest.mark.parametrize("optim", ["rmsprop", "adafactor"])
 def test_other_optimizers_are_adapted(tmp_path: Path, optim: str) -> None:
     tolerance = 2e-5 if optim == "rmsprop" else TOLERANCE  # epsilon is 1e-8: steps of any size
-    assert pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in (
+    assert trained_pair(tmp_path, tolerance=tolerance, optim=optim).optimizer.rule.name not in (
         "AdamW",
         "SGD",
     )
@@ -74,9 +74,9 @@ def test_other_optimizers_are_adapted(tmp_path: Path, optim: str) -> None:
 
 def test_optimizer_cls_and_kwargs_match_trainer(tmp_path: Path) -> None:
     given = (torch.optim.NAdam, {"lr": 1e-2, "betas": (0.8, 0.99)})
-    pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given})
+    trained_pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given})
     given = (torch.optim.Adam, {"lr": 1e-2, "amsgrad": True})
-    pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given}, tolerance=1e-5)
+    trained_pair(tmp_path, lambda _: {"optimizer_cls_and_kwargs": given}, tolerance=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -92,14 +92,14 @@ def test_optimizer_and_scheduler_objects_match_trainer(
     tmp_path: Path, make: Any, rule: str
 ) -> None:
     def options(model: Any) -> Any:
-        first, *rest = model.parameters()
-        optimizer = make([{"params": [first], "lr": 3e-3}, {"params": rest}])
+        first, *others = model.parameters()
+        optimizer = make([{"params": [first], "lr": 3e-3}, {"params": others}])
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
         return {"optimizers": (optimizer, schedule)}
 
-    ours = pair(tmp_path, options)
-    assert rule in ours.optimizer.rule.name
-    assert len(ours.optimizer.param_groups) == 2
+    trainer = trained_pair(tmp_path, options)
+    assert rule in trainer.optimizer.rule.name
+    assert len(trainer.optimizer.param_groups) == 2
 
 
 @pytest.mark.parametrize("kind", ["AdamW", "NAdam"])  # built in, adapted
@@ -118,26 +118,28 @@ def test_schedules_drive_converted_optimizer(kind: str) -> None:
         lambda o: schedules.OneCycleLR(o, max_lr=1.0, total_steps=10),
     ):
         rates: list[list[tuple[float, tuple[float, float]]]] = []
-        for ours in (False, True):
+        for converted in (False, True):
             model = torch.nn.Linear(4, 4)
             groups = [{"params": model.parameters(), "name": "all of them"}]
-            given = led = getattr(torch.optim, kind)(groups, lr=1.0)
+            given = driven = getattr(torch.optim, kind)(groups, lr=1.0)
             schedule = make(given)
-            if ours:
+            if converted:
                 choice = choose_instance(Config(), given, named=False)
-                led = make_optimizer(model, choice.config, choice.groups, choice.optimizer)
+                driven = make_optimizer(model, choice.config, choice.groups, choice.optimizer)
                 assert (choice.optimizer is None) == (kind == "AdamW")
                 adopt_scheduler(schedule, given)
             rates.append([])
             for _ in range(8):
-                rates[-1].append((led.param_groups[0]["lr"], led.param_groups[0]["betas"]))
-                given.step() if given is led else mark_stepped(led)
+                rates[-1].append((driven.param_groups[0]["lr"], driven.param_groups[0]["betas"]))
+                given.step() if given is driven else mark_stepped(driven)
                 schedule.step()
         assert rates[1] == rates[0]
 
 
 def test_torch_adagrad_with_initial_state_accepted(tmp_path: Path) -> None:
-    pair(tmp_path, lambda model: {"optimizers": (torch.optim.Adagrad(model.parameters()), None)})
+    trained_pair(
+        tmp_path, lambda model: {"optimizers": (torch.optim.Adagrad(model.parameters()), None)}
+    )
 
 
 def test_overridden_create_optimizer_matches_trainer(tmp_path: Path) -> None:
@@ -207,6 +209,6 @@ def test_muon_splits_param_groups_of_transformers(tmp_path: Path) -> None:
             trainer.close()
     found = [(g["use_muon"], g["weight_decay"], g["lr"]) for g in trainer.optimizer.param_groups]
     assert found == [(True, 0.1, 1e-2), (False, 0.1, 5e-3), (False, 0.0, 5e-3)]
-    losses = [told["loss"] for told in trainer.state.log_history if "loss" in told]
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert losses[-1] < losses[0]
     trainer.close()

@@ -46,10 +46,10 @@ def parameters(function: Any) -> tuple[str, ...]:
 
 @pytest.mark.parametrize("name", REPLACED | EXTENDED)
 def test_replaced_method_signature_and_callers(name: str) -> None:
-    there = getattr(hf.Trainer, name, None)
-    assert there is not None, f"transformers.Trainer has no {name} any more"
-    ours = parameters(getattr(InfinityTrainer, name))
-    assert ours in (parameters(there), ("args", "kwargs"))
+    original = getattr(hf.Trainer, name, None)
+    assert original is not None, f"transformers.Trainer has no {name} any more"
+    replacement = parameters(getattr(InfinityTrainer, name))
+    assert replacement in (parameters(original), ("args", "kwargs"))
     for caller in (REPLACED | EXTENDED)[name]:
         assert f"self.{name}(" in inspect.getsource(getattr(hf.Trainer, caller)), caller
 
@@ -73,8 +73,8 @@ def test_set_attributes_are_read_by_trainer() -> None:
 
 
 def test_no_other_private_method_replaced() -> None:
-    own = {n for n, v in vars(InfinityTrainer).items() if n.startswith("_") and callable(v)}
-    shared = {n for n in own if hasattr(hf.Trainer, n) and not n.startswith("__")}
+    private = {n for n, v in vars(InfinityTrainer).items() if n.startswith("_") and callable(v)}
+    shared = {n for n in private if hasattr(hf.Trainer, n) and not n.startswith("__")}
     assert shared == set(REPLACED)
 
 
@@ -131,5 +131,5 @@ def test_old_transformers_raises() -> None:
     with pytest.raises(ConfigError, match=r"needs transformers 5\.17, this is 5\.16\.1"):
         stock_trainer(SimpleNamespace(__version__="5.16.1"))
     assert stock_trainer(SimpleNamespace(__version__="5.17.0.dev0", Trainer=hf)) is hf
-    asked = (Path(__file__).parents[3] / "pyproject.toml").read_text()
-    assert f'"transformers>={".".join(map(str, OLDEST))}"' in asked
+    project = (Path(__file__).parents[3] / "pyproject.toml").read_text()
+    assert f'"transformers>={".".join(map(str, OLDEST))}"' in project

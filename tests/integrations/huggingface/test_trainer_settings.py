@@ -103,9 +103,9 @@ def test_migration_guide_script_runs(
     assert engine.global_steps == 4
     assert engine.train_batch_size() == 2
     assert engine.zero_optimization_stage() == 3
-    told = [record.getMessage() for record in caplog.records if record.name == "infinity"]
-    assert told == [engine.translation.describe()]
-    assert "zero_optimization.stage" in told[0]
+    messages = [record.getMessage() for record in caplog.records if record.name == "infinity"]
+    assert messages == [engine.translation.describe()]
+    assert "zero_optimization.stage" in messages[0]
     saved = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "final")
     assert saved.num_parameters() == llama().num_parameters()
 
@@ -114,12 +114,12 @@ def test_deepspeed_config_without_optimizer_uses_trainers(
     tmp_path: Path,
 ) -> None:
     options = {"infinity_config": {"zero_optimization": {"stage": 2}}}
-    theirs = trainer_for(hf.Trainer, tmp_path / "theirs", max_steps=3)
-    theirs.train()
-    with trainer_for(InfinityTrainer, tmp_path / "ours", None, options, max_steps=3) as ours:
-        ours.train()
-        assert_close_history(ours, theirs, 2e-6)
-        assert [g["weight_decay"] for g in ours.optimizer.param_groups] == [0.1, 0.0]
+    stock = trainer_for(hf.Trainer, tmp_path / "theirs", max_steps=3)
+    stock.train()
+    with trainer_for(InfinityTrainer, tmp_path / "ours", None, options, max_steps=3) as offloaded:
+        offloaded.train()
+        assert_close_history(offloaded, stock, 2e-6)
+        assert [g["weight_decay"] for g in offloaded.optimizer.param_groups] == [0.1, 0.0]
 
 
 def test_conflicting_settings_reported_together(tmp_path: Path) -> None:

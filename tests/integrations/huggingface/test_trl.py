@@ -35,17 +35,17 @@ def source(tmp_path: Path) -> Path:
 
 
 def trainer_for(
-    kind: str, source: Path, out: Path, *, ours: bool, lora: bool = False, **changed: Any
+    kind: str, source: Path, out: Path, *, offload: bool, lora: bool = False, **changed: Any
 ) -> Any:
     head = "SequenceClassification" if kind == "reward" else "CausalLM"
     more = {"num_labels": 1} if kind == "reward" else {}
     torch.manual_seed(5)  # for a new head
     model = getattr(hf, f"LlamaFor{head}").from_pretrained(source, dtype=torch.float32, **more)
-    told = {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True, **changed}
-    given = example.given_to(kind, model, source, out, **told)
+    settings = {"max_steps": 3, "adam_epsilon": 1e-5, "bf16": False, "use_cpu": True, **changed}
+    given = example.given_to(kind, model, source, out, **settings)
     if lora:
         given["peft_config"] = example.adapters(kind)
-    if ours:
+    if offload:
         disk = {"nvme_path": str(source.parent), "placement": ON_DISK}
         return example.KINDS[kind][0](**given, infinity_config=disk)
     return getattr(trl, example.KINDS[kind][0].__name__)(**given)
@@ -59,31 +59,33 @@ def history(trainer: Any) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("lora", [False, True], ids=["whole", "lora"])
 @pytest.mark.parametrize("kind", list(example.KINDS))
 def test_run_matches_trl(tmp_path: Path, source: Path, kind: str, lora: bool) -> None:
-    theirs = trainer_for(kind, source, tmp_path, ours=False, lora=lora)
-    theirs.train()
-    ours = trainer_for(kind, source, tmp_path, ours=True, lora=lora, gradient_checkpointing=lora)
-    ours.train()
-    assert len(history(theirs)) == 3
-    for mine, yours in zip(history(ours), history(theirs), strict=True):
-        assert mine == pytest.approx(yours, rel=1e-5, abs=TOLERANCE)
-    beside = ours.accelerator.auxiliary_engines
-    assert len(beside) == (kind in ("dpo", "kto", "grpo") and not lora)
-    for engine in beside:
-        assert engine.module is ours.ref_model
+    stock = trainer_for(kind, source, tmp_path, offload=False, lora=lora)
+    stock.train()
+    offloaded = trainer_for(
+        kind, source, tmp_path, offload=True, lora=lora, gradient_checkpointing=lora
+    )
+    offloaded.train()
+    assert len(history(stock)) == 3
+    for found, expected in zip(history(offloaded), history(stock), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=TOLERANCE)
+    reference_engines = offloaded.accelerator.auxiliary_engines
+    assert len(reference_engines) == (kind in ("dpo", "kto", "grpo") and not lora)
+    for engine in reference_engines:
+        assert engine.module is offloaded.ref_model
         assert engine.counters()["disk_read"] > 0
-        assert not any(p.requires_grad for p in ours.ref_model.parameters())
-    ours.close()
-    assert all(engine._closed for engine in beside)
+        assert not any(p.requires_grad for p in offloaded.ref_model.parameters())
+    offloaded.close()
+    assert all(engine._closed for engine in reference_engines)
 
 
 @pytest.mark.parametrize("kind", ["dpo", "grpo"])
 def test_resumed_run_bitwise_equal(tmp_path: Path, source: Path, kind: str) -> None:
-    saves = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
-    through = trainer_for(kind, source, tmp_path / "out", ours=True, **saves)
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    through = trainer_for(kind, source, tmp_path / "out", offload=True, **saving)
     through.train()
     expected = masters(through)
     through.close()
-    again = trainer_for(kind, source, tmp_path / "out", ours=True, **saves)
+    again = trainer_for(kind, source, tmp_path / "out", offload=True, **saving)
     again.train(str(tmp_path / "out" / "checkpoint-2"))
     assert_same_bits(masters(again), expected)
     again.close()
@@ -92,14 +94,14 @@ def test_resumed_run_bitwise_equal(tmp_path: Path, source: Path, kind: str) -> N
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_precomputed_reference_log_probs_match_trl(tmp_path: Path, source: Path, kind: str) -> None:
     changed = {"precompute_ref_log_probs": True}
-    theirs = trainer_for(kind, source, tmp_path / "theirs", ours=False, **changed)
-    theirs.train()
-    ours = trainer_for(kind, source, tmp_path / "ours", ours=True, **changed)
-    assert ours.engine is not None
-    ours.train()
-    for mine, yours in zip(history(ours), history(theirs), strict=True):
-        assert mine == pytest.approx(yours, rel=1e-5, abs=TOLERANCE)
-    ours.close()
+    stock = trainer_for(kind, source, tmp_path / "theirs", offload=False, **changed)
+    stock.train()
+    offloaded = trainer_for(kind, source, tmp_path / "ours", offload=True, **changed)
+    assert offloaded.engine is not None
+    offloaded.train()
+    for found, expected in zip(history(offloaded), history(stock), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5, abs=TOLERANCE)
+    offloaded.close()
 
 
 def test_lazy_models_as_positional_arguments(tmp_path: Path, source: Path) -> None:
@@ -117,7 +119,7 @@ def test_lazy_models_as_positional_arguments(tmp_path: Path, source: Path) -> No
 
 def test_sync_ref_model_raises(tmp_path: Path, source: Path) -> None:
     with pytest.raises(ConfigError, match="sync_ref_model"):
-        trainer_for("dpo", source, tmp_path, ours=True, sync_ref_model=True)
+        trainer_for("dpo", source, tmp_path, offload=True, sync_ref_model=True)
 
 
 @pytest.mark.parametrize("arguments", [["sft", "--lora"], ["dpo"], ["kto"], ["grpo"], ["reward"]])

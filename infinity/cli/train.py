@@ -152,7 +152,7 @@ def _train_on(
         try:
             prepared = run.prepare(page.progress)
             page.question(prepared)
-            if not run.resumes_state_in_place:
+            if not run.resumes_state:
                 _show_plan(run, page)
             with handling(_StopHandler(page)):
                 result = run.train(page, page.progress)

@@ -152,7 +152,7 @@ class Run:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, report, ranks.count)
         with ranks.collective_section("plans a run"):
-            if self.resumes_state_in_place:
+            if self.resumes_state:
                 prepared = self._with_known_ranges(prepared)
             if self.config.plans_batch_schedule:
                 prepared = self._with_batch_schedule(prepared)
@@ -183,14 +183,14 @@ class Run:
                         self.directory.decided,
                         device,
                         ranks,
-                        retain_expert_ranges=self.resumes_state_in_place,
+                        retain_expert_ranges=self.resumes_state,
                     )
         engine = shared(prepared.engine, ranks)
         micro_batch = windows // (engine.gradient_accumulation_steps * ranks.count)
         return replace(prepared, engine=engine, micro_batch=micro_batch)
 
     @property
-    def resumes_state_in_place(self) -> bool:
+    def resumes_state(self) -> bool:
         """Whether the run resumes state on disk in place, so that its layout is fixed."""
         durable = self.config.engine.durable
         return durable and self.resume == AUTO and self.directory.has_run and not self.state.moves

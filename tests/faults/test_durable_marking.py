@@ -199,7 +199,7 @@ def test_member_without_primary_directory_warns(tmp_path: Path) -> None:
     config = {"nvme_path": [str(path) for path in paths], "precision": "fp32", "io": IO}
     config["placement"] = PLACEMENTS["all on disk"]
     with pytest.warns(
-        InfinityWarning, match=f"a part of a durable run; its first directory, {first}"
+        InfinityWarning, match=f"belongs to a durable run whose first directory, {first}"
     ):
         infinity.initialize(gated(), config)[0].close()
     with warnings.catch_warnings():

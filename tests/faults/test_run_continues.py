@@ -283,8 +283,10 @@ def run_remedy(error: str, other: Path) -> str:
     other.mkdir()
     (line,) = (line for line in error.splitlines() if line.startswith("  try: "))
     commands, _, hint = line.removeprefix("  try: ").partition("  (")
-    assert hint == f"with a directory of yours for {runs_run.OTHER}); or, to stay: check `dmesg`"
-    *copies, last = commands.replace(str(runs_run.OTHER), str(other)).split(" && ")
+    assert (
+        hint == f"with a directory of yours for {runs_run.OTHER_DRIVE}); or, to stay: check `dmesg`"
+    )
+    *copies, last = commands.replace(str(runs_run.OTHER_DRIVE), str(other)).split(" && ")
     for copy in copies:
         subprocess.run(shlex.split(copy), check=True)
     infinity, *arguments = shlex.split(last)

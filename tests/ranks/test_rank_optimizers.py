@@ -117,7 +117,11 @@ def test_torch_optimizers_match_plain_torch_bitwise(
         count, build, batches, config_of(placement, 2, **settings), groups=groups_of,
         device=partial(make_device, device), optimizer=MAKERS[name],
     )  # fmt: skip
-    plain = partial(train_half, words=LossScaleSettings(static=1024.0)) if half else train_reference
+    plain = (
+        partial(train_half, scale_settings=LossScaleSettings(static=1024.0))
+        if half
+        else train_reference
+    )
     expected = plain(build(), batches, one, groups=groups_of, make_optimizer=MAKERS[name])
     assert found.differences(expected) == []
     assert found.plan is not None

@@ -131,7 +131,7 @@ def test_repeated_broadcast_waits_for_previous() -> None:
             weights.written(0)
             weights.shards[0][ranks.rank].fill_(10 * ranks.rank + value)
             ranks.synchronize("wrote")
-            weights.bring(0)
+            weights.fetch_stale(0)
         weights.settle(0)
         assert isinstance(weights._peers, ThreadRanks)
         log, found = weights._peers.log, [int(shard[0]) for shard in weights.shards[0]]
@@ -142,7 +142,7 @@ def test_repeated_broadcast_waits_for_previous() -> None:
     assert on_ranks(2, work, nodes=2) == [([2, 12], order)] * 2
 
 
-def test_failed_broadcast_raises_in_is_here() -> None:
+def test_failed_broadcast_raises_in_is_up_to_date() -> None:
     """torch's work object then is complete, too, and raises only in `wait`."""
 
     class Failed(CompletedWork):
@@ -155,7 +155,7 @@ def test_failed_broadcast_raises_in_is_here() -> None:
         weights = SharedWeights({0: unit.of_shard(ranks.rank)}, ranks, lambda arena: None)
         assert weights._peers is not None
         weights._peers.all_gather = lambda *_, **__: Failed()  # type: ignore[method-assign]
-        weights.bring(0)
+        weights.fetch_stale(0)
         with pytest.raises(MachineError) as caught:
             weights.is_up_to_date(0)
         weights.close()

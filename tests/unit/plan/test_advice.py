@@ -152,7 +152,7 @@ def test_smaller_device_budget_suggested_for_activations() -> None:
     budget = found[0].priced.case.config.budget.device
     assert budget is not None
     assert budget < (case.limits.device or 0)
-    assert found[0].priced.activation_headroom > price(case).room
+    assert found[0].priced.activation_headroom > price(case).activation_headroom
 
 
 def test_budget_increase_suggested_before_hardware() -> None:

@@ -295,7 +295,7 @@ def test_interrupted_close_can_be_repeated(tmp_path: Path, monkeypatch: pytest.M
     engine, *_ = infinity.initialize(small_model(), settings(tmp_path))
     train(engine, 1)
     with monkeypatch.context() as patch:
-        patch.setattr(components(engine).binding, "forget", lambda unit: (ctrl_c(), ctrl_c()))
+        patch.setattr(components(engine).binding, "free", lambda unit: (ctrl_c(), ctrl_c()))
         with pytest.raises(KeyboardInterrupt):
             engine.close()
     engine.close()

@@ -95,12 +95,12 @@ class BlockWriter:
         return -(-nbytes // self._alignment) * self._alignment
 
     @property
-    def room(self) -> int:
+    def remaining(self) -> int:
         """Bytes that remain to be appended."""
         return self._nbytes - len(self.crc32c) * self._pool.block_bytes - self._filled
 
     def append(self, data: Tensor) -> None:
-        """Copy the next bytes (uint8, 1-D, on the CPU), at most `room`."""
+        """Copy the next bytes (uint8, 1-D, on the CPU), at most `remaining`."""
         data = data.contiguous()
         done = 0
         while done < data.numel():
@@ -126,7 +126,7 @@ class BlockWriter:
 
     def finish(self) -> None:
         """Write the last block, sync the file, and close it."""
-        assert self.room == 0, (self.path, self.room)
+        assert self.remaining == 0, (self.path, self.remaining)
         if self._block is not None:
             self._write_block(self._block)
         self._pool.wait_all()  # writes of other files too; files end rarely

@@ -144,7 +144,7 @@ def write_plan(
         "directories": [str(directory) for directory in striping.directories],
         "stripe_bytes": striping.stripe_bytes,
         "speeds": striping.speeds,
-        "room": striping.room,
+        "room": striping.capacities,
         "used": striping.used,
     }
     try:

@@ -96,7 +96,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
         directories=directories,
         stripe_bytes=int(facts["stripe_bytes"]),
         speeds=tuple(facts["speeds"]),
-        room=tuple(facts["room"]),
+        capacities=tuple(facts["room"]),
         used=tuple(facts["used"]),
     )
     _check_files(striping, facts["run"])

@@ -401,9 +401,9 @@ class _StreamFiles:
         done = 0
         while done < data.numel():
             file = self._file
-            if file is None or not file.room:
+            if file is None or not file.remaining:
                 file = self._open_next(directory, pool)
-            count = min(file.room, data.numel() - done)
+            count = min(file.remaining, data.numel() - done)
             file.append(data[done : done + count])
             done += count
             self.missing -= count

@@ -44,7 +44,7 @@ class SavedHandle:
 class SavedTensor:
     """Record of one saved tensor: its shape, location and requests."""
 
-    away: weakref.ref[SavedHandle]
+    saved_handle: weakref.ref[SavedHandle]
     order: int  # number of its last save; backward runs in reverse order
     nbytes: int
     dtype: torch.dtype
@@ -124,23 +124,31 @@ class ActivationStore:
         identity = TensorIdentity(tensor)
         number, self._next_number = self._next_number, self._next_number + 1
         handle = self._handles.get(identity)
-        away = handle() if handle is not None else None
-        if away is not None:  # an input of several blocks: backward needs it first for the last
-            record = self._records[away.number]
+        saved_handle = handle() if handle is not None else None
+        if (
+            saved_handle is not None
+        ):  # an input of several blocks: backward needs it first for the last
+            record = self._records[saved_handle.number]
             record.uses, record.order = record.uses + 1, number
-            return away
-        away = SavedHandle(number)
+            return saved_handle
+        saved_handle = SavedHandle(number)
         record = SavedTensor(
-            weakref.ref(away), number, nbytes, tensor.dtype, tensor.shape, tensor._version, identity
+            weakref.ref(saved_handle),
+            number,
+            nbytes,
+            tensor.dtype,
+            tensor.shape,
+            tensor._version,
+            identity,
         )
         self._records[number] = record
         tier = self._tier_of(nbytes)
         self._new_sizes.append(nbytes)
         if not self._offload(record, tensor.detach(), tier):
-            away.tensor = tensor.detach()
-        self._handles[identity] = weakref.ref(away)
+            saved_handle.tensor = tensor.detach()
+        self._handles[identity] = weakref.ref(saved_handle)
         self.num_saved += 1
-        return away
+        return saved_handle
 
     def _tier_of(self, nbytes: int) -> Tier:
         """Return the tier for the next tensor: as planned for a known size, else by free bytes."""
@@ -220,7 +228,7 @@ class ActivationStore:
 
     # --- restoring (backward) --------------------------------------------------------------------
 
-    def restore(self, away: SavedHandle) -> Tensor:
+    def restore(self, saved_handle: SavedHandle) -> Tensor:
         """Return the saved tensor: the original if it stayed on the device, else a restored one.
 
         Raises `EngineClosedError`, `TransferError`, or torch's error for a tensor that was modified
@@ -228,12 +236,12 @@ class ActivationStore:
         """
         self.poll()
         self._free_dropped()
-        record = self._records.get(away.number)
+        record = self._records.get(saved_handle.number)
         if self._arena is None or record is None:
             raise graph_of_closed_engine()
-        if away.tensor is not None:
-            _check_version(away.tensor._version != record.version, record.shape)
-            return away.tensor
+        if saved_handle.tensor is not None:
+            _check_version(saved_handle.tensor._version != record.version, record.shape)
+            return saved_handle.tensor
         if record.source is not None:  # not copied out yet: it may have been modified
             _check_version(record.source._version != record.version, record.shape)
         self._start_restore(record, wait=True)
@@ -364,7 +372,7 @@ class ActivationStore:
 
     def _free_dropped(self) -> None:
         """Free the memory of tensors that no graph holds any more."""
-        for number in [n for n, r in self._records.items() if r.away() is None]:
+        for number in [n for n, r in self._records.items() if r.saved_handle() is None]:
             self._discard(self._records[number])
             del self._records[number]
         if self._new_sizes and not self._records:

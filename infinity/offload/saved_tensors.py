@@ -174,9 +174,9 @@ class SavedTensors:
             unit = -1 if self._ledger is None else self._ledger.current
             return _Outer(unit, outer[1], outer[0](tensor))
         if self.activations is not None and saves_checkpoint_input():
-            away = self.activations.save(tensor)
-            if away is not None:
-                return away
+            handle = self.activations.save(tensor)
+            if handle is not None:
+                return handle
         return tensor.detach(), tensor._version
 
     def _describe(self, tensor: Tensor) -> _InSlot | None:

@@ -204,7 +204,7 @@ class AdaptedOptimizer:
                 fresh = self._fresh(group.given, stand_in)
                 group.write(self._step(group.given, stand_in, fresh)[0])
 
-    def kept(self) -> dict[int, dict[str, Any]]:
+    def extra_state(self) -> dict[int, dict[str, Any]]:
         """Return the serializable state of each parameter, without moments."""
         saved: dict[int, dict[str, Any]] = {
             index: {"group": {key: entry._asdict() for key, entry in group.written.items()}}
@@ -215,8 +215,8 @@ class AdaptedOptimizer:
             saved[index] |= {"scalars": copied(state.scalars), "shapes": dict(state.shapes)}
         return saved
 
-    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Restore state returned by `kept`."""
+    def load_extra_state(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore state returned by `extra_state`."""
         self._last_tiles.clear()
         self._states = {
             index: _State(

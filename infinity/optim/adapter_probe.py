@@ -182,9 +182,9 @@ def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeS
 
 @dataclass(frozen=True)
 class Small:
-    """State of a small parameter: an entry of `AdaptedOptimizer.kept()`, and moments."""
+    """State of a small parameter: an entry of `AdaptedOptimizer.extra_state()`, and moments."""
 
-    kept: Mapping[str, Any]
+    extra_state: Mapping[str, Any]
     moments: Sequence[Moment]
 
 
@@ -269,7 +269,7 @@ class Trial:
     def _adapted(self, facts: AdapterFacts) -> tuple[AdaptedOptimizer, list[Sequence[Moment]]]:
         facts = replace(facts, worker=_without_parameters(facts.worker, ()))
         adapted = AdaptedOptimizer(facts, tile_elements=SMALL_ELEMENTS)
-        adapted.keep({index: small.kept for index, small in self.starts.items()})
+        adapted.load_extra_state({index: small.extra_state for index, small in self.starts.items()})
         return adapted, [
             [m.clone() for m in self.starts[index].moments]
             if index in self.starts
@@ -326,7 +326,7 @@ class Trial:
                         gradient_slice, params_by_index[index], number,
                     )  # fmt: skip
                     adapted.update([tile], 1.0)
-        saved, indices = adapted.kept(), range(len(flats))
+        saved, indices = adapted.extra_state(), range(len(flats))
         written = [{k: e["value"] for k, e in saved[i].pop("group").items()} for i in indices]
         return Outcome(
             [flat.view(shape) for flat, shape in zip(flats, shapes, strict=True)],

@@ -150,7 +150,7 @@ class CheckedOptimizer(AdaptedOptimizer):
             starts, offset = {}, 0
             for number in chosen:
                 for position, small in enumerate(small_states[number]):
-                    saved = {**small.kept, **groups[number].scalars}
+                    saved = {**small.extra_state, **groups[number].scalars}
                     starts[2 * (offset + position)] = Small(saved, small.moments)
                 offset += len(groups[number].shapes)
             scale = SCALES[self._num_checks % len(SCALES)]

@@ -15,13 +15,13 @@ import torch
 
 import infinity._adam as _adam
 from infinity.errors import ConfigError, EngineClosedError, InfinityError, ResidencyError
-from infinity.optim.moments import BESIDE, VALUE_DTYPES, Moment
+from infinity.optim.moments import MASTER_STATE_DTYPES, VALUE_DTYPES, Moment
 from infinity.optim.muon import step_matrices_of_stack
 from infinity.optim.rules import Muon, RuleParams
 from infinity.plan.layout import SQUARE_BLOCK
 from infinity.types import MOMENT_BLOCK, MomentFormat
 
-FLOATS = tuple(BESIDE)  # dtypes of weights and gradients
+FLOATS = tuple(MASTER_STATE_DTYPES)  # dtypes of weights and gradients
 _HOST = torch.device("cpu")
 _MAX_64_BITS = 2**64 - 1
 # Codes of the native module.
@@ -59,7 +59,7 @@ def check_piece(piece: Piece, device: torch.device) -> None:
     weight, master_state, moments, gradient, rule_params, _, _, key, first = piece
     n = weight.numel()
     check_tensor("weight", weight, n, FLOATS, device)
-    expected_dtype = BESIDE[weight.dtype]
+    expected_dtype = MASTER_STATE_DTYPES[weight.dtype]
     if (master_state is None) != (expected_dtype is None):
         actual = "missing" if master_state is None else master_state.dtype
         raise ConfigError(
@@ -327,7 +327,7 @@ class CpuKernels:
         n = master.numel()
         check_tensor("master", master, n, (torch.float32,), _HOST)
         check_tensor("weight", weight, n, (torch.bfloat16, torch.float16), _HOST)
-        state_dtype = BESIDE[weight.dtype]
+        state_dtype = MASTER_STATE_DTYPES[weight.dtype]
         assert state_dtype is not None
         check_tensor("master_state", master_state, n, (state_dtype,), _HOST)
         return n

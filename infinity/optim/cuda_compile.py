@@ -29,7 +29,7 @@ from infinity.errors import MachineError, first_lines
 _DIGEST_BYTES = hashlib.sha256().digest_size
 
 
-def kept(*key: str) -> bytes | None:
+def read_cached(*key: str) -> bytes | None:
     """Return the payload cached under `key`; None if it is missing or damaged."""
     try:
         entry = _cache_file(key).read_bytes()
@@ -39,7 +39,7 @@ def kept(*key: str) -> bytes | None:
     return payload if hashlib.sha256(payload).digest() == entry[:_DIGEST_BYTES] else None
 
 
-def keep(payload: bytes, *key: str) -> None:
+def write_cached(payload: bytes, *key: str) -> None:
     """Cache `payload` under `key`; does nothing if the folder is not writable."""
     path = _cache_file(key)
     with contextlib.suppress(OSError):
@@ -125,7 +125,7 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
     nvrtc_version = version()
     digest = hashlib.sha256(source().encode()).hexdigest()
     key = (digest, arch, nvrtc_version, repr((_OPTIONS, defines)))
-    cached = kept(*key)
+    cached = read_cached(*key)
     if cached is not None:
         return cached
     try:
@@ -135,7 +135,7 @@ def cubin(arch: str, defines: tuple[tuple[str, str], ...]) -> bytes:
         raise MachineError(
             f"NVRTC {nvrtc_version} did not compile {SOURCE} for {arch}", because=str(error)
         ) from error
-    keep(code, *key)
+    write_cached(code, *key)
     return code
 
 

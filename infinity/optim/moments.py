@@ -24,7 +24,7 @@ COMPUTE_DTYPES: dict[str, torch.dtype] = {
 KIND_DTYPES: dict[Kind, torch.dtype] = {
     kind: getattr(torch, name) for kind, name in STATE_DTYPES.items()
 }
-BESIDE: dict[torch.dtype, torch.dtype | None] = {
+MASTER_STATE_DTYPES: dict[torch.dtype, torch.dtype | None] = {
     COMPUTE_DTYPES[p.name]: None if p.master_kind is None else KIND_DTYPES[p.master_kind]
     for p in PRECISIONS.values()
 }

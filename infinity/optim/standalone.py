@@ -29,7 +29,7 @@ from infinity.errors import ConfigError, ResidencyError
 from infinity.model.offloaded_parameter import OffloadedParameter
 from infinity.optim.cpu import CpuKernels, Piece
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.moments import BESIDE, Moment
+from infinity.optim.moments import MASTER_STATE_DTYPES, Moment
 from infinity.optim.offloaded import OffloadedOptimizer, optimizer_method
 from infinity.optim.rules import RULES, AdamW, RuleParams, decay_variant
 from infinity.optim.update import BuiltInRule, step_count
@@ -312,7 +312,7 @@ class _Adam(torch.optim.Optimizer):
                 f"{' and '.join(self._device_types)} parameters",
                 remedy="use infinity.FusedAdam for CUDA parameters",
             )
-        if parameter.dtype not in BESIDE:
+        if parameter.dtype not in MASTER_STATE_DTYPES:
             raise ConfigError(
                 f"{name} has dtype {parameter.dtype}", remedy="float32, bfloat16 or float16"
             )
@@ -421,7 +421,7 @@ def _copied_state(parameter: Tensor, given: Mapping[str, Any], master: bool) -> 
     names: dict[str, torch.dtype | None] = dict.fromkeys(AdamW.state_names, torch.float32)
     master_key = _MASTER_KEYS.get(parameter.dtype, "")
     if master and master_key in given:
-        names[master_key] = BESIDE[parameter.dtype]
+        names[master_key] = MASTER_STATE_DTYPES[parameter.dtype]
         if given[master_key].dtype is not names[master_key]:
             raise ConfigError(
                 f"{master_key} has dtype {given[master_key].dtype}, not {names[master_key]}",

@@ -59,11 +59,11 @@ class Updater(Protocol):
         `params_by_index` has all parameters of the groups, including those without a gradient.
         """
 
-    def kept(self) -> dict[int, dict[str, Any]]:
+    def extra_state(self) -> dict[int, dict[str, Any]]:
         """Return the serializable state of each parameter, without moments."""
 
-    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Restore state returned by `kept`."""
+    def load_extra_state(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore state returned by `extra_state`."""
 
     def state_of(
         self,
@@ -229,12 +229,12 @@ class KernelUpdater:
         for parameter, step in steps.items():
             self._with_first_step(parameter, params_by_index[parameter], step)
 
-    def kept(self) -> dict[int, dict[str, Any]]:
+    def extra_state(self) -> dict[int, dict[str, Any]]:
         """Return the serializable state of each parameter, without moments."""
         return {parameter: {"begins": step} for parameter, step in self._first_steps.items()}
 
-    def keep(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
-        """Restore state returned by `kept`."""
+    def load_extra_state(self, saved: Mapping[int, Mapping[str, Any]]) -> None:
+        """Restore state returned by `extra_state`."""
         self._first_steps = {parameter: entry["begins"] for parameter, entry in saved.items()}
 
     def moment_names(self, parameter: int, rule_params: RuleParams) -> tuple[str, ...]:

@@ -39,8 +39,8 @@ _BETWEEN_SHARE = 0.04  # for each of seven measurements
 
 _CHUNK = NUM_NOISE  # parameters
 _LEAST_CHUNKS, _MOST_CHUNKS = 8, 64
-_BYTES_BESIDE_MOMENTS = 6  # weight, residual and gradient, 16 bits each
-_LARGEST_BYTES = _BYTES_BESIDE_MOMENTS + 2 * 4
+_BYTES_WITHOUT_MOMENTS = 6  # weight, residual and gradient, 16 bits each
+_LARGEST_BYTES = _BYTES_WITHOUT_MOMENTS + 2 * 4
 _COPY_BYTES = 32 << 20
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _FLOP = 3 * 2  # three products with a multiplication and an addition each
@@ -103,7 +103,7 @@ def _host_updates(num_threads: int, seconds: float) -> dict[str, float]:
 def _num_chunks() -> int:
     """Return a number of chunks of at least twice the cache size, even with 8-bit moments."""
     machine = read_machine()
-    needed = -(-2 * machine.cache_bytes // ((_BYTES_BESIDE_MOMENTS + 2) * _CHUNK))
+    needed = -(-2 * machine.cache_bytes // ((_BYTES_WITHOUT_MOMENTS + 2) * _CHUNK))
     fitting = machine.host_available_bytes // 8 // (_CHUNK * _LARGEST_BYTES)
     return max(1, min(fitting, _MOST_CHUNKS, max(needed, _LEAST_CHUNKS)))
 

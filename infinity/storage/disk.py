@@ -356,7 +356,7 @@ class Disk:
         if self._stored is not None:
             stored = self._stored
             self._stripes.redistribute(stored, [file.size for file in self._files])
-            self.used, self._capacities = stored.used, stored.room
+            self.used, self._capacities = stored.used, stored.capacities
             return
         if len(self.paths) == 1:
             self.used = tuple(self._stripes.distribute([1.0], [total]))

@@ -246,16 +246,16 @@ def of_rank(nvme_path: Path, rank: int) -> Path:
     return nvme_path / f"rank-{rank}"
 
 
-def remove_dead_runs_of_ranks(nvme_path: Path, here: Sequence[int], count: int) -> None:
-    """Remove dead runs of the ranks `here`, and of ranks beyond the current `count`.
+def remove_dead_runs_of_ranks(nvme_path: Path, local_ranks: Sequence[int], count: int) -> None:
+    """Remove dead runs of the ranks `local_ranks`, and of ranks beyond the current `count`.
 
     Ranks of other nodes are skipped: if nodes share `nvme_path`, locks may not work across nodes.
     """
     for number, path in directories_by_rank(nvme_path).items():
-        if number in here or (number >= count and 0 in here):
+        if number in local_ranks or (number >= count and 0 in local_ranks):
             with suppress(MachineError):  # another process may remove it concurrently
                 remove_dead_runs(path)
-    if count > 1 and 0 in here:
+    if count > 1 and 0 in local_ranks:
         remove_dead_runs(nvme_path)
 
 

@@ -40,7 +40,7 @@ class Striping:
     directories: tuple[Path, ...]
     stripe_bytes: int
     speeds: tuple[float, ...]
-    room: tuple[int, ...]
+    capacities: tuple[int, ...]
     used: tuple[int, ...]
 
 
@@ -67,19 +67,19 @@ class Stripes:
             self._extents.append((self.total - start, tuple(cuts)))
         return start
 
-    def distribute(self, weights: Sequence[float], room: Sequence[int]) -> list[int]:
+    def distribute(self, weights: Sequence[float], capacities: Sequence[int]) -> list[int]:
         """Distribute all extents in proportion to `weights`; return the bytes used per path.
 
-        `room` limits the bytes per path, and must sum up to the total at least. If a path is too
-        small for its share, its bytes are spread over all extents, and the other paths take the
-        remainder in proportion.
+        `capacities` limits the bytes per path; their sum must be at least the total. If a path is
+        too small for its share, its bytes are spread over all extents, and the other paths take
+        the remainder in proportion.
         """
         if self._num_paths == 1:
             self._append(0, 0, 0)
             return [self.total]
-        room = [r // PAGE * PAGE for r in room]
-        assert sum(room) >= self.total, (room, self.total)
-        dealer = _Dealer(fair_shares(self.total, weights, room), room)
+        capacities = [r // PAGE * PAGE for r in capacities]
+        assert sum(capacities) >= self.total, (capacities, self.total)
+        dealer = _Dealer(fair_shares(self.total, weights, capacities), capacities)
         logical = 0
         for nbytes, cuts in self._extents:
             edges = sorted({0, nbytes, *(c // PAGE * PAGE for c in cuts)})
@@ -97,8 +97,12 @@ class Stripes:
 
         `sizes` are the sizes of the files in bytes.
         """
-        room = stored.room or (self.total,)
-        used = self.distribute(stored.speeds or (1.0,), room) if sum(room) >= self.total else []
+        capacities = stored.capacities or (self.total,)
+        used = (
+            self.distribute(stored.speeds or (1.0,), capacities)
+            if sum(capacities) >= self.total
+            else []
+        )
         if tuple(used) != stored.used or any(map(operator.lt, sizes, used)):
             raise CheckpointError(
                 f"the durable run in {stored.directories[0]} needs {used} bytes of its state "
@@ -128,18 +132,18 @@ class Stripes:
             index += 1
 
 
-def fair_shares(total: int, weights: Sequence[float], room: Sequence[int]) -> list[float]:
+def fair_shares(total: int, weights: Sequence[float], capacities: Sequence[int]) -> list[float]:
     """Return bytes per path so that all finish together; a path too small for that is filled."""
     shares = [0.0] * len(weights)
     remaining, open_paths = float(total), set(range(len(weights)))
     while open_paths and remaining > 0:
         rate = remaining / sum(weights[p] for p in open_paths)
-        full = {p for p in open_paths if weights[p] * rate >= room[p]}
+        full = {p for p in open_paths if weights[p] * rate >= capacities[p]}
         for path in full or open_paths:
-            shares[path] = float(room[path]) if full else weights[path] * rate
+            shares[path] = float(capacities[path]) if full else weights[path] * rate
         if not full:
             break
-        remaining -= sum(room[p] for p in full)
+        remaining -= sum(capacities[p] for p in full)
         open_paths -= full
     return shares
 
@@ -147,17 +151,19 @@ def fair_shares(total: int, weights: Sequence[float], room: Sequence[int]) -> li
 class _Dealer:
     """Assignment of each stripe to the path that is furthest behind its share."""
 
-    def __init__(self, shares: Sequence[float], room: Sequence[int]) -> None:
-        self.used = [0] * len(room)
+    def __init__(self, shares: Sequence[float], capacities: Sequence[int]) -> None:
+        self.used = [0] * len(capacities)
         self._shares = shares
-        self._room = room
+        self._capacities = capacities
         self._used_by_section: dict[int, list[int]] = {}
 
     def deal(self, section: int, nbytes: int) -> Iterator[FileRange]:
         """Yield the file ranges of a stripe of `section`: one, unless it fits on no path."""
         section_used = self._used_by_section.setdefault(section, [0] * len(self.used))
         while nbytes:
-            free_bytes = [room - used for room, used in zip(self._room, self.used, strict=True)]
+            free_bytes = [
+                capacity - used for capacity, used in zip(self._capacities, self.used, strict=True)
+            ]
             fits = [
                 p for p in range(len(free_bytes)) if free_bytes[p] >= nbytes and self._shares[p] > 0
             ]

@@ -148,7 +148,7 @@ class OptimizerPass:
         if self.durability is not None:
             document = job.document
             if document is not None:  # the update has changed non-moment state
-                states = self.updates.updater.kept()
+                states = self.updates.updater.extra_state()
                 document = with_optimizer_state(
                     document, {self._names[i]: v for i, v in states.items()}
                 )

@@ -63,13 +63,13 @@ def share_non_moment_state(
     local = {s.parameter for u in plan.local_units for s in u.trained_segments}.intersection(
         parameters
     )
-    states = updater.kept()
+    states = updater.extra_state()
     with ranks.propagate_errors(doing):
         encoded = encode({i: states[i] for i in local & states.keys()}, "the optimizer's state")
     ranks.synchronize(doing)
     for rank_states in ranks.all_gather_object(encoded):  # in the order of shards
         states |= decode(rank_states)
-    updater.keep(states)
+    updater.load_extra_state(states)
 
 
 def _moment(store: StateStore, layout: UnitLayout, segment: Segment, kind: Kind) -> Moment:

@@ -111,7 +111,7 @@ class RunState:
             "loss_scale": None if scale is None else state_to_dict(scale),
             "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
             "groups": self._groups(),
-            "kept": {self._names[i]: kept for i, kept in self._updater.kept().items()},
+            "kept": {self._names[i]: kept for i, kept in self._updater.extra_state().items()},
             "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
             "rng": capture_rng(),
@@ -194,7 +194,9 @@ class RunState:
                 group.update({k: v for k, v in saved["values"].items() if k not in _MEMBER_KEYS})
             # Ranges of a stack of experts share its name, and have equal states.
             kept = state["kept"]
-            self._updater.keep({i: kept[n] for i, n in enumerate(self._names) if n in kept})
+            self._updater.load_extra_state(
+                {i: kept[n] for i, n in enumerate(self._names) if n in kept}
+            )
             self._step_runner.steps[:] = [state["steps"][name] for name in self._names]
             if isinstance(self._updater, KernelUpdater):
                 self._updater.seed = state["rounding_seed"]

@@ -136,7 +136,7 @@ def test_sgd_momentum_enabled_later_starts_with_gradient() -> None:
             assert state.keys() == {
                 k for k, v in torch_sgd.state[parameter].items() if v is not None
             }
-        assert updater.kept() == {1: {"begins": 4}}
+        assert updater.extra_state() == {1: {"begins": 4}}
     buffer = torch_sgd.state[parameter]["momentum_buffer"]
     torch.testing.assert_close(state["momentum_buffer"], buffer, rtol=1e-6, atol=1e-7)
 
@@ -147,8 +147,8 @@ def test_momentum_start_step_is_recorded_and_restored() -> None:
         updater, other = (KernelUpdater(kernels, ["a", "b", "c"], 0) for _ in range(2))
         updater.begin(params_by_index, {0: 7, 1: 7})
         updater.begin(params_by_index, {0: 8, 1: 8, 2: 1})
-        other.keep(updater.kept())
-        assert other.kept() == updater.kept() == {1: {"begins": 7}, 2: {"begins": 1}}
+        other.load_extra_state(updater.extra_state())
+        assert other.extra_state() == updater.extra_state() == {1: {"begins": 7}, 2: {"begins": 1}}
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])

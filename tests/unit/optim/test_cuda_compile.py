@@ -21,7 +21,7 @@ from support.cuda_pieces import combinations
 from infinity.errors import MachineError
 from infinity.optim import cuda, cuda_compile, cuda_launch
 from infinity.optim.cuda import CudaKernels
-from infinity.optim.cuda_compile import default_folder, keep, kept
+from infinity.optim.cuda_compile import default_folder, read_cached, write_cached
 
 CSRC = Path(__file__).parents[3] / "csrc" / "adam"
 ARCHES = ("sm_80", "sm_90")
@@ -200,30 +200,30 @@ def test_cmake_installs_every_source_file() -> None:
 
 
 def test_cache_entries_distinct_and_persistent(cache: Path) -> None:
-    assert kept("a", "b") is None
-    keep(b"one", "a", "b")
-    keep(b"two", "ab", "")
-    assert kept("a", "b") == b"one"
-    assert kept("ab", "") == b"two"
-    keep(b"three", "a", "b")
-    assert kept("a", "b") == b"three"
+    assert read_cached("a", "b") is None
+    write_cached(b"one", "a", "b")
+    write_cached(b"two", "ab", "")
+    assert read_cached("a", "b") == b"one"
+    assert read_cached("ab", "") == b"two"
+    write_cached(b"three", "a", "b")
+    assert read_cached("a", "b") == b"three"
     assert len(list(cache.iterdir())) == 2  # no partially written entry
 
 
 @pytest.mark.parametrize("damage", [b"", b"short", b"\0" * 100])
 def test_damaged_cache_entry_ignored(cache: Path, damage: bytes) -> None:
-    keep(b"payload", "key")
+    write_cached(b"payload", "key")
     (entry,) = cache.iterdir()
     entry.write_bytes(damage)
-    assert kept("key") is None
-    keep(b"payload", "key")
-    assert kept("key") == b"payload"
+    assert read_cached("key") is None
+    write_cached(b"payload", "key")
+    assert read_cached("key") == b"payload"
 
 
 def test_unwritable_cache_skipped(cache: Path) -> None:
     cache.parent.write_text("in the way")
-    keep(b"payload", "key")
-    assert kept("key") is None
+    write_cached(b"payload", "key")
+    assert read_cached("key") is None
 
 
 def test_default_cache_folder(monkeypatch, tmp_path: Path) -> None:
@@ -239,8 +239,8 @@ def test_concurrent_cache_writers_leave_valid_entry(cache: Path) -> None:
 
     def write_and_read(payload: bytes) -> bool:
         for _ in range(60):
-            keep(payload, "key")
-            if kept("key") not in payloads:
+            write_cached(payload, "key")
+            if read_cached("key") not in payloads:
                 return False
         return True
 

@@ -61,7 +61,7 @@ def write_deepspeed_keys() -> None:
         name = " ".join([f"`{key.name}`", *(f"(`{old}`)" for old in key.old)])
         kind = key.kind if isinstance(key.kind, str) else ", ".join(f"`{w}`" for w in key.kind)
         here = f"{key.verdict} if {key.when}" if key.when else str(key.verdict)
-        ours = f"{here}: `{key.ours}`" if key.ours else here
+        ours = f"{here}: `{key.native_key}`" if key.native_key else here
         note = f"{key.note}; {key.remedy}" if key.remedy else key.note
         text.append(table_row(name, kind, f"`{key.default}`", ours, note))
     DEEPSPEED_KEYS.write_text("\n".join(text) + "\n", encoding="utf-8")

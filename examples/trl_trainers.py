@@ -165,7 +165,7 @@ def main() -> None:
         with KINDS[arguments.kind][0](**given, infinity_config=disk) as trainer:
             trainer.train()
             print(trainer.engine.plan.describe())
-            for engine in trainer.accelerator.beside:
+            for engine in trainer.accelerator.auxiliary_engines:
                 print("beside it, for inference:")
                 print(engine.plan.describe())
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]

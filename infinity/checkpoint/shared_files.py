@@ -86,7 +86,7 @@ def share(
 
 
 def _share_file(old: Path, new: Path, expected: Identity) -> None:
-    """Share one file; raises `OSError` unless its identity is `wanted`, before and after."""
+    """Share one file; raises `OSError` unless its identity is `expected`, before and after."""
     descriptor = os.open(old, _SOURCE_FLAGS)
     try:
         if identity(os.fstat(descriptor)) != expected:

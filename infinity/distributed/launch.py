@@ -116,7 +116,7 @@ def _rendezvous(dist: Any, timeout: timedelta) -> tuple[Any, int]:
 
 
 def _wait_until(is_ready: Callable[[], bool], awaited: str, timeout: timedelta) -> None:
-    """Poll until `came()`, which Ctrl-C ends; warn of a long wait, raise `RuntimeError` after."""
+    """Poll until `is_ready()`; warn of a long wait, raise `RuntimeError` after `timeout`."""
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     start, timeout_s, warn_after_s = time.monotonic(), timeout.total_seconds(), _WARN_AFTER_S
     while not is_ready():

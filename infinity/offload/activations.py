@@ -1,7 +1,7 @@
 """Saved tensors offloaded to a pinned pool in RAM, or to disk, until backward needs them.
 
 [Note: memory of a graph]
-Autograd is handed an `SavedHandle`, which holds a number and none of the engine's memory. A graph
+Autograd is handed a `SavedHandle`, which holds a number and none of the engine's memory. A graph
 may be dropped anywhere, by any thread. The store notices that its handles are dead, and frees their
 memory, when the next tensor is saved or restored.
 """

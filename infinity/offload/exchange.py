@@ -67,7 +67,7 @@ class _Exchange(NamedTuple):
 class GradientExchange:
     """Gradients of a backward that wait for their exchange, and exchanges in flight.
 
-    `has` receives the parameters for which any rank has a gradient.
+    `with_gradient` receives the parameters for which any rank has a gradient.
     """
 
     def __init__(

@@ -27,8 +27,8 @@ remaining copies are of weights that are about to change, and are discarded. An 
 synchronization, after each rank's copies have completed.
 
 With several nodes, each has such RAM for the shards of all ranks. Those of other nodes are fetched
-(`fetch_stale`) once all ranks have written theirs; ranks copy them once `is_here` is true on all
-ranks.
+(`fetch_stale`) once all ranks have written theirs; ranks copy them once `is_up_to_date` is true on
+all ranks.
 """
 
 from __future__ import annotations

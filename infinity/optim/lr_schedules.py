@@ -26,7 +26,7 @@ _WARMUP_TYPES = ("log", "linear")
 # Parameters by type; all others are numbers. Rates and momenta may have a value for each group.
 _RATES = {"warmup_min_lr", "warmup_max_lr", "lr_range_test_min_lr", "cycle_min_lr", "cycle_max_lr"}
 _RATES |= {"cycle_min_mom", "cycle_max_mom"}
-_PEAK_RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # set groups' rates
+_GROUP_RATES = ("warmup_max_lr", "cycle_max_lr", "lr_range_test_min_lr")  # set groups' rates
 _MIN_COUNTS = {"warmup_num_steps": 1, "total_num_steps": 1, "lr_range_test_step_size": 1}
 _MIN_COUNTS |= {"cycle_first_step_size": 1, "cycle_second_step_size": 0, "decay_step_size": 0}
 _MIN_COUNTS |= {"cycle_first_stair_count": 0, "cycle_second_stair_count": 0}
@@ -142,7 +142,7 @@ class _Schedule(lr_scheduler.LRScheduler):
         rates = [float(group["lr"]) for group in optimizer.param_groups]
         if params.get("warmup_max_lr", rates) is None:
             params["warmup_max_lr"] = rates
-        scalar_rates = [n for n in _PEAK_RATES if isinstance(params.get(n), int | float)]
+        scalar_rates = [n for n in _GROUP_RATES if isinstance(params.get(n), int | float)]
         if scalar_rates and len(set(rates)) > 1:
             text = (
                 f"{scalar_rates[0]} {params[scalar_rates[0]]:g} is the rate of all "
@@ -226,8 +226,10 @@ class OneCycle(_Schedule):
     _rates = staticmethod(_cycle)
 
 
-OURS = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's name for it
+DEEPSPEED_SCHEDULES = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
+VALID_LR_SCHEDULES = [
+    schedule.__name__ for schedule in DEEPSPEED_SCHEDULES
+]  # DeepSpeed's name for it
 
 
 # --- by name -------------------------------------------------------------------------------------
@@ -235,7 +237,9 @@ VALID_LR_SCHEDULES = [schedule.__name__ for schedule in OURS]  # DeepSpeed's nam
 
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
     """Return all schedules that a configuration may name: torch's and these, sorted by name."""
-    schedules = torch_schedules() | {schedule.__name__: schedule for schedule in OURS}
+    schedules = torch_schedules() | {
+        schedule.__name__: schedule for schedule in DEEPSPEED_SCHEDULES
+    }
     return dict(sorted(schedules.items()))
 
 

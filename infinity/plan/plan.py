@@ -434,7 +434,7 @@ class Plan:
     def chunks_per_batch(self, placement: UnitPlacement, *, by_device: bool = True) -> int:
         """Return the number of chunks that are streamed, or updated by the CPU, in one batch.
 
-        More than one only if all tiers are `reached`: on disk each chunk is a record. Chunks that
+        More than one only if all tiers are addressable: on disk each chunk is a record. Chunks that
         the CPU updates concurrently with streamed ones pass through RAM buffers if they are
         stored on the device.
         """

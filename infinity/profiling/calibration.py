@@ -106,7 +106,7 @@ def cached_or_nominal_rates(
     gpus: int = 1,
     nodes: int = 1,
 ) -> KnownRates:
-    """Return the rates cached by `cached_rates` and `cached_links`, without measuring.
+    """Return the rates that `cached_rates` and `link_rates.cached_links` stored; measure none.
 
     Missing rates are nominal and listed in `nominal`. More than one rank (`gpus` on each of
     `nodes`) also has links. Raises `MachineError` for a missing path.

@@ -75,7 +75,7 @@ class MemoryWatch:
         self._statm = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
         self._reserved_before = PROCESS.ram()
         self._next_s = 0.0
-        self._next_room_s = 0.0
+        self._next_limit_check_s = 0.0
         self._next_trim_s = 0.0
         self._peak = 0
         self._last_high_water = self._high_water()
@@ -123,7 +123,7 @@ class MemoryWatch:
         if near[1] or now_s >= self._next_trim_s:
             self._next_trim_s = now_s + TRIM_S
             return_freed_memory()
-            self._next_room_s = 0.0
+            self._next_limit_check_s = 0.0
             held = self._resident()
             near = self._nearest(held, now_s)
             if near is None:
@@ -143,9 +143,9 @@ class MemoryWatch:
             added = self._later_reservations()
             if held > NEAR_SHARE * (budget + added):
                 return f"budget.host is {format_size(budget)}", held > budget + added
-        if now_s < self._next_room_s:
+        if now_s < self._next_limit_check_s:
             return None
-        self._next_room_s = now_s + LIMIT_CHECK_S
+        self._next_limit_check_s = now_s + LIMIT_CHECK_S
         limit, left_bytes = memory_headroom()
         for _ in range(RECHECKS):  # page cache write-back and growing RAM are delayed
             if left_bytes >= SPARE_SHARE * limit:

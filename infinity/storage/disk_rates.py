@@ -98,7 +98,7 @@ class _TierBenchmark:
         self._next_record = {_READ: 0, _WRITE: 0}
 
     def rates(self) -> dict[str, float]:
-        """Return the median rate of each entry of `_KINDS`, in bytes per second."""
+        """Return the median rate of each entry of `_DIRECTIONS`, in bytes per second."""
         started = time.perf_counter()
         self._choose_size()
         # Write records from the beginning of the region while time permits, for the reads.

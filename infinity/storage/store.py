@@ -1,9 +1,9 @@
 """Stores: one object per tier with a common protocol; a `Range` is reserved by a store.
 
 Code that moves or updates state does not branch on tiers. It asks a range for a tensor over its
-bytes (`reached`), and if neither the CPU nor a kernel can address them, reads them into a buffer
-and writes them back. A new tier needs a class with the methods of `Store`, a member of `Tier`, and
-its budget and rates in the plan.
+bytes (`addressable_view`), and if neither the CPU nor a kernel can address them, reads them into a
+buffer and writes them back. A new tier needs a class with the methods of `Store`, a member of
+`Tier`, and its budget and rates in the plan.
 """
 
 from __future__ import annotations

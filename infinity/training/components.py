@@ -179,7 +179,7 @@ class EngineComponents:
         return disk
 
     def _num_threads(self, requested: int) -> int:
-        """Return the number of kernel threads of this rank; `wanted` is per machine, 0 is auto."""
+        """Return the kernel threads of this rank; `requested` is per machine, 0 is automatic."""
         machine, ranks, unified = read_machine(), self.ranks, self.plan.unified
         if requested:
             return threads_for(requested, machine.num_cpus, ranks.local_count, unified=unified)

@@ -276,7 +276,7 @@ class _ValueSource:
         self._flat = torch.empty(0)
 
     def store_stacks(self, stacks: Collection[int]) -> None:
-        """Store the values of these parameters (ids) from their first use until `drop`."""
+        """Store the values of these parameters (ids) from their first use until `free_stack`."""
         self._stacks_to_store = stacks
 
     def free_stack(self, stack: nn.Parameter) -> None:

@@ -239,7 +239,7 @@ class UnitUpdater:
         return update
 
     def _process(self, job: UpdateJob, update: ChunkUpdate) -> None:
-        """Update chunks on the CPU, or queue their update, which `_land` completes."""
+        """Update chunks on the CPU, or queue their update, which `_complete_oldest` completes."""
         if not update.streamed:  # a copy to the device may still read the old weights
             update.waits.append(self._handover.weights_read_event(update.unit))
         laps = Laps(self.transfers.trace, update.unit)

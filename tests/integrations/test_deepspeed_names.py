@@ -13,7 +13,7 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.integrations import deepspeed
-from infinity.integrations.deepspeed.names import OTHERS, OURS, look_up
+from infinity.integrations.deepspeed.names import IMPLEMENTED, UNIMPLEMENTED, look_up
 
 MODULES = (
     "accelerator.real_accelerator", "autotuning", "checkpoint.ds_to_universal", "comm.comm",
@@ -36,7 +36,7 @@ def test_module_resolves_by_attribute_and_import(path: str) -> None:
 
 def test_served_names_resolve() -> None:
     count = 0
-    for listed_in, implementation, names in OURS:
+    for listed_in, implementation, names in IMPLEMENTED:
         for name, _, other in (word.partition("=") for word in names.split()):
             module = "runtime.engine" if listed_in == "*" else listed_in
             expected = getattr(importlib.import_module(implementation), other or name)
@@ -101,7 +101,7 @@ def test_hasattr_false_for_names_unknown_to_deepspeed() -> None:
     with pytest.raises(ImportError, match="is_initialized"):
         from infinity.deepspeed.utils import is_initialized  # noqa: F401
     assert importlib.util.find_spec("infinity.deepspeed.ops.deepspeed4science") is None
-    for module, names in OTHERS.items():
+    for module, names in UNIMPLEMENTED.items():
         for name in names.split():
             assert look_up(module, name) is not None, name
 

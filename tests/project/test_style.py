@@ -30,10 +30,12 @@ from docstring_coverage import MARKERS, public_callables  # noqa: E402
 GENERATED = ("deepspeed-keys", "notes")  # by `make docs`, from the sources
 # Parts of names that stand in place of technical terms; exceptions: terms, and a key of plan.json.
 NAMES = re.compile(
-    r"(^|_)(own|whole|rest|rests|resting|place|places|told|tell|telling|alike|words)(_|$)"
+    r"(^|_)(own|whole|rest|rests|resting|places?|told|tell|telling|alike|words|theirs|beside|wish|"
+    r"wishes|brought|bring|rooms?|lent|lend|away|gone|forget|here|there|apart)(_|$)"
 )
-EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place",
-              "update_place", "whole"}  # fmt: skip
+# `whole` and `room` are keys of plan.json, `check_apart` is a function of the native kernels.
+EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place", "update_place", "whole",
+              "room", "check_apart"}  # fmt: skip
 
 
 def first_paragraphs(source: str) -> list[str]:

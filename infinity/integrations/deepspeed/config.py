@@ -32,7 +32,7 @@ from infinity.integrations.deepspeed.source import find_source
 from infinity.optim.rules import RULES, decay_variant
 from infinity.plan.planner import CHUNK_ELEMENTS
 
-OURS = "infinity"  # section of a DeepSpeed configuration with infinity's keys
+INFINITY_SECTION = "infinity"  # section of a DeepSpeed configuration with infinity's keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,14 +124,16 @@ def find_translation(source: Any, overrides: Iterable[str] = (), **args: Any) ->
         return None
     for name in parsed.repeated:
         draft.problem(name, "given twice in one section")
-    section: Any = parsed.raw.get(OURS, {})
+    section: Any = parsed.raw.get(INFINITY_SECTION, {})
     if not isinstance(section, Mapping):
-        draft.problem(OURS, f"should be a section with infinity's keys, got {section!r}")
+        draft.problem(
+            INFINITY_SECTION, f"should be a section with infinity's keys, got {section!r}"
+        )
         section = {}
     # Without an optimizer, transformers leaves a scheduler section of 0 steps: do not read it.
-    skipped: tuple[str, ...] = (OURS,)
+    skipped: tuple[str, ...] = (INFINITY_SECTION,)
     if draft.may_infer and "optimizer" not in parsed.raw:
-        skipped = (OURS, "scheduler")
+        skipped = (INFINITY_SECTION, "scheduler")
     for name, value in parsed.raw.items():
         if name not in skipped:
             draft.read("", "", name, value)
@@ -159,7 +161,7 @@ def _validated(
     for problem in problems or [head]:
         name, colon, text = problem.partition(": ")
         if colon and _has_key(section, name):
-            draft.problems.append(f"{OURS}.{problem}")
+            draft.problems.append(f"{INFINITY_SECTION}.{problem}")
             continue
         prefix = name if colon else ""
         while prefix and prefix not in draft.set_by:
@@ -325,7 +327,7 @@ def _unknown_key(section: str, name: str) -> str:
     if not section and name in Config.model_fields:
         return (
             "one of infinity's keys, among DeepSpeed's; write "
-            f'"{OURS}": {{"{name}": ...}}, or leave out the others'
+            f'"{INFINITY_SECTION}": {{"{name}": ...}}, or leave out the others'
         )
     prefix = f"{section}." if section else ""
     known = names_in(section)
@@ -351,8 +353,8 @@ _STAGES = (
 
 
 def _translate_key(draft: _Draft, key: Key, value: Any) -> None:
-    if key.ours and not key.ours.startswith(_SCALE):
-        draft.set(key.ours, value, key.name)
+    if key.native_key and not key.native_key.startswith(_SCALE):
+        draft.set(key.native_key, value, key.name)
     elif key.name in _TRANSLATORS:
         try:
             note = _TRANSLATORS[key.name](draft, key.name, value)
@@ -435,8 +437,8 @@ def _csv(draft: _Draft, key: str, value: bool) -> str | None:
     return f"CSV files, and a line of JSON for each step, in {directory}"
 
 
-# Translation of values for keys without `Key.ours`. A function may return a note for this value; it
-# raises `ValueError` if the value is invalid.
+# Translation of values for keys without `Key.native_key`. A function may return a note for this
+# value; it raises `ValueError` if the value is invalid.
 _TRANSLATORS: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "bf16.check_grad_overflow": lambda draft, key, value: (
         None if value else "always on: a step whose gradients are not finite is skipped"
@@ -533,7 +535,7 @@ def _precision(draft: _Draft) -> None:
         _autocast(draft, precision)
     static_scale = draft.given.get("fp16.loss_scale", 0)  # 0: dynamic
     for key in KEYS.values():
-        if key.name not in draft.given or not key.ours.startswith(_SCALE):
+        if key.name not in draft.given or not key.native_key.startswith(_SCALE):
             continue
         if precision != "fp16":
             draft.note(key.name, "not used: fp16 is not enabled", KeyStatus.ACCEPTED)
@@ -541,7 +543,7 @@ def _precision(draft: _Draft) -> None:
             text = f"not used: the scale is constant, {static_scale:g}"
             draft.note(key.name, text, KeyStatus.ACCEPTED)
         else:
-            draft.set(key.ours, draft.given[key.name], key.name)
+            draft.set(key.native_key, draft.given[key.name], key.name)
     dtype = draft.given.get("data_types.param_dtype")
     if dtype is not None and dtype != precision:
         text = f"is {dtype!r}, but the run computes in {precision}; leave it out, or enable {dtype}"

@@ -462,7 +462,7 @@ _Location = tuple[str, tuple[int, ...], int, _Ranges]  # name, shape, group, ran
 
 
 def _locate(offset: int, remaining: int, lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Map `left` elements from offset `begin` to concatenated tensors: (tensor, offset, count)."""
+    """Map `remaining` elements from `offset` on to concatenated tensors: (index, offset, count)."""
     for index, length in enumerate(lengths):
         count = min(max(length - offset, 0), remaining)
         if count:

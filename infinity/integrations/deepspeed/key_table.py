@@ -42,7 +42,7 @@ class Key:
         note: Effect of the key, or the reason for its verdict.
         when: Condition under which a refused key is refused; it is accepted otherwise.
         remedy: Alternative to a refused key.
-        ours: infinity's key that gets the value unchanged; "" if the value needs translation.
+        native_key: infinity's key that gets the value unchanged; "" if the value needs translation.
         old: Earlier names of the key in the same section.
     """
 
@@ -53,7 +53,7 @@ class Key:
     note: str
     when: When = ""
     remedy: str = ""
-    ours: str = ""
+    native_key: str = ""
     old: tuple[str, ...] = ()
 
 
@@ -62,10 +62,10 @@ def _done(
     kind: Kind | tuple[str, ...],
     default: str,
     note: str,
-    ours: str = "",
+    native_key: str = "",
     old: tuple[str, ...] = (),
 ) -> Key:
-    return Key(name, kind, default, KeyStatus.DONE, note, ours=ours, old=old)
+    return Key(name, kind, default, KeyStatus.DONE, note, native_key=native_key, old=old)
 
 
 def _accepted(
@@ -116,7 +116,8 @@ TABLE: tuple[Key, ...] = (
     _done("managed_gradient_accumulation", "flag", "true",
         "false: every step() updates, and a caller's window may have any number of backwards; they "
         "are summed in fp32 where gradient_accumulation_steps is 2 or more"),
-    _done("gradient_clipping", "number", "1.0", "global norm, 0 = off", ours="gradient_clipping"),
+    _done("gradient_clipping", "number", "1.0", "global norm, 0 = off",
+          native_key="gradient_clipping"),
     _done("dataloader_drop_last", "flag", "false", "of the loader of training_data"),
     _accepted("zero_allow_untested_optimizer", "flag", "false",
         "any torch optimizer may be passed"),
@@ -137,21 +138,21 @@ TABLE: tuple[Key, ...] = (
         _done("enabled", "flag", "false", "fp16 compute, fp32 masters; the loss is scaled"),
         _done("auto_cast", "flag", "false", "cast_inputs, where this section is enabled"),
         _done("loss_scale", "number", "0", "0 = dynamic, else a constant scale (loss_scale.value)",
-            ours="loss_scale.value"),
+            native_key="loss_scale.value"),
         _done("initial_scale_power", "whole", "16", "loss_scale.initial_power",
-            ours="loss_scale.initial_power"),
+            native_key="loss_scale.initial_power"),
         _done("loss_scale_window", "count", "1000",
             "loss_scale.window; DeepSpeed's rule, step for step, of its ZeRO stages",
-            ours="loss_scale.window"),
+            native_key="loss_scale.window"),
         _done("hysteresis", "count", "2",
             "loss_scale.hysteresis; DeepSpeed's rule, step for step, of its ZeRO stages",
-            ours="loss_scale.hysteresis"),
+            native_key="loss_scale.hysteresis"),
         _done("consecutive_hysteresis", "flag", "false",
             "loss_scale.consecutive_hysteresis; DeepSpeed's rule, step for step, of its ZeRO "
-            "stages", ours="loss_scale.consecutive_hysteresis"),
+            "stages", native_key="loss_scale.consecutive_hysteresis"),
         _done("min_loss_scale", "number", "1",
             "loss_scale.min; an overflow at this scale is an error, as in DeepSpeed",
-            ours="loss_scale.min"),
+            native_key="loss_scale.min"),
         _accepted("fp16_master_weights_and_grads", "flag", "false",
             "masters stay fp32: 4 bytes in addition to the fp16 weight"),
     ),
@@ -356,7 +357,7 @@ TABLE: tuple[Key, ...] = (
         _done("max_in_cpu", "whole", "1e9",
             "with nvme: hints.max_params_in_cpu, the number of weights that stay in RAM if "
             "budget.host allows it; not given: none. Without device the plan fills RAM first",
-            ours="hints.max_params_in_cpu"),
+            native_key="hints.max_params_in_cpu"),
     ),
     *_section("zero_optimization.offload_optimizer",
         _done("device", ("none", "cpu", "nvme"), "none",
@@ -379,7 +380,7 @@ TABLE: tuple[Key, ...] = (
     ),
     *_section("aio",
         _done("block_size", "count", "1048576", "io.block_size, a multiple of 4096"),
-        _done("queue_depth", "count", "8", "io.queue_depth", ours="io.queue_depth"),
+        _done("queue_depth", "count", "8", "io.queue_depth", native_key="io.queue_depth"),
         _done("intra_op_parallelism", "count", "1",
             "io.num_threads, at least infinity's default: DeepSpeed's threads queue requests, "
             "infinity's run one each", old=("thread_count",)),

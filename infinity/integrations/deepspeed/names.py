@@ -1,10 +1,10 @@
 """DeepSpeed's public names: implementations, and alternatives to names without one.
 
 Any module below `deepspeed` can be imported: one without a file in this package is created on
-import. A name in it has an implementation (`OURS`) or is a placeholder: a class if the name begins
-with a capital, else a module. Placeholders can be imported and used in `isinstance`; they raise
-`ConfigError` when called or subclassed. A module that has implementations has only DeepSpeed's
-names (`OTHERS`), so that scripts can test for a name with `hasattr`.
+import. A name in it has an implementation (`IMPLEMENTED`) or is a placeholder: a class if the name
+begins with a capital, else a module. Placeholders can be imported and used in `isinstance`; they
+raise `ConfigError` when called or subclassed. A module that has implementations has only
+DeepSpeed's names (`UNIMPLEMENTED`), so that scripts can test for a name with `hasattr`.
 """
 
 from __future__ import annotations
@@ -22,54 +22,54 @@ from typing import Any, NoReturn
 from infinity.errors import ConfigError, did_you_mean
 
 VERSION = "0.19.8+infinity"  # DeepSpeed's release with these names, and this library
-HERE = "infinity.integrations.deepspeed"
+PACKAGE = "infinity.integrations.deepspeed"
 
 # Implementations: (DeepSpeed's module and its submodules, "*" for all, "" for the package alone;
 # infinity's module; names). `a=b`: DeepSpeed's `a` is infinity's `b`. The first match counts.
-OURS: tuple[tuple[str, str, str], ...] = (
-    ("", f"{HERE}.arguments", "initialize=initialize_deepspeed"),
-    ("", f"{HERE}.config", "translate_deepspeed"),
-    ("", f"{HERE}.names", "version=VERSION __version__=VERSION"),
+IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
+    ("", f"{PACKAGE}.arguments", "initialize=initialize_deepspeed"),
+    ("", f"{PACKAGE}.config", "translate_deepspeed"),
+    ("", f"{PACKAGE}.names", "version=VERSION __version__=VERSION"),
     ("comm", "torch.distributed", "P2POp ProcessGroup ReduceOp"),
     ("runtime.lr_schedules", "infinity.optim.lr_schedules", "VALID_LR_SCHEDULES"),
-    ("launcher.runner", f"{HERE}.processes", "DEEPSPEED_ENVIRONMENT_NAME"),
-    ("runtime.activation_checkpointing", f"{HERE}.processes",
+    ("launcher.runner", f"{PACKAGE}.processes", "DEEPSPEED_ENVIRONMENT_NAME"),
+    ("runtime.activation_checkpointing", f"{PACKAGE}.processes",
      "checkpoint configure is_configured non_reentrant_checkpoint=checkpoint reset"),
-    ("utils.groups", f"{HERE}.processes",
+    ("utils.groups", f"{PACKAGE}.processes",
      "_get_data_parallel_group=get_world_group _get_data_parallel_rank=get_rank "
      "_get_data_parallel_world_size=get_world_size _get_world_group=get_world_group "
      "_get_sequence_parallel_group=no_group _get_sequence_parallel_rank=get_zero "
      "_get_sequence_parallel_world_size=get_one _get_model_parallel_world_size=get_one"),
-    ("utils", f"{HERE}.processes",
+    ("utils", f"{PACKAGE}.processes",
      "get_model_parallel_group=no_group get_model_parallel_rank=get_zero "
      "get_model_parallel_world_size=get_one get_tensor_model_parallel_group=no_group "
      "get_tensor_model_parallel_rank=get_zero get_tensor_model_parallel_world_size=get_one "
      "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
      "get_data_parallel_world_size=get_world_size"),
-    ("utils", f"{HERE}.utils", "logger log_dist log_dist_once warning_once"),
-    ("*", f"{HERE}.engine", "DeepSpeedEngine"),
+    ("utils", f"{PACKAGE}.utils", "logger log_dist log_dist_once warning_once"),
+    ("*", f"{PACKAGE}.engine", "DeepSpeedEngine"),
     ("*", "infinity.errors",
      "DeepSpeedConfigError=ConfigError ZeRORuntimeException=InfinityError"),
     ("*", "infinity.optim.offloaded",
      "DeepSpeedOptimizer=OffloadedOptimizer ZeROOptimizer=OffloadedOptimizer"),
     ("*", "infinity.optim.lr_schedules",
      "LRRangeTest OneCycle WarmupCosineLR WarmupDecayLR WarmupLR"),
-    ("*", f"{HERE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
-    ("*", f"{HERE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
-    ("*", f"{HERE}.monitors", "MonitorMaster get_monitor_config"),
-    ("*", f"{HERE}.flops", "FlopsProfiler get_model_profile"),
-    ("*", f"{HERE}.import_checkpoint", "ZeroStageEnum=_Stage"),  # is in pickled checkpoints
-    ("*", f"{HERE}.processes",
+    ("*", f"{PACKAGE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
+    ("*", f"{PACKAGE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
+    ("*", f"{PACKAGE}.monitors", "MonitorMaster get_monitor_config"),
+    ("*", f"{PACKAGE}.flops", "FlopsProfiler get_model_profile"),
+    ("*", f"{PACKAGE}.import_checkpoint", "ZeroStageEnum=_Stage"),  # is in pickled checkpoints
+    ("*", f"{PACKAGE}.processes",
      "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
      "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT"),
-    ("comm", f"{HERE}.processes",
+    ("comm", f"{PACKAGE}.processes",
      "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single "
      "barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather "
      "get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group "
      "get_world_size inference_all_reduce=all_reduce is_available is_initialized isend irecv "
      "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send "
      "allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor"),
-    ("*", f"{HERE}.utils",
+    ("*", f"{PACKAGE}.utils",
      "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules instrument_w_nvtx logger log_dist "
      "log_dist_once move_to_device safe_get_full_fp32_param safe_get_full_grad "
      "safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
@@ -77,16 +77,16 @@ OURS: tuple[tuple[str, str, str], ...] = (
      "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
      "safe_set_local_optimizer_state safe_update_full_grad_vectorized see_memory_usage "
      "set_random_seed set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
-    ("*", f"{HERE}.utils.zero_to_fp32",
+    ("*", f"{PACKAGE}.utils.zero_to_fp32",
      "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
      "load_state_dict_from_zero_checkpoint"),
-    ("runtime.zero", f"{HERE}.zero",
+    ("runtime.zero", f"{PACKAGE}.zero",
      "GatheredParameters Init ZeroParamStatus is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
 # DeepSpeed's names without an implementation, in the modules that have implementations. In other
 # modules any name is accepted.
-OTHERS: dict[str, str] = {
+UNIMPLEMENTED: dict[str, str] = {
     "":
         "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable MUON_OPTIMIZER accelerator "
         "checkpoint checkpointing comm constants dist elasticity git_branch git_hash "
@@ -197,9 +197,9 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
 
 @cache
 def _implementations() -> dict[str, list[tuple[str, str, str]]]:
-    """Return `OURS` by DeepSpeed's name: (DeepSpeed's module, infinity's module, attribute)."""
+    """Return `IMPLEMENTED` by name: (DeepSpeed's module, infinity's module, attribute)."""
     by_name: dict[str, list[tuple[str, str, str]]] = {}
-    for deepspeed_module, module, names in OURS:
+    for deepspeed_module, module, names in IMPLEMENTED:
         for name, _, attribute in (word.partition("=") for word in names.split()):
             by_name.setdefault(name, []).append((deepspeed_module, module, attribute or name))
     return by_name
@@ -230,7 +230,7 @@ def look_up(module: str, name: str) -> Any:
     file = Path(__file__).parent.joinpath(*path.split("."))
     has_file = file.is_dir() or file.with_suffix(".py").exists()
     if has_file or path in _ALIASES:
-        return import_module(f"{HERE}.{path}")
+        return import_module(f"{PACKAGE}.{path}")
     return _placeholder_module(path)
 
 
@@ -243,7 +243,9 @@ def _is_known(module: str, name: str) -> bool:
     """Return whether a DeepSpeed module has, or may have, a name without implementation."""
     path = f"{module}.{name}".strip(".")
     is_listed = (
-        module not in OTHERS or name in OTHERS[module].split() or _remedies(path, len(module))
+        module not in UNIMPLEMENTED
+        or name in UNIMPLEMENTED[module].split()
+        or _remedies(path, len(module))
     )
     return bool(is_listed) and not name.startswith("_") and path not in _ABSENT
 
@@ -294,7 +296,7 @@ class _PlaceholderModule(ModuleType):
 
     def __init__(self, name: str) -> None:
         super().__init__(name, f"DeepSpeed's module of that name: see {__name__}.")
-        self._path = name.removeprefix(f"{HERE}.")
+        self._path = name.removeprefix(f"{PACKAGE}.")
         parent, _, last = self._path.rpartition(".")
         self._function = served(parent, last)  # utils.z3_leaf_module is both
 
@@ -313,7 +315,7 @@ class _PlaceholderModule(ModuleType):
         raise unsupported_error(self._path)
 
 
-_placeholder_module = cache(lambda path: _PlaceholderModule(f"{HERE}.{path}"))
+_placeholder_module = cache(lambda path: _PlaceholderModule(f"{PACKAGE}.{path}"))
 
 
 class _Finder(MetaPathFinder, Loader):
@@ -322,22 +324,22 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if not name.startswith(f"{HERE}."):
+        if not name.startswith(f"{PACKAGE}."):
             return None
-        parent, _, last = name.removeprefix(f"{HERE}.").rpartition(".")
+        parent, _, last = name.removeprefix(f"{PACKAGE}.").rpartition(".")
         exists = _is_known(parent, last) or served(parent, last) is not None
         return ModuleSpec(name, self, is_package=True) if exists else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Return a module that resolves its names on access."""
-        module: ModuleType = _placeholder_module(spec.name.removeprefix(f"{HERE}."))
+        module: ModuleType = _placeholder_module(spec.name.removeprefix(f"{PACKAGE}."))
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Replace an alias in `sys.modules` (`checkpointing`, `dist`) by its target."""
-        target = _ALIASES.get(module.__name__.removeprefix(f"{HERE}."))
+        target = _ALIASES.get(module.__name__.removeprefix(f"{PACKAGE}."))
         if target is not None:
-            sys.modules[module.__name__] = import_module(f"{HERE}.{target}")
+            sys.modules[module.__name__] = import_module(f"{PACKAGE}.{target}")
 
 
 sys.meta_path.append(_Finder())

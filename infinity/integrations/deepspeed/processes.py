@@ -191,8 +191,8 @@ def _collective(
 ) -> Callable[..., Any]:
     """Return a function of torch.distributed that also accepts DeepSpeed's parameters.
 
-    `alone` replaces it for a single process without a group. `renamed` maps DeepSpeed's names of
-    parameters to torch's.
+    `single_process` replaces it for a single process without a group. `renamed` maps DeepSpeed's
+    names of parameters to torch's.
     """
 
     def function(*args: Any, **kwargs: Any) -> Any:

@@ -21,7 +21,7 @@ def _method(function: Callable[..., Any]) -> Any:
 
 
 def _gpu_method(name: str, default: Any = None) -> Any:
-    """Return a method that calls `torch.cuda.<name>`, or returns `otherwise` without a GPU."""
+    """Return a method that calls `torch.cuda.<name>`, or returns `default` without a GPU."""
 
     def method(self: DeepSpeedAccelerator, device_index: int | None = None) -> Any:
         return getattr(torch.cuda, name)(device_index) if self._is_gpu else default

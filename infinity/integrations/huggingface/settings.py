@@ -14,7 +14,11 @@ from infinity.config.optimizer import SchedulerConfig
 from infinity.config.schema import Config, load_config
 from infinity.config.source import read_source
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.config import OURS, Translation, translate_deepspeed
+from infinity.integrations.deepspeed.config import (
+    INFINITY_SECTION,
+    Translation,
+    translate_deepspeed,
+)
 from infinity.integrations.deepspeed.source import Source, find_source
 from infinity.integrations.huggingface.packages import transformers
 from infinity.optim.moments import COMPUTE_DTYPES
@@ -297,7 +301,7 @@ def _from_deepspeed(
             key: values[f"optimizer.{key}"] for key in ("lr", "betas", "eps", "weight_decay")
         }
         merged["optimizer"] = {**moments, "type": "AdamW", **hyper_parameters}
-    micro_batches = "gradient_accumulation_steps" in raw.get(OURS, {})
+    micro_batches = "gradient_accumulation_steps" in raw.get(INFINITY_SECTION, {})
     return TrainerSettings(
         load_config(merged), config.scheduler, sets_optimizer, micro_batches, translation
     )

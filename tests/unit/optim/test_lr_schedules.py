@@ -16,10 +16,10 @@ from support.small import small_engine, train
 
 from infinity.config.schema import load_config
 from infinity.errors import ConfigError, InfinityWarning
-from infinity.optim.lr_schedules import OURS, known_schedules, make_schedule
+from infinity.optim.lr_schedules import DEEPSPEED_SCHEDULES, known_schedules, make_schedule
 
 BASE = (3e-4, 7e-3)  # initial rates of the groups
-BY_NAME = {schedule.__name__: schedule for schedule in OURS}
+BY_NAME = {schedule.__name__: schedule for schedule in DEEPSPEED_SCHEDULES}
 
 pytestmark = pytest.mark.filterwarnings("ignore:total_num_steps")
 

@@ -108,7 +108,7 @@ def test_low_machine_memory_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(memory_watch, "LIMIT_CHECK_S", 0.0)
         monkeypatch.setattr(memory_watch, "memory_headroom", lambda: (1000 * MIB, 15 * MIB))
         monkeypatch.setattr(memory_watch, "LOOK_AGAIN_S", 0.0)
-        components(engine).hooks.watch._next_room_s = 0.0
+        components(engine).hooks.watch._next_limit_check_s = 0.0
         with pytest.raises(DoesNotFitError, match=r"15.00 MiB are left of 1000.00 MiB"):
             train(engine, 1)
 
@@ -125,7 +125,7 @@ def test_transient_low_memory_reading_does_not_raise(
         monkeypatch.setattr(
             memory_watch, "memory_headroom", lambda: (1000 * MIB, next(readings) * MIB)
         )
-        components(engine).hooks.watch._next_room_s = 0.0
+        components(engine).hooks.watch._next_limit_check_s = 0.0
         train(engine, 1)
     assert next(readings) == 500
 

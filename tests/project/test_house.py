@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import tomllib
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -215,3 +216,20 @@ def test_constraints_do_not_pin_torch_dependencies() -> None:
     assert "numpy" in pinned
     torch_dependencies = ("nvidia-", "cuda-bindings", "cuda-pathfinder", "cuda-toolkit", "triton")
     assert not [name for name in pinned if name == "torch" or name.startswith(torch_dependencies)]
+
+
+def test_seeded_bugs_fit_the_sources_and_name_existing_tests() -> None:
+    with open(ROOT / "tests/mutants/mutants.toml", "rb") as file:
+        mutants = tomllib.load(file)["mutant"]
+    assert len(mutants) > 100
+    problems = []
+    for mutant in mutants:
+        source = ROOT / mutant["file"]
+        if not source.is_file() or source.read_text(encoding="utf-8").count(mutant["was"]) != 1:
+            problems.append(f"{mutant['name']}: {mutant['was']!r} is not once in {mutant['file']}")
+        for test in mutant["tests"]:
+            path, _, name = test.partition("::")
+            text = (ROOT / path).read_text(encoding="utf-8") if path.endswith(".py") else ""
+            if not (ROOT / path).exists() or (name and f"def {name}(" not in text):
+                problems.append(f"{mutant['name']}: there is no test {test}")
+    assert problems == []

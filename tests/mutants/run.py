@@ -82,6 +82,18 @@ def read_mutants() -> list[Mutant]:
     return mutants
 
 
+def existing_tests(tests: list[str], root: Path = ROOT) -> list[str]:
+    """Return the tests that a tree has; the suite of another revision may lack some."""
+    found = []
+    for test in tests:
+        path, _, name = test.partition("::")
+        file = root / path
+        definition = f"def {name.rpartition('::')[2]}("
+        if file.is_dir() or (file.is_file() and (not name or definition in file.read_text())):
+            found.append(test)
+    return found
+
+
 def run(command: list[str], cwd: Path, log: Path, limit_s: float = 1800.0) -> int | None:
     """Run a command in a session of its own; return its exit status, None after `limit_s`."""
     paths = [str(cwd / ".venv/bin"), str(VENV / "bin"), os.environ.get("PATH", os.defpath)]
@@ -196,7 +208,7 @@ class Copy:
         self._write(mutant, text.replace(mutant.was, mutant.becomes))
         try:
             result = Result("", 0.0)
-            if tests := self.existing(mutant.tests):
+            if tests := existing_tests(mutant.tests, self.root):
                 result = self.run_tests(tests, LIMIT_S, "-x", f"--timeout={LIMIT_S / 2:g}")
             if full_suite and not result.caught_by:
                 suite_result = self.run_tests(SUITE, SUITE_LIMIT_S, "-x", f"--timeout={LIMIT_S:g}")
@@ -205,26 +217,15 @@ class Copy:
         finally:
             self._write(mutant, text)
 
-    def existing(self, tests: list[str]) -> list[str]:
-        """Return the tests that the copy has; another revision's suite may lack some."""
-        found = []
-        for test in tests:
-            path, _, name = test.partition("::")
-            file = self.root / path
-            definition = f"def {name.rpartition('::')[2]}("
-            if file.is_dir() or (file.is_file() and (not name or definition in file.read_text())):
-                found.append(test)
-        return found
-
 
 def try_all(mutants: list[Mutant], options: argparse.Namespace) -> dict[str, Result]:
     """Try all mutants and print each result. Raises if tests fail without any mutant."""
     copies: queue.SimpleQueue[Copy] = queue.SimpleQueue()
     first = Copy(0, options.tests_from)
     tests = list(dict.fromkeys(test for mutant in mutants for test in mutant.tests))
-    tests, num_tests = first.existing(tests), len(tests)
+    tests, num_tests = existing_tests(tests, first.root), len(tests)
     if len(tests) < num_tests and not options.tests_from:
-        missing = [m.name for m in mutants if first.existing(m.tests) != m.tests]
+        missing = [m.name for m in mutants if existing_tests(m.tests, first.root) != m.tests]
         raise MutantError(f"missing tests of mutants: {', '.join(missing)}")
     if tests:
         clean = first.run_tests(tests, CLEAN_LIMIT_S)

@@ -139,6 +139,25 @@ def test_evaluate_before_and_after_train_matches_trainer(tmp_path: Path) -> None
     offloaded.close()
 
 
+def assert_overrides_match_trainer(
+    overrides: dict[str, Any],
+    folder: Path,
+    options: dict[str, Any] | None = None,
+    **arguments: Any,
+) -> None:
+    """Train subclasses of both trainers with these members, and compare their losses."""
+    stock = trainer_for(
+        type("Stock", (hf.Trainer,), overrides), folder / "a", None, options, **arguments
+    )
+    stock.train()
+    offloaded = trainer_for(
+        type("Offloaded", (InfinityTrainer,), overrides), folder / "b", None, options, **arguments
+    )
+    offloaded.train()
+    assert_close_history(offloaded, stock, TOLERANCE)
+    offloaded.close()
+
+
 def test_overridden_compute_loss_matches_trainer(tmp_path: Path) -> None:
     def weighted(self: Any, model: Any, inputs: Any, return_outputs: bool = False,
                  num_items_in_batch: Any = None) -> Any:  # fmt: skip
@@ -146,13 +165,8 @@ def test_overridden_compute_loss_matches_trainer(tmp_path: Path) -> None:
         loss = outputs.loss + 0.01 * outputs.logits.pow(2).mean()
         return (loss, outputs) if return_outputs else loss
 
-    names = {"compute_loss": weighted, "loss_is_scaled_for_ga": False}
-    stock = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
-    stock.train()
-    offloaded = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
-    offloaded.train()
-    assert_close_history(offloaded, stock, TOLERANCE)
-    offloaded.close()
+    overrides = {"compute_loss": weighted, "loss_is_scaled_for_ga": False}
+    assert_overrides_match_trainer(overrides, tmp_path, max_steps=4)
 
 
 def test_several_forwards_and_backwards_per_micro_batch(tmp_path: Path) -> None:
@@ -168,13 +182,8 @@ def test_several_forwards_and_backwards_per_micro_batch(tmp_path: Path) -> None:
         self.accelerator.backward(model(**inputs).loss / 3)
         return loss.detach()
 
-    names = {"compute_loss": twice, "training_step": step}
-    stock = trainer_for(type("Theirs", (hf.Trainer,), names), tmp_path / "a", max_steps=4)
-    stock.train()
-    offloaded = trainer_for(type("Ours", (InfinityTrainer,), names), tmp_path / "b", max_steps=4)
-    offloaded.train()
-    assert_close_history(offloaded, stock, TOLERANCE)
-    offloaded.close()
+    overrides = {"compute_loss": twice, "training_step": step}
+    assert_overrides_match_trainer(overrides, tmp_path, max_steps=4)
 
 
 def test_train_continues_after_exception_within_window(tmp_path: Path) -> None:
@@ -224,17 +233,8 @@ def test_compute_loss_func_and_training_step_match_trainer(tmp_path: Path) -> No
         self.accelerator.backward(loss)
         return loss.detach()
 
-    options, names = {"compute_loss_func": loss_of}, {"training_step": step}
-    stock = trainer_for(
-        type("Theirs", (hf.Trainer,), names), tmp_path / "a", None, options, max_steps=6
-    )
-    stock.train()
-    offloaded = trainer_for(
-        type("Ours", (InfinityTrainer,), names), tmp_path / "b", None, options, max_steps=6
-    )
-    offloaded.train()
-    assert_close_history(offloaded, stock, TOLERANCE)
-    offloaded.close()
+    options = {"compute_loss_func": loss_of}
+    assert_overrides_match_trainer({"training_step": step}, tmp_path, options, max_steps=6)
 
 
 class Listener(hf.TrainerCallback):

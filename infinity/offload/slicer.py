@@ -193,10 +193,9 @@ class Slicer:
                     inside = ((f"{name}[{i}]", item) for i, item in enumerate(value))
                     tensors |= {(id(part), key): x for key, x in inside if isinstance(x, Tensor)}
                 elif type(value) in (dict, OrderedDict):
-                    inside = ((key, item) for key, item in value.items())
-                    tensors |= {
-                        (id(part), str(key)): x for key, x in inside if isinstance(x, Tensor)
-                    }
+                    for key, item in value.items():
+                        if isinstance(item, Tensor):
+                            tensors[id(part), str(key)] = item
         return tensors
 
     def _find_batch(self, tensors: Sequence[Tensor]) -> tuple[int, list[bool]]:

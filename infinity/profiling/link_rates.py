@@ -50,7 +50,7 @@ def read_cached_links(device: Device, gpus: int, nodes: int) -> CachedRates | No
 
 def cached_links(
     ranks: DistContext, device: Device, *, refresh: bool = False, seconds: float = LINK_SECONDS
-) -> tuple[dict[str, float], str]:
+) -> CachedRates:
     """Return rates between these ranks and their day; measure unless cached on every node.
 
     Collective over all ranks. Cache entries are keyed by processor, device, ranks per node and
@@ -63,8 +63,8 @@ def cached_links(
     cached = None if refresh else read_cache(_link_key(device, gpus, nodes), LINKS)
     entries = ranks.all_gather_object(cached)
     if all(entries):
-        oldest = min(entries, key=lambda entry: entry[1])  # the same on all ranks
-        return oldest[0], oldest[1]
+        oldest: CachedRates = min(entries, key=lambda entry: entry[1])  # the same on all ranks
+        return oldest
     numbers, day = measure_links(ranks, device, seconds), datetime.now(UTC).date().isoformat()
     new_entries = [(_link_key(device, gpus, nodes), numbers)]
     if {*ranks.all_gather_object(gpus)} == {gpus} and nodes > 1:  # equal number of ranks per node

@@ -45,7 +45,6 @@ def brief(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("infinity.storage.disk_rates.SPAN_BYTES", 16 << 20)
-    monkeypatch.setattr(calibration, "SECONDS", 0.1)
     for name in ("_LEAST_CHUNKS", "_MOST_CHUNKS"):
         monkeypatch.setattr(processor_rates, name, 1)
     monkeypatch.setattr(processor_rates, "_MATRIX_SIZES", (64,))

@@ -68,8 +68,9 @@ endef
 test-big: setup  ## run all tests that are not judged by a clock
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not clock" --hypothesis-profile=search $(ARGS)
 
+CRASH_TESTS := crash durable_kill faults records saved_under_faults simulation simulation_ranks
 test-crash: setup  ## end training badly ten thousand times, and look what is left (long)
-	$(BIN)/python -m pytest -q tests/faults -m big -k "repeated_kills or kill_at or many_seeds or all_moments" $(ARGS)
+	$(BIN)/python -m pytest -q -m big $(CRASH_TESTS:%=tests/faults/test_%.py) $(ARGS)
 
 lint: setup  ## check style, types and the format of the native sources
 	$(BIN)/ruff check .

@@ -183,5 +183,10 @@ def combinations(*, every: bool) -> list[Combination]:
         for (r, rule), (f, format) in itertools.product(enumerate(HYPERS), enumerate(FORMATS))
     ]
     chosen = list(product) if every else rotated
-    plain = [(rule, w, g, MomentFormat.FP32) for rule, w, g, _ in chosen if rule == "plain"]
-    return [*(c for c in chosen if c[0] != "plain"), *dict.fromkeys(plain)]
+    # The format of moments has no effect on a rule without moments.
+    return list(
+        dict.fromkeys(
+            (rule, w, g, f if HYPERS[rule][0].num_moments else MomentFormat.FP32)
+            for rule, w, g, f in chosen
+        )
+    )

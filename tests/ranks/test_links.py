@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,18 @@ from infinity.training import run_plan
 from infinity.training.run_plan import rates_per_rank
 
 NAMES = set(LINKS)
+
+
+def set_call_times(monkeypatch: pytest.MonkeyPatch, slow_rank: int) -> ContextVar[int]:
+    """Let timed calls take one second, on `slow_rank` two; the threads of ranks set the result."""
+    rank: ContextVar[int] = ContextVar("rank")
+
+    def timed(once: Callable[[], Any]) -> float:
+        once()
+        return 2.0 if rank.get() == slow_rank else 1.0
+
+    monkeypatch.setattr(link_rates, "timed", timed)
+    return rank
 
 
 def test_links_are_measured_jointly_and_cached_per_rank_count(
@@ -64,7 +78,7 @@ def test_links_within_and_between_nodes_are_cached(
     folder: Path,  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """For plans with other numbers of nodes, too. Each timed call is set to take one second."""
+    """For plans with other numbers of nodes, too. The slowest rank of all sets counts."""
     monkeypatch.setattr(link_rates, "_LINK_BYTES", 3 << 20)
     device, measured = CpuDevice(), link_rates.measure_links
 
@@ -73,10 +87,11 @@ def test_links_within_and_between_nodes_are_cached(
         return measured(ranks, device, seconds)
 
     sizes: list[int] = []
-    monkeypatch.setattr(link_rates, "timed", lambda once: (once(), 1.0)[1])
+    rank = set_call_times(monkeypatch, slow_rank=5)
     monkeypatch.setattr(link_rates, "measure_links", measure)
 
     def work(ranks: DistContext) -> Any:
+        rank.set(ranks.rank)
         ranks.local_rank, ranks.local_count = ranks.rank % 2, 2
         return cached_links(ranks, device, seconds=0.01)
 
@@ -86,7 +101,7 @@ def test_links_within_and_between_nodes_are_cached(
         "ranks of a node, one rank of each node, all ranks"
     )
     rates, day = found[0]
-    mib = 2.0**20
+    mib = 2.0**19  # per second: a call takes two
     between = {"between_nodes": 4 * mib, "between_hosts": 2 * mib}
     assert rates == {"all_gather": 2.5 * mib, "all_to_all": 2.5 * mib, **between}
     assert read_cached_links(device, 2, 3) == found[0]
@@ -102,20 +117,16 @@ def test_links_within_and_between_nodes_are_cached(
     assert not between.keys() & set(known.nominal)
 
 
-def test_link_rate_counts_received_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each timed call takes one second, in which a rank receives half of the message."""
+def test_link_rate_counts_bytes_received_by_slowest_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank receives half of the message in a call."""
+    rank = set_call_times(monkeypatch, slow_rank=1)
 
     def work(ranks: DistContext) -> dict[str, float]:
+        rank.set(ranks.rank)
         return link_rates.measure_links(ranks, CpuDevice(), seconds=4.0)
 
-    def timed(once: Any) -> float:
-        once()
-        return 1.0
-
-    monkeypatch.setattr(link_rates, "timed", timed)
     monkeypatch.setattr(link_rates, "_LINK_BYTES", 1 << 20)
-    half = float(1 << 19)
-    assert on_ranks(2, work) == [dict.fromkeys(LINKS, half)] * 2
+    assert on_ranks(2, work) == [dict.fromkeys(LINKS, 2.0**19 / 2)] * 2
 
 
 def test_rank_plans_with_its_share_of_the_lowest_rates(

@@ -853,7 +853,8 @@ class DeepSpeedEngine(Engine, nn.Module):
             non_blocking: Not used.
 
         Raises:
-            ConfigError: The plan stores anything on the GPU; the message has sizes and the remedy.
+            ConfigError: The plan reserves GPU memory for these states; the message has sizes and
+                the remedy.
         """
         self._check_usable()
         check_offload_states(self.plan, include, device)

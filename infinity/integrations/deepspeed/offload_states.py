@@ -57,6 +57,14 @@ _FIELDS = {
 }
 
 
+# Device memory of each kind, by the names of `Plan.memory`; what is not named here is shared by all.
+_MEMORY = {
+    "state": ("state", "streaming", "optimizer matrices"),
+    "weight": ("weights", "slots", "dequantizing"),
+    "gradient": ("gradients",),
+}
+
+
 def state_devices(plan: Plan, device: torch.device, state: OffloadStateTypeEnum) -> set[Any]:
     """Return the torch devices, and "disk", on which the plan stores a kind of state."""
     field = _FIELDS[OffloadStateTypeEnum(state)]
@@ -65,7 +73,7 @@ def state_devices(plan: Plan, device: torch.device, state: OffloadStateTypeEnum)
 
 
 def check_offload_states(plan: Plan, include: Any, device: Any) -> None:
-    """Raise `ConfigError` if the plan stores anything on the GPU; check `include` and `device`."""
+    """Raise `ConfigError` if the plan reserves device memory for the states in `include`."""
     if str(getattr(device, "value", device)) != "cpu":
         raise ConfigError(
             f"offload_states(device={device!r})", remedy='"cpu", which means: off the GPU'
@@ -77,7 +85,10 @@ def check_offload_states(plan: Plan, include: Any, device: Any) -> None:
         raise ConfigError(str(error), remedy=f"of {names}") from None
     if plan.unified:  # CPU and compute device share one memory
         return
-    reserved = {name: nbytes for name, nbytes in plan.memory[Tier.DEVICE].items() if nbytes}
+    excluded = _MEMORY.keys() - {_FIELDS[kind] for kind in kinds}
+    ignored = {name for field in excluded for name in _MEMORY[field]}
+    memory = plan.memory[Tier.DEVICE].items()
+    reserved = {name: nbytes for name, nbytes in memory if nbytes and name not in ignored}
     if reserved:
         breakdown = ", ".join(f"{name} {format_size(nbytes)}" for name, nbytes in reserved.items())
         raise ConfigError(

@@ -7,6 +7,7 @@ import copy
 import inspect
 import itertools
 import logging
+import re
 import warnings
 from collections import UserDict, namedtuple
 from contextlib import nullcontext
@@ -1131,6 +1132,18 @@ def test_offload_states_on_gpu_rejected(tmp_path: Path) -> None:
         assert engine.get_state_devices(OffloadStateTypeEnum.optim_states) == {engine.device}
         with pytest.raises(ConfigError, match=r"on the GPU cannot be released.*\n.*placement"):
             engine.offload_states()
+
+
+def test_offload_states_refuses_only_included_kinds(tmp_path: Path) -> None:
+    tiers, arguments = {**ON_DEVICE, "optimizer_state": "host"}, {"device": FakeAccelerator(1)}
+    with small_engine(tmp_path, tiers, arguments=arguments, update="cpu") as engine:
+        engine.backward(engine(batch(0)))
+        engine.step()
+        engine.offload_states(include=[OffloadStateTypeEnum.optim_states])
+        for kind, name in (("lp_params", "weights"), ("lp_grads", "gradients")):
+            with pytest.raises(ConfigError, match="the plan reserves") as caught:
+                engine.offload_states(include=["hp_params", kind])
+            assert {*re.findall(r"(\w+) [\d.,]+ \w?i?B", str(caught.value.because))} == {name}
 
 
 # --- owned parameters --------------------------------------------------------------------------

@@ -423,16 +423,17 @@ def _split_tile(tile: Tile) -> Iterator[Tile]:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, str]:
-    """Return a message for each entry that changed, except from one nonzero number to another."""
+    """Return a message for each entry that changed, except from one rate to another."""
     return {
         key: f"group[{key!r}] {new.get(key)!r}, which was {old.get(key)!r}"
         for key in {**old, **new}
-        if not same(old.get(key), new.get(key)) and not _are_rates(old.get(key), new.get(key))
+        if not same(old.get(key), new.get(key)) and not are_rates(old.get(key), new.get(key))
     }
 
 
-def _are_rates(*values: Any) -> bool:
-    return all(isinstance(v, numbers.Real) and v for v in values)
+def are_rates(*values: Any) -> bool:
+    """Return True for nonzero floats; an integer may select a variant of the optimizer."""
+    return all(type(value) is float and value for value in values)
 
 
 def _attributes(worker: torch.optim.Optimizer) -> dict[str, Any]:

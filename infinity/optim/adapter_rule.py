@@ -35,6 +35,7 @@ from infinity.optim.adapter import (
     AdapterFacts,
     Captured,
     Group,
+    are_rates,
     copied,
     differences,
     on_cpu,
@@ -103,15 +104,10 @@ class _CheckedGroup:
             self.shapes == other.shapes
             and given.keys() == other_given.keys()
             and all(
-                same(given[k], other_given[k]) or _are_rates(given[k], other_given[k])
-                for k in given
+                same(given[k], other_given[k]) or are_rates(given[k], other_given[k]) for k in given
             )
             and same(self.scalars, other.scalars)
         )
-
-
-def _are_rates(*values: Any) -> bool:
-    return all(type(value) is float and value for value in values)
 
 
 class CheckedOptimizer(AdaptedOptimizer):

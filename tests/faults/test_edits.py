@@ -125,7 +125,7 @@ def assert_unedited(
     placement: str,
     edit: Callable[[nn.Parameter], None],
 ) -> None:
-    """Assert that weights are unchanged, or if the only copy was modified, that each call raises."""
+    """Assert unchanged weights, or if the only copy was modified, that each call raises."""
     if placement not in ("ram", "device") or edit in REPLACING:
         engine.zero_grad()
         assert same(masters(engine), before)

@@ -261,6 +261,33 @@ def test_unplanned_state_is_rejected_and_planned_state_can_toggle(
         assert_same(run, reference)
 
 
+class Extrapolated(optim.Optimizer):
+    """SGD along the gradient; of order 2 with the change since the previous gradient added."""
+
+    def __init__(self, params: Any, lr: float = 0.1, order: int = 1) -> None:
+        super().__init__(params, {"lr": lr, "order": order})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if (gradient := parameter.grad) is not None:
+                    parameter.add_(gradient, alpha=-group["lr"])
+                    if group["order"] == 2:
+                        previous = self.state[parameter].get("previous", gradient)
+                        parameter.add_(gradient - previous, alpha=-group["lr"])
+                        self.state[parameter]["previous"] = gradient.clone()
+
+
+def test_refused_step_names_edited_integer_entry() -> None:
+    with Run(build(), config_of(), device="cpu", optimizer=Extrapolated) as run:
+        (group,) = run.engine.optimizer.param_groups
+        step(run, inputs(1)[0])
+        group["order"] = 2
+        with pytest.raises(ConfigError, match=r"group\['order'\] 2, which was 1"):
+            step(run, inputs(1)[0])
+
+
 def test_momentum_of_one_group_allows_enabling_another() -> None:
     def split(parameters: list[nn.Parameter]) -> list[dict[str, Any]]:
         return [{"params": parameters[:2], "momentum": 0.9}, {"params": parameters[2:]}]

@@ -57,7 +57,7 @@ _FIELDS = {
 }
 
 
-# Device memory of each kind, by the names of `Plan.memory`; what is not named here is shared by all.
+# Device memory of each kind, by the names of `Plan.memory`; other names are shared by all kinds.
 _MEMORY = {
     "state": ("state", "streaming", "optimizer matrices"),
     "weight": ("weights", "slots", "dequantizing"),

@@ -1,4 +1,4 @@
-# `make help` says what there is. `demo` and `test` set everything up by themselves.
+# `make help` lists the targets. `demo` and `test` install what they need into .venv.
 PYTHON ?= python3
 ARGS ?=
 
@@ -7,9 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN_STAMP := $(VENV)/.run-stamp
 DEV_STAMP := $(VENV)/.dev-stamp
-# Where pip's settings offer builds of torch for CPUs (+cpu, of an index or of a folder of wheels), the newest
-# of those; otherwise the newest that `make test-matrix` ran with, or what pip's settings allow below it.
-# TORCH=2.11.0 names another.
+# torch: the newest CPU build (+cpu) if pip's indexes or folders offer one, else the newest release that is not
+# newer than the last one tested by `make test-matrix`. TORCH=2.11.0 selects another.
 TORCH = $(OFFERED)
 WANTED = 'torch$(or $(addprefix ==,$(TORCH)),<=2.15.0)'
 OFFERED = $(shell $(BIN)/python -m pip index versions torch 2>/dev/null | grep -oE '2\.1[0-5]\.[0-9]+\+cpu' | head -n 1)
@@ -18,7 +17,7 @@ NATIVE_SOURCES := $(shell find csrc -type f 2>/dev/null)
 STYLED_SOURCES := $(filter %.h %.hpp %.c %.cc %.cpp %.inl %.cu %.cuh,$(NATIVE_SOURCES)) \
   $(wildcard tests/native/cpp/*.h tests/native/cpp/*.cpp)
 
-# No locale, no terminal, no PATH and an empty HOME must be enough.
+# Targets work without a locale, a terminal, PATH and HOME.
 export PATH := $(or $(PATH),/usr/local/bin:/usr/bin:/bin)
 export PYTHONUTF8 := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -30,29 +29,29 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV PYTHONDONTWRITEBYTECODE
 .PHONY: help setup demo test test-native test-big test-clock test-crash test-matrix test-doors lint
 .PHONY: bench bench-swap docs wheel-check clean
 
-help:  ## say what there is
+help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-11s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 	@echo
-	@echo "  PYTHON=python3.12 chooses the interpreter (3.11 or newer), TORCH=2.11.0 a torch;"
-	@echo "  ARGS='...' is handed to what demo, test, test-big and bench start."
+	@echo "  PYTHON=python3.12 chooses the interpreter (3.11 or newer), TORCH=2.11.0 the version of torch;"
+	@echo "  ARGS='...' is passed to the programs that demo, test, test-big and bench start."
 
-setup: $(DEV_STAMP)  ## make .venv with all that the other commands need (first time: some minutes)
+setup: $(DEV_STAMP)  ## create .venv with all requirements (some minutes the first time)
 
-demo: $(RUN_STAMP)  ## train a GPT whose weights and optimizer state live on disk
+demo: $(RUN_STAMP)  ## train a GPT with weights and optimizer state on disk
 	$(BIN)/python examples/pretrain_gpt.py --config examples/configs/demo.yaml $(ARGS)
 
-test: setup  ## run the tests, but not the long or large ones
+test: setup  ## run the tests, except long or large ones
 	$(BIN)/python -m pytest -q -n 3 --dist worksteal -m "not big and not clock" $(ARGS)
 
-test-clock: setup  ## run the tests that judge by a clock, one at a time, on a quiet machine
+test-clock: setup  ## run the tests that measure time, one at a time, on an idle machine
 	$(BIN)/python -m pytest -q -m clock $(ARGS)
 
 test-native: setup  ## run the native tests under ASan+UBSan and under TSan
 	$(call native-tests,asan,address$(COMMA)undefined)
 	$(call native-tests,tsan,thread)
 
-# Builds and runs tests/native/cpp. TSan fails where the kernel spreads mappings too widely for it
-# (vm.mmap_rnd_bits), which setarch -R turns off; where that is forbidden it is tried without.
+# Builds and runs tests/native/cpp. TSan fails if the kernel randomizes addresses by too many bits
+# (vm.mmap_rnd_bits); setarch -R disables this, unless it is not permitted.
 COMMA := ,
 QUIET_ADDRESSES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 define native-tests
@@ -65,14 +64,14 @@ define native-tests
 	cd build/native-$(1) && $(QUIET_ADDRESSES) tests/native/cpp/adam_tests
 endef
 
-test-big: setup  ## run all tests that are not judged by a clock
+test-big: setup  ## run all tests except those that measure time
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not clock" --hypothesis-profile=search $(ARGS)
 
 CRASH_TESTS := crash durable_kill faults records saved_under_faults simulation simulation_ranks
-test-crash: setup  ## end training badly ten thousand times, and look what is left (long)
+test-crash: setup  ## kill or fail training 10,000 times, and check what can be resumed (long)
 	$(BIN)/python -m pytest -q -m big $(CRASH_TESTS:%=tests/faults/test_%.py) $(ARGS)
 
-lint: setup  ## check style, types and the format of the native sources
+lint: setup  ## check style, types and the format of native sources
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -82,18 +81,18 @@ docs: setup  ## build the pages and the API reference into build/docs, without w
 	$(PIP_INSTALL) 'torch-infinity[docs]'
 	$(BIN)/python -m sphinx -W --keep-going -q -b html docs build/docs $(ARGS)
 
-wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and use the wheel in a venv of its own, elsewhere
+wheel-check: $(RUN_STAMP)  ## build sdist and wheel, and test the wheel in a separate venv
 	$(BIN)/python tools/wheel_check.py --torch $(WANTED) $(ARGS)
 
 test-matrix:  ## run the tests with other Pythons and torches (long): ARGS='python3.12:2.11.0 ...'
 	$(PYTHON) tools/test_matrix.py $(ARGS)
 
-# A venv of its own over this one, whose packages it sees where it has none of them itself.
+# A second venv that falls back to the packages of .venv.
 DOORS := build/doors
 PURELIB = python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 OTHERS := trl lightning transformers accelerate peft bitsandbytes schedulefree pytorch-optimizer datasets
 
-test-doors: setup  ## run the tests beside TRL, Lightning, bitsandbytes, ... with the newest of each
+test-doors: setup  ## run the integration tests with the newest TRL, Lightning, bitsandbytes, ...
 	$(BIN)/python -m venv $(DOORS)
 	echo "import site; site.addsitedir('$$($(BIN)/$(PURELIB))')" >$$($(DOORS)/bin/$(PURELIB))/beneath.pth
 	$(DOORS)/bin/python -m pip install -q --upgrade $(OTHERS)
@@ -103,13 +102,13 @@ test-doors: setup  ## run the tests beside TRL, Lightning, bitsandbytes, ... wit
 	  tests/unit/model/test_quantized.py tests/train/test_runs_data.py \
 	  tests/parity/test_any_optimizer.py $(ARGS)
 
-bench: setup  ## time a step against plain torch and against the bounds
+bench: setup  ## compare the time of a step with plain torch and with the bounds
 	$(BIN)/python tools/bench_step.py --json $(ARGS)
 
-bench-swap: setup  ## search settings of the disk (`infinity bench` first): make bench-swap ARGS='--path DIR --compare all'
+bench-swap: setup  ## search I/O settings of a drive: make bench-swap ARGS='--path DIR --compare all'
 	$(BIN)/python tools/bench_swap.py $(ARGS)
 
-clean:  ## remove .venv and everything that was built
+clean:  ## remove .venv and all build outputs
 	rm -rf $(VENV) build dist *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -124,7 +123,7 @@ $(BIN)/python:
 	  echo "setup: '$(PYTHON)' has no venv; try: apt-get install python3-venv" >&2; exit 1; }
 	"$(PYTHON)" -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# What it takes to build and to run; the demo needs no more.
+# Requirements of the build and of the demo.
 $(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | $(BIN)/python
 	@command -v c++ >/dev/null || command -v g++ >/dev/null || command -v clang++ >/dev/null || \
 	  test -n "$$CXX" || { \
@@ -132,10 +131,10 @@ $(RUN_STAMP): pyproject.toml constraints.txt CMakeLists.txt $(NATIVE_SOURCES) | 
 	@echo "setup: installing into $(VENV); the first time takes some minutes"
 	$(PIP_INSTALL) nanobind scikit-build-core ninja cmake
 	$(PIP_INSTALL) --no-build-isolation $(WANTED) -e '.[cuda]'
-	@echo "setup: took $$(($$(date +%s) - $(BEGAN))) s, this once"
+	@echo "setup: took $$(($$(date +%s) - $(BEGAN))) s"
 	@touch $@
 
-# Tests, style and types. The package is there already: only what its extras name is added.
+# Requirements of tests and lint: the extras of the installed package.
 $(DEV_STAMP): $(RUN_STAMP)
 	$(PIP_INSTALL) 'torch-infinity[dev]'
 	@touch $@

@@ -1,4 +1,4 @@
-"""Three loops in the style of DeepSpeed's tutorials; of the scripts only the import is changed.
+"""Train with the DeepSpeed API: three loops of its tutorials, with only the import changed.
 
 Meant for one GPU, with or without a drive for state; runs on any CPU in seconds:
 

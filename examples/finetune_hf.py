@@ -1,4 +1,4 @@
-"""Fine-tune a Hugging Face model that need not fit the GPU, nor RAM, and save it for transformers.
+"""Fine-tune a Hugging Face model larger than GPU memory and RAM, and save it for transformers.
 
     python examples/finetune_hf.py --model /path/to/Llama-3.1-8B --nvme-path /fast/drive
 

@@ -1,4 +1,4 @@
-"""A LightningModule as it is, and a strategy more: it fits, validates, saves and goes on.
+"""Train an unchanged LightningModule with InfinityStrategy: fit, validate, save and resume.
 
 Meant for one GPU with less memory than the model needs, and a fast drive; runs on any CPU in
 seconds, with all state on disk as a demonstration. `--resume` continues an interrupted run bit for

@@ -1,4 +1,4 @@
-"""Train LoRA adapters over a base model that rests on disk, with peft as it is.
+"""Train LoRA adapters with unmodified peft while the base model is on disk.
 
     python examples/lora.py --model /path/to/Llama-3.1-70B --nvme-path /fast/drive
 

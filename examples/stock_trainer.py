@@ -1,4 +1,4 @@
-"""A stock `transformers.Trainer` script without any infinity code, run without and with it.
+"""Train with the stock `transformers.Trainer`, without and with `infinity run`.
 
     python examples/stock_trainer.py
     infinity run examples/stock_trainer.py --deepspeed examples/configs/ds_infinity.json

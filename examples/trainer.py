@@ -1,4 +1,4 @@
-"""A `transformers.Trainer` script with two imports changed: a small Llama learns Python's source.
+"""Train a small Llama with `InfinityTrainer`: a Trainer script with two imports changed.
 
 Meant for one GPU with less memory than the model needs, and a fast drive: there, take a model of
 billions of parameters, bf16=True, and a directory on that drive for `nvme_path`. Runs on any CPU in

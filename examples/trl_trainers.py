@@ -1,4 +1,4 @@
-"""TRL's trainers with one base class more: SFT, DPO, KTO, GRPO and reward models, with LoRA too.
+"""Train with TRL: SFT, DPO, KTO, GRPO and reward trainers over `InfinityTrainer`.
 
 Meant for one GPU with less memory than the models need, and a fast drive: there, give the directory
 of a model (`--model`). The trained model, its optimizer state and a reference model are on disk,

@@ -1,4 +1,4 @@
-"""Train on one or several GPUs with the same losses and norms, digit for digit.
+"""Train on one or several GPUs with bitwise equal losses and norms.
 
     python examples/two_gpus.py
     torchrun --standalone --nproc-per-node 2 examples/two_gpus.py

@@ -27,7 +27,6 @@ from infinity.errors import DoesNotFitError, MachineError, RemovedError, Transfe
 FILE_MODE = 0o644
 FOLDER_MODE = 0o755
 SHARED_FOLDER_MODE = 0o775  # of directories that the user named, which a group may share
-_MAX_LINE_CHARS = 16 << 20  # characters
 TEMPORARY_NAME = re.compile(r"\.infinity-[0-9a-f]{16}\.tmp")
 
 
@@ -97,13 +96,10 @@ def refused(
 
 
 def transfer_refused(
-    what: str, error: Any, path: Path | None = None, *, remedy: str | None = None
+    what: str, error: Any, path: Path | None = None, *, remedy: str | None
 ) -> TransferError:
-    """Translate a failed request of the native module; the message is `what` alone.
-
-    `remedy` replaces the usual one of the error number.
-    """
-    because, usual_remedy = advice(error)
+    """Translate a failed request of the native module; the message is `what` alone."""
+    because, _ = advice(error)
     return TransferError(
         what,
         path=str(path or error.filename),
@@ -111,7 +107,7 @@ def transfer_refused(
         length=error.length,
         errno=error.errno or 0,
         because=because,
-        remedy=remedy or usual_remedy,
+        remedy=remedy,
     )
 
 
@@ -187,7 +183,7 @@ def json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     `path` is a pipe or a device, which may be endless.
     """
     with suppress(FileNotFoundError), _open_regular(path) as file:
-        while line := file.readline(_MAX_LINE_CHARS):
+        while line := file.readline(16 << 20):  # characters
             with suppress(ValueError, RecursionError):
                 record = json.loads(line)
                 if isinstance(record, dict):

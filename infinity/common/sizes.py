@@ -83,7 +83,7 @@ def format_count(count: int | float) -> str:
     return _format(count, 1000, ("", "K", "M", "B", "T"), num_digits=1, space="")
 
 
-def format_parameters(total: int, active: int | None = None) -> str:
+def format_parameters(total: int, active: int | None) -> str:
     """Return for example "30.5B parameters, 3.4B active a token"; `active` only if it differs."""
     if active is None or active == total:
         return f"{format_count(total)} parameters"

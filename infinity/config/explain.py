@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import get_args
 
 from pydantic import BaseModel, ValidationError
@@ -12,9 +12,8 @@ from pydantic_core import ErrorDetails
 
 from infinity.errors import did_you_mean, mistakes
 
-_UNION_MEMBER = re.compile(
-    r"literal\[.*\]|(constrained-)?int|bool|str"
-)  # pydantic's names for members of a union
+# pydantic's names for members of a union.
+_UNION_MEMBER = re.compile(r"literal\[.*\]|(constrained-)?int|bool|str")
 # Synonyms of values: the first of these that the key accepts is suggested.
 _SYNONYMS = {
     "gpu": ("device",),
@@ -52,14 +51,11 @@ def explain(
             if detail["loc"] and _UNION_MEMBER.fullmatch(str(detail["loc"][-1])):
                 detail["loc"] = detail["loc"][:-1]
             problems_by_key.setdefault(detail["loc"], []).append(_problem(schema, detail))
-    return mistakes(where, [*problems, *map(_merge_union_errors, problems_by_key.values())])
-
-
-def _merge_union_errors(problems: Sequence[str]) -> str:
-    """Merge the errors of all members of a union into one."""
-    *first, last = problems
-    others = [problem.rpartition(", got ")[0] for problem in first]
-    return " or ".join([*others, last.partition(": should be ")[2] if others else last])
+    for *others, last in problems_by_key.values():  # the errors of all members of a union
+        choices = [problem.rpartition(", got ")[0] for problem in others]
+        choices.append(last.partition(": should be ")[2] if others else last)
+        problems.append(" or ".join(choices))
+    return mistakes(where, problems)
 
 
 def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
@@ -75,36 +71,28 @@ def _problem(schema: type[BaseModel], detail: ErrorDetails) -> str:
         case "model_type":
             return f"{name}: is a section of keys and values, got {given!r}"
         case "literal_error":
-            choices = _choices(detail["ctx"]["expected"])
+            expected = detail["ctx"]["expected"]
+            choices = [word.strip("',") for word in expected.split() if word.startswith("'")]
             near = [word for word in _SYNONYMS.get(str(given).lower(), ()) if word in choices]
             hint = did_you_mean((near or [str(given)])[0], choices)
-            message = f"{name}: should be {detail['ctx']['expected']}, got {given!r}"
-            return f"{message}; {hint}".rstrip("; ")
+            return f"{name}: should be {expected}, got {given!r}; {hint}".rstrip("; ")
         case _:
             message = detail["msg"].removeprefix("Input ")
             return f"{name}: {message[:1].lower()}{message[1:]}, got {given!r}"
 
 
-def _choices(expected: str) -> list[str]:
-    return [word.strip("',") for word in expected.split() if word.startswith("'")]
-
-
 def _unknown_key(schema: type[BaseModel], loc: tuple[int | str, ...]) -> str:
     *parents, key = (str(part) for part in loc)
-    fields = list(_section_at(schema, parents).model_fields)
+    section = schema
+    for name in parents:
+        section = _section_of(section.model_fields[name].annotation) or section
+    fields = list(section.model_fields)
     prefix = "".join(f"{parent}." for parent in parents)
     # The key may belong to another section.
     same_name = (name for name in _leaf_names(schema) if name.rpartition(".")[2] == key)
     hint = did_you_mean(key, fields, prefix)
     hint = hint or "".join(f"did you mean {name!r}? " for name in list(same_name)[:1])
     return f"{prefix}{key}: unknown key; {hint}valid here: {', '.join(fields)}"
-
-
-def _section_at(schema: type[BaseModel], names: Iterable[str]) -> type[BaseModel]:
-    section = schema
-    for name in names:
-        section = _section_of(section.model_fields[name].annotation) or section
-    return section
 
 
 def _section_of(annotation: object) -> type[BaseModel] | None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from pydantic import (
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-)
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from infinity.common.sizes import parse_size
 from infinity.errors import ConfigError
@@ -41,7 +37,6 @@ def _parse_integer(value: Any) -> Any:
     return int(number) if isinstance(number, float) and number.is_integer() else number
 
 
-MIN_BYTES_WITHOUT_UNIT = 1 << 16  # a smaller budget lacks its unit
 _MAX_NAME_BYTES = 255  # bytes; limit of a file name on Linux
 
 
@@ -71,19 +66,15 @@ def as_paths(value: Any) -> tuple[Path, ...]:
         raise ValueError("is an empty list; give a path, or leave it out")
     seen: dict[Any, Path] = {}
     for path in paths:
-        if (first := seen.setdefault(_directory_key(path), path)) is not path:
+        key: Any = path
+        with suppress(OSError):  # missing, or on another machine
+            status = os.stat(path)
+            key = status.st_dev, status.st_ino  # equal for paths through links
+        first = seen.setdefault(key, path)
+        if first is not path:
             detail = "" if first == path else f": {first} and {path} are one directory"
             raise ValueError(f"names the same path twice{detail}")
     return paths
-
-
-def _directory_key(path: Path) -> Any:
-    """Return a key that is equal for paths to the same directory, also through links."""
-    try:
-        status = os.stat(path)
-    except OSError:  # missing, or on another machine
-        return path
-    return status.st_dev, status.st_ino
 
 
 def as_tuple(value: Any) -> Any:

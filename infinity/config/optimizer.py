@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import inspect
 import json
+from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    BeforeValidator,
-    Field,
-    ValidationInfo,
-    create_model,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, ValidationInfo, create_model, field_validator
 
 from infinity.config.fields import Beta, Integer, Number, Section, as_tuple
 from infinity.errors import did_you_mean
@@ -81,24 +76,19 @@ class _AnyOptimizer(Section):
         return {name: getattr(self, name) for name in RULES[self.type].defaults()}
 
 
-def _description_of(name: str) -> str:
-    """Return the description of a rule's key, with the default of each rule."""
-    rules = {rule: RULES[rule].defaults() for rule in RULES}
-    by_default: dict[str, list[str]] = {}
-    for rule, defaults in rules.items():
-        if name in defaults:
-            by_default.setdefault(json.dumps(defaults[name]), []).append(rule)
-    defaults_text = "; ".join(f"{', '.join(names)}: {value}" for value, names in by_default.items())
-    return f"{ENTRY_DESCRIPTIONS[name]} {defaults_text}."
-
-
 def _field_of(name: str) -> tuple[Any, Any]:
     """Return type and field of a rule's key; its default depends on `type`, which may lack it."""
 
     def default(given: dict[str, Any]) -> Any:
         return RULES[given["type"]].defaults().get(name) if "type" in given else None
 
-    example, description = _ENTRIES[name], _description_of(name)
+    by_default: dict[str, list[str]] = {}
+    for rule_name, rule in RULES.items():
+        if name in rule.defaults():
+            by_default.setdefault(json.dumps(rule.defaults()[name]), []).append(rule_name)
+    defaults_text = "; ".join(f"{', '.join(names)}: {value}" for value, names in by_default.items())
+    description = f"{ENTRY_DESCRIPTIONS[name]} {defaults_text}."
+    example = _ENTRIES[name]
     field = Field(default_factory=default, description=description)
     signed = any(rule.is_signed(name) for rule in RULES.values())
     if isinstance(example, bool):
@@ -211,11 +201,7 @@ def _parameters_of(name: str) -> dict[str, Any] | None:
     if schedule is None:
         return None
     parameters = inspect.signature(schedule).parameters.values()
-    return {
-        parameter.name: parameter.default
-        for parameter in parameters
-        if parameter.name != "optimizer"
-    }
+    return {p.name: p.default for p in parameters if p.name != "optimizer"}
 
 
 class SchedulerConfig(Section):
@@ -254,13 +240,9 @@ class SchedulerConfig(Section):
             problem += f"needs {', '.join(missing)}" if missing else ""
             hint = did_you_mean(unknown[0], defaults) if unknown else ""
             raise ValueError(f"{schedule} {problem}; {hint}it takes {', '.join(defaults)}")
-        return {name: _as_number_if_numeric(value) for name, value in params.items()}
-
-
-def _as_number_if_numeric(value: Any) -> Any:
-    if isinstance(value, str) and value[:1] in set("+-.0123456789"):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+        converted = dict(params)
+        for name, value in params.items():
+            if isinstance(value, str) and value[:1] in set("+-.0123456789"):
+                with suppress(ValueError):
+                    converted[name] = float(value)
+        return converted

@@ -75,18 +75,14 @@ def current(name: str, value: Any, prefix: str = "", *, warns: bool = True) -> t
     renamed = RENAMED[old]
     new_name, new_value = f"{prefix}{renamed.name}", renamed.value(value)
     if warns and (new_name, new_value) != (name, value):
-        _warn(name, new_name, value, new_value)
+        earlier, later = name, new_name
+        if new_value != value:
+            earlier, later = f"{name}: {json.dumps(value)}", f"{new_name}: {json.dumps(new_value)}"
+        text = f"{earlier} is an earlier name of {later}; the next release refuses it"
+        warnings.warn(text, InfinityWarning, stacklevel=4)
     return new_name, new_value
 
 
-def migrate_stored_keys(stored: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def migrate_stored_keys(stored: Mapping[str, Any], prefix: str) -> dict[str, Any]:
     """Return values that an earlier release stored, by current dotted names."""
     return dict(current(name, value, prefix, warns=False) for name, value in stored.items())
-
-
-def _warn(old: str, new: str, before: Any, after: Any) -> None:
-    def formatted(name: str, value: Any) -> str:
-        return name if before == after else f"{name}: {json.dumps(value)}"
-
-    text = f"{formatted(old, before)} is an earlier name of {formatted(new, after)}"
-    warnings.warn(f"{text}; the next release refuses it", InfinityWarning, stacklevel=5)

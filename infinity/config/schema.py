@@ -23,7 +23,6 @@ from pydantic import (
 
 from infinity.config.explain import explain
 from infinity.config.fields import (
-    MIN_BYTES_WITHOUT_UNIT,
     Integer,
     Number,
     Paths,
@@ -198,7 +197,7 @@ class BudgetConfig(Section):
     @classmethod
     def _check_has_unit(cls, value: Any) -> Any:
         text = str(value).strip()
-        if text.isdigit() and 0 < int(text) < MIN_BYTES_WITHOUT_UNIT:
+        if text.isdigit() and 0 < int(text) < 1 << 16:
             raise ValueError(f"is {text} bytes; give a unit, as in {text}GiB")
         return value
 
@@ -346,11 +345,12 @@ class Config(Section):
             raise ValueError("true: activations.offload must be host or none, files are kept")
         return value
 
-    @field_validator("commit_every", mode="before")
+    @field_validator("commit_every", "experts_per_unit", mode="before")
     @classmethod
-    def _check_commit_every(cls, value: Any) -> Any:
+    def _check_positive(cls, value: Any, info: ValidationInfo) -> Any:
         if value != "auto" and not (type(value) is int and value > 0):
-            raise ValueError(f'should be "auto" or a number of steps, 1 or more, got {value!r}')
+            unit = "steps" if info.field_name == "commit_every" else "experts"
+            raise ValueError(f'should be "auto" or a number of {unit}, 1 or more, got {value!r}')
         return value
 
     @field_validator("commit_every", "resume")
@@ -359,13 +359,6 @@ class Config(Section):
         default = cls.model_fields[info.field_name or ""].default
         if value != default and info.data.get("durable") is False:
             raise ValueError(f"{value} needs durable: true")
-        return value
-
-    @field_validator("experts_per_unit", mode="before")
-    @classmethod
-    def _check_experts_per_unit(cls, value: Any) -> Any:
-        if value != "auto" and not (type(value) is int and value > 0):
-            raise ValueError(f'should be "auto" or a number of experts, 1 or more, got {value!r}')
         return value
 
     @field_validator("chunk_size", mode="before")

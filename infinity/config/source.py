@@ -119,9 +119,23 @@ def read_config_file(path: Path) -> dict[str, Any]:
             raise ConfigError(f"{short(str(path))} does not exist", remedy=remedy) from None
         because = getattr(error, "strerror", None) or str(error)
         raise ConfigError(f"{short(str(path))}: cannot be read", because=because) from error
-    raw = _parse_json(path, text) if suffix == ".json" else _parse_yaml(path, text)
+    kind = "JSON" if suffix == ".json" else "YAML"
+    repeated: list[str] = []
+    try:
+        if kind == "JSON":
+            raw, repeated = parse_json_with_duplicates(text)
+        else:
+            raw = _load_yaml(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid {kind}: {error}") from error
+    if repeated:
+        names = ", ".join(repr(key) for key in repeated)
+        raise ConfigError(f"{path}: given twice in one object: {names}")
+    if raw is None and kind == "YAML":
+        return {}
     if not isinstance(raw, dict):
-        because = f"the file holds {_describe(raw)} instead of keys and values"
+        held = "a list" if isinstance(raw, list) else f"the single value {raw!r}"
+        because = f"the file holds {held} instead of keys and values"
         raise ConfigError(f"{path}: not a configuration", because=because)
     _check_keys(str(path), raw)
     return raw
@@ -139,14 +153,6 @@ def _read(path: Path) -> str:
     return data.decode()
 
 
-def _parse_yaml(path: Path, text: str) -> Any:
-    try:
-        raw = _load_yaml(text)
-    except ValueError as error:
-        raise ConfigError(f"{path}: not valid YAML: {error}") from error
-    return {} if raw is None else raw
-
-
 def _load_yaml(text: str) -> Any:
     """Parse YAML; raise `ValueError` with the position of an error."""
     try:
@@ -161,17 +167,6 @@ def _load_yaml(text: str) -> Any:
         raise ValueError(f"a value does not fit its !!tag: {error}") from error
 
 
-def _parse_json(path: Path, text: str) -> Any:
-    try:
-        raw, repeated = parse_json_with_duplicates(text)
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: not valid JSON: {error}") from error
-    if repeated:
-        names = ", ".join(repr(key) for key in repeated)
-        raise ConfigError(f"{path}: given twice in one object: {names}")
-    return raw
-
-
 def parse_json_with_duplicates(
     text: str, loads: Callable[..., Any] = json.loads
 ) -> tuple[Any, list[str]]:
@@ -184,10 +179,6 @@ def parse_json_with_duplicates(
         return dict(pairs)
 
     return loads(text, object_pairs_hook=mapping), repeated
-
-
-def _describe(raw: object) -> str:
-    return "a list" if isinstance(raw, list) else f"the single value {raw!r}"
 
 
 def _check_keys(where: str, raw: Any, depth: int = 1) -> None:

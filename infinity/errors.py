@@ -149,9 +149,6 @@ class EngineFailedError(InfinityError):
     """Use of an engine whose state is incomplete; `__cause__` is the first error."""
 
 
-_MAX_BECAUSE_CHARS = 400  # characters of another library's message, which may be long
-
-
 @contextmanager
 def explained(what: str, remedy: str | None = None) -> Iterator[None]:
     """Convert exceptions of a library that processes user input to `ConfigError`.
@@ -164,7 +161,7 @@ def explained(what: str, remedy: str | None = None) -> Iterator[None]:
     except (InfinityError, MemoryError):
         raise
     except Exception as error:
-        because = first_lines(error, 12)[:_MAX_BECAUSE_CHARS]
+        because = first_lines(error, 12)[:400]
         if isinstance(error, ArithmeticError | LookupError):  # "division by zero", "'rope_type'"
             because = f"{type(error).__name__}: {because}"
         raise ConfigError(what, because=because, remedy=remedy) from error

@@ -135,13 +135,6 @@ def _softcapped(logits: Tensor, cap: float, inner: Transform | None) -> Tensor:
     return cap * torch.tanh((logits if inner is None else inner(logits)).float() / cap)
 
 
-class _NoSavedTensorHooks(torch.autograd.graph.saved_tensors_hooks):
-    """Context in which tensors saved by autograd bypass outer hooks, such as a checkpoint's."""
-
-    def __init__(self) -> None:
-        super().__init__(lambda tensor: tensor, lambda tensor: tensor)
-
-
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """Function that computes gradients in the forward; the backward only scales them."""
 
@@ -173,7 +166,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             target = labels[rows].clamp_min(0).where(mask, torch.zeros_like(labels[rows]))
             logits = output = torch.nn.functional.linear(chunk, weight, bias)
             if transform is not None:
-                with torch.enable_grad(), _NoSavedTensorHooks():
+                # Tensors saved by autograd bypass outer hooks, such as a checkpoint's.
+                bypass = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+                with torch.enable_grad(), bypass:
                     output = transform(logits.requires_grad_())
             scratch = output.detach().to(torch.float32, copy=transform is not None)
             loss, gradient = _loss_and_gradient(scratch, target, options)

@@ -58,7 +58,6 @@ def round_up(value: int, multiple: int) -> int:
 
 # Elements that share a scale. Parameters in a unit start at multiples of it.
 MOMENT_BLOCK = 128
-_SCALE_BYTES = 4
 
 
 class MomentFormat(Enum):
@@ -88,8 +87,7 @@ class MomentFormat(Enum):
 
     def nbytes(self, num_elements: int) -> int:
         """Return the bytes of `num_elements` values and their scales, without padding."""
-        values = num_elements * self.itemsize
-        return values + self.num_scales(num_elements) * _SCALE_BYTES
+        return num_elements * self.itemsize + 4 * self.num_scales(num_elements)
 
 
 NF4_BLOCK = 64  # elements that share a scale

@@ -142,6 +142,17 @@ def initialize(
             model, settings, optimizer, model_parameters, training_data, lr_scheduler, collate_fn,
             units, device, progress, engine_class,
         )  # fmt: skip
+        rank_specific = ("nvme_path", "step_log", "trace", "io.weights")
+        facts: dict[str, Any] = {
+            "infinity": version("torch-infinity"),
+            "torch": torch.__version__,
+            "samples of a micro-batch": settings.batch_size,
+            "drop_last": settings.drop_last,
+        }
+        for name, entry in settings.config.resolved().items():
+            if name not in rank_specific:
+                facts[name] = entry["value"]
+        check_equal(group, "the configuration", facts)
         return _make_engine(arguments, group, undo)
 
 
@@ -168,7 +179,6 @@ def _make_engine(
     config = arguments.settings.config
     model = arguments.model
     client = arguments.optimizer
-    _check_settings(arguments.settings, ranks)
     device = resolve_device(device_for(arguments.device, ranks))
     undo.callback(device.close)
     make_current(device.torch_device, ranks)
@@ -244,21 +254,9 @@ def _declare_experts(model: nn.Module) -> Callable[[], None]:
     """Make modules of transformers compute experts in ranges; return a function to undo it."""
     if "transformers.integrations.moe" not in sys.modules:
         return lambda: None
-    undo: Callable[[], None] = import_module(_EXPERTS_MODULE).compute_in_ranges(model)
+    experts = import_module("infinity.integrations.huggingface.experts")
+    undo: Callable[[], None] = experts.compute_in_ranges(model)
     return undo
-
-
-_EXPERTS_MODULE = "infinity.integrations.huggingface.experts"  # imported only if transformers is
-
-
-def _check_settings(settings: Settings, ranks: DistContext) -> None:
-    """Raise `ConfigError` if arguments or settings differ between ranks."""
-    rank_specific = ("nvme_path", "step_log", "trace", "io.weights")
-    resolved = settings.config.resolved()
-    values = {name: entry["value"] for name, entry in resolved.items() if name not in rank_specific}
-    batches = {"samples of a micro-batch": settings.batch_size, "drop_last": settings.drop_last}
-    versions = {"infinity": version("torch-infinity"), "torch": torch.__version__}
-    check_equal(ranks, "the configuration", versions | batches | values)
 
 
 def device_for(given: Any, ranks: DistContext) -> Any:
@@ -426,26 +424,41 @@ def _report_start(
 
 def _make_scheduler(config: Config, optimizer: OffloadedOptimizer, given: Any, client: Any) -> Any:
     """Return the scheduler that the engine steps, or None; `client` is the passed optimizer."""
+    if given is None:
+        section = config.scheduler
+        return None if section is None else make_schedule(section.type, section.params, optimizer)
     if callable(given) and not isinstance(given, torch.optim.lr_scheduler.LRScheduler):
         return given(optimizer)
-    if given is not None:
-        return _checked_scheduler(given, client)
-    section = config.scheduler
-    return None if section is None else make_schedule(section.type, section.params, optimizer)
-
-
-_REDIRECTED = ("step", "zero_grad", "load_state_dict", "add_param_group")
+    for name in ("step", "state_dict", "load_state_dict"):
+        if not callable(getattr(given, name, None)):
+            raise ConfigError(
+                f"lr_scheduler is a {type(given).__name__}, which has no {name}()",
+                because="the engine steps it, and saves its state with checkpoints",
+                remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
+            )
+    if getattr(given, "optimizer", client) is not client:
+        raise ConfigError(
+            "lr_scheduler is an object made over another optimizer than was passed",
+            remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
+            "or a function: lr_scheduler=lambda optimizer: ...",
+        )
+    if isinstance(client, torch.optim.Optimizer):
+        # The scheduler changes the groups, which the engine shares; without the mark torch would
+        # warn that its optimizer has not stepped.
+        mark_stepped(client)
+    return given
 
 
 def _redirect_to_engine(
     client: torch.optim.Optimizer, offloaded: OffloadedOptimizer
 ) -> Callable[[], None]:
-    """Redirect the methods `_REDIRECTED` of the passed optimizer; return an undo function.
+    """Redirect methods of the passed optimizer to the engine's; return an undo function.
 
     Without this they would silently do nothing, because the parameters have no gradients.
     """
     attributes = vars(client)
-    saved = {name: attributes.get(name) for name in _REDIRECTED}
+    names = ("step", "zero_grad", "load_state_dict", "add_param_group")
+    saved = {name: attributes.get(name) for name in names}
 
     def redirected(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -466,25 +479,3 @@ def _redirect_to_engine(
     attributes.update({name: redirected(name) for name in saved})
     mark_stepped(client)  # the engine steps it, without its wrapper
     return restore
-
-
-def _checked_scheduler(scheduler: Any, client: Any) -> Any:
-    """Return a scheduler object after checking its methods and optimizer."""
-    for name in ("step", "state_dict", "load_state_dict"):
-        if not callable(getattr(scheduler, name, None)):
-            raise ConfigError(
-                f"lr_scheduler is a {type(scheduler).__name__}, which has no {name}()",
-                because="the engine steps it, and saves its state with checkpoints",
-                remedy="pass a scheduler, or a function: lr_scheduler=lambda optimizer: ...",
-            )
-    if getattr(scheduler, "optimizer", client) is not client:
-        raise ConfigError(
-            "lr_scheduler is an object made over another optimizer than was passed",
-            remedy="pass that optimizer as well: initialize(optimizer=..., lr_scheduler=...); "
-            "or a function: lr_scheduler=lambda optimizer: ...",
-        )
-    if isinstance(client, torch.optim.Optimizer):
-        # The scheduler changes the groups, which the engine shares; without the mark torch would
-        # warn that its optimizer has not stepped.
-        mark_stepped(client)
-    return scheduler

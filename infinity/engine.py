@@ -42,8 +42,6 @@ from infinity.training.run_state import RunState, Stateful
 from infinity.training.state_dict import ModuleStateHooks, StateDict, state_dict_of
 from infinity.training.step import StepInputs, StepRunner, TrainingCounters
 
-_IN_PLACE = "has been modified by an inplace operation: [torch."  # part of torch's message
-
 
 class Engine:
     """Training engine of a module with offloaded weights, gradients and optimizer state.
@@ -203,31 +201,26 @@ class Engine:
             self._values.release_all_materialized()
             self._finish_external_backward()
             self._cycles.begin(last_micro_batch=self._window.is_last)
-            return self._forward(args, kwargs)
-
-    def _forward(self, args: Any, kwargs: Any) -> Any:
-        hooks = self._hooks
-        mark = hooks.mark()
-        try:
-            torch.set_autocast_cache_enabled(False)  # casts of moved weights
-            hooks.saved.push()
-            with self._autocast_context():
-                result = self.module(*args, **kwargs)
-            if not torch.is_grad_enabled():
-                self._cycles.end_call()
-            hooks.release(result)
-            return result
-        except Exception as error:
-            self._step_runner.clean_up_forward(error)
-            self._inputs.annotate_error(error, (args, kwargs))
-            raise
-        finally:
-            hooks.restore(mark)
-
-    def _autocast_context(self) -> AbstractContextManager[Any]:
-        if not self._autocast:
-            return nullcontext()  # the caller's autocast stays active
-        return torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+            autocast: AbstractContextManager[Any] = nullcontext()  # the caller's stays active
+            if self._autocast:
+                autocast = torch.autocast(self.device.type, torch.bfloat16, cache_enabled=False)
+            hooks = self._hooks
+            mark = hooks.mark()
+            try:
+                torch.set_autocast_cache_enabled(False)  # casts of moved weights
+                hooks.saved.push()
+                with autocast:
+                    result = self.module(*args, **kwargs)
+                if not torch.is_grad_enabled():
+                    self._cycles.end_call()
+                hooks.release(result)
+                return result
+            except Exception as error:
+                self._step_runner.clean_up_forward(error)
+                self._inputs.annotate_error(error, (args, kwargs))
+                raise
+            finally:
+                hooks.restore(mark)
 
     @engine_call
     def backward(
@@ -270,7 +263,8 @@ class Engine:
         except Exception as error:
             self._step_runner.roll_back(error)
             self.ranks.broadcast_error("a backward", error)
-            if _IN_PLACE in str(error) and isinstance(error, RuntimeError):
+            in_place = "has been modified by an inplace operation: [torch." in str(error)
+            if in_place and isinstance(error, RuntimeError):
                 raise TrainingError(
                     str(error),
                     because="a tensor was changed in place, or weights were used in a loss outside "

@@ -284,9 +284,8 @@ PROPAGATED = "(raised on every rank)"
 def is_propagated(error: BaseException | None) -> bool:
     """Return True if an error, or one in its chain, is raised on all ranks."""
     while error is not None:
-        if isinstance(error, CollectiveError | LostRankError):
-            return True
-        if PROPAGATED in getattr(error, "__notes__", ()):
+        marked = PROPAGATED in getattr(error, "__notes__", ())
+        if marked or isinstance(error, CollectiveError | LostRankError):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -78,12 +78,9 @@ class TorchDistContext(DistContext):
         if by_broadcast and (self._gloo or group is self._host_group):
             # gloo's all-gather allocates a buffer in each call, copies it to `full`, and requires
             # `full` to be contiguous.
-            broadcast = dist.broadcast
+            sources = zip(self._members, shards, strict=True)
             return self._start(
-                *(
-                    partial(broadcast, shard, r, group, async_op=True)
-                    for r, shard in zip(self._members, shards, strict=True)
-                )
+                *(partial(dist.broadcast, shard, r, group, async_op=True) for r, shard in sources)
             )
         all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
         flat = full.view(-1)

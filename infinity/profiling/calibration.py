@@ -25,17 +25,10 @@ from infinity.plan.machine import cpu_model, mount_of, read_machine, threads_for
 from infinity.plan.rates import Rates
 from infinity.profiling.link_rates import read_cached_links
 from infinity.profiling.processor_rates import SECONDS, measure_processors
-from infinity.profiling.rate_cache import (
-    FORMAT,
-    CachedRates,
-    device_name,
-    read_cache,
-    write_cache,
-)
+from infinity.profiling.rate_cache import FORMAT, CachedRates, device_name, read_cache, write_cache
 from infinity.storage.device import Device
 from infinity.storage.disk_rates import measure_disk
 
-_DISK_SHARE = 0.55  # of the time; the disk limits most runs, and its rate varies most
 # Description of the hardware, required names of rates, and a function that measures them.
 _Measurement = tuple[dict[str, Any], set[str], Callable[[float], dict[str, float]]]
 
@@ -161,9 +154,9 @@ def _measurements(
             "io": settings.model_dump(mode="json", exclude={"timeout_s"}),  # does not affect speed
             "beside_products": device.unified,
         }
-
-        def measure(seconds: float) -> dict[str, float]:
-            return measure_disk(paths, settings, _DISK_SHARE * seconds, busy=device.unified)
-
-        measurements.append((disks, {*names.DISK, *per_cpu}, measure))
+        needed = {*names.DISK, *per_cpu}
+        # More than half of the time: the disk limits most runs, and its rate varies most.
+        measurements.append(
+            (disks, needed, lambda s: measure_disk(paths, settings, 0.55 * s, busy=device.unified))
+        )
     return measurements

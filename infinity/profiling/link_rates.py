@@ -17,13 +17,7 @@ from infinity.distributed.context import DistContext, Work
 from infinity.plan import rates as names
 from infinity.plan.machine import cpu_model
 from infinity.plan.plan import BETWEEN_HOSTS, LINKS
-from infinity.profiling.rate_cache import (
-    FORMAT,
-    CachedRates,
-    device_name,
-    read_cache,
-    write_cache,
-)
+from infinity.profiling.rate_cache import FORMAT, CachedRates, device_name, read_cache, write_cache
 from infinity.storage.device import CpuDevice, Device
 from infinity.storage.disk_rates import MIN_CALLS, timed
 

@@ -44,14 +44,10 @@ _LARGEST_BYTES = _BYTES_WITHOUT_MOMENTS + 2 * 4
 _COPY_BYTES = 32 << 20
 _MATRIX_SIZES = (128, 256, 512, 1024, 2048, 4096)
 _FLOP = 3 * 2  # three products with a multiplication and an addition each
-_WARM_S = 1.0  # seconds of products before those of a GPU are timed
-_NUM_PARTS = 6  # larger matrices are tried while a call takes less than this fraction
 # Transformer block without matrix products, by `Device.unified`: its width and maximum number of
 # tokens. In a context of `_SHORT` tokens attention costs no more than its fixed overhead.
 _WIDTH, _MOST_TOKENS = {True: 1024, False: 2048}, {True: 1024, False: 16384}
 _HEAD, _SHORT, _LONG = 64, 64, 1024
-_TOKEN_WIDTHS = 40  # maximum memory of a token, in values per unit of width
-_MEMORY_DIVISOR = 8  # divisor of the free device memory
 _NUM_LOGITS, _LEAST_ROWS, _MOST_ROWS = 32768, 32, {True: 512, False: 1024}
 
 
@@ -212,7 +208,7 @@ def _copy_rate(copies: Sequence[Callable[[Event], Event]], seconds: float) -> fl
 def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     """Return FLOP per second of the three products of a linear layer that take `seconds`."""
     noise = make_noise(dtype).to(device.torch_device)
-    call_s, rate = seconds / _NUM_PARTS, 0.0
+    call_s, rate = seconds / 6, 0.0  # larger matrices are tried while a call takes less
     for size in _MATRIX_SIZES:
         work = _linear_layer(device, noise, size)
         once_s = _warm(work)
@@ -226,8 +222,8 @@ def _flop_per_s(device: Device, dtype: torch.dtype, seconds: float) -> float:
     num_calls = max(1, int(call_s / once_s))  # amortizes waiting for the device
     if device.host_clock:
         return calls_per_s(lambda: work(num_calls), seconds) * num_calls * _FLOP * size**3
-    # A GPU lowers its clock after sustained load, as in training.
-    calls_per_s(lambda: work(num_calls), _WARM_S)
+    # A GPU lowers its clock after sustained load, as in training: one second of it.
+    calls_per_s(lambda: work(num_calls), 1.0)
     per_s = calls_per_s(lambda: work(num_calls), seconds, statistics.median)
     return per_s * num_calls * _FLOP * size**3
 
@@ -255,9 +251,8 @@ def _block_rates(device: Device, dtype: torch.dtype, seconds: float) -> tuple[fl
     """
     width, max_tokens = _WIDTH[device.unified], _MOST_TOKENS[device.unified]
     if (free_bytes := device.memory_bytes()) is not None:
-        max_tokens = min(
-            max_tokens, free_bytes // _MEMORY_DIVISOR // (_TOKEN_WIDTHS * width * dtype.itemsize)
-        )
+        # An eighth of the memory; a token takes at most 40 values per unit of width.
+        max_tokens = min(max_tokens, free_bytes // 8 // (40 * width * dtype.itemsize))
     work, tokens = _double_until_slow(
         lambda n: _block(device, dtype, n), 2 * _SHORT, max_tokens, seconds
     )

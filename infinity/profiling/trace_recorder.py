@@ -146,18 +146,15 @@ class Trace:
 
         The event is written when both times are known.
         """
-        self._append((track, name, unit, submitted, begin, end, nbytes, args))
-
-    def watch(self, request: Watched) -> None:
-        """Record a request in `close` at the latest, even if no thread waits for it."""
-        self._watched.add(request)
-
-    def _append(self, event: _Event) -> None:
         if len(self._queue) >= self._capacity or self._closed:
             with self._lock:
                 self.num_dropped += not self._closed
             return
-        self._queue.append(event)
+        self._queue.append((track, name, unit, submitted, begin, end, nbytes, args))
+
+    def watch(self, request: Watched) -> None:
+        """Record a request in `close` at the latest, even if no thread waits for it."""
+        self._watched.add(request)
 
     def close(self) -> None:
         """Write queued events, close the file, stop the thread. Idempotent; no-op in a child."""

@@ -29,7 +29,6 @@ CAUSES = {
 _COPIES = ("disk_read", "disk_write", "to_device", "from_device")
 SHOWN = ("compute", "disk", *_COPIES, "sums", "update")
 _NAMES = {"disk_read": "disk read", "disk_write": "disk write"}
-_TRACKS = (*_COPIES, "sums", "update", "saving", "compute")
 SMALL_SHARE = 0.05  # of a step; shorter waits are not attributed
 ONE_SIDED = 1.25  # ratio of the waits covered by reads and writes above which one is named
 CLEARLY = 4.0  # ratio of compute to its waits above which compute binds
@@ -146,7 +145,8 @@ class Shares:
 
     def _measure(self, timeline: TraceTimeline) -> None:
         """Compute the times at which each track was busy and compute waited."""
-        self._busy = {track: union(_spans(timeline.of(track))) for track in _TRACKS}
+        tracks = (*_COPIES, "sums", "update", "saving", "compute")
+        self._busy = {track: union(_spans(timeline.of(track))) for track in tracks}
         self._busy["disk"] = union(self._busy["disk_read"] + self._busy["disk_write"])
         causes = {s.what for s in timeline.of("stall")}
         self._causes = {
@@ -175,16 +175,14 @@ class Shares:
             causes={cause: length(clip(times, window)) for cause, times in self._causes.items()},
         )
 
-    def largest_stalls(self, count: int = 10) -> list[Stall]:
+    def largest_stalls(self, count: int) -> list[Stall]:
         """Return the longest waits of the training thread, longest first."""
         steps, stalls = self.timeline.of("step"), []
         longest = sorted(self.timeline.of("stall"), key=lambda s: -s.seconds)[:count]
         for stall in (s for s in longest if s.seconds > 0):
             window = stall.begin, stall.end
             during = {track: length(clip(self._busy[track], window)) for track in CAUSES}
-            track = (
-                max(during, key=lambda name: during[name]) if any(during.values()) else "nothing"
-            )
+            track = max(during, key=during.__getitem__) if any(during.values()) else "nothing"
             step = next((s.what for s in steps if s.begin <= stall.begin < s.end), "after the last")
             busiest = track, during.get(track, 0.0)
             stalls.append(Stall(step, stall.what, stall.unit, stall.begin, stall.seconds, *busiest))
@@ -256,7 +254,7 @@ def seconds(time_s: float) -> str:
 # --- as text, and as data ------------------------------------------------------------------------
 
 
-def report_data(shares: Shares, num_stalls: int = 10) -> dict[str, Any]:
+def report_data(shares: Shares, num_stalls: int) -> dict[str, Any]:
     """Return shares and a verdict per step, and the largest stalls, for JSON.
 
     Times are in seconds, shares from 0 to 1; `notes` list missing events of the trace.

@@ -74,7 +74,7 @@ def _named_buffers(module: nn.Module) -> Iterator[Buffer]:
 def check_buffers(
     module: nn.Module,
     saved: Mapping[str, tuple[int, ...]],
-    persistent: Iterable[Sequence[str]] = (),
+    persistent: Iterable[Sequence[str]],
     *,
     strict: bool,
 ) -> None:
@@ -112,19 +112,16 @@ def restore_buffers(
         matches = current.shape == value.shape and (
             buffer.persistent or current.dtype is value.dtype
         )
-        if matches and _is_writable(current):
+        # Elements of expanded tensors overlap: they cannot be written in place.
+        dims = zip(current.stride(), current.shape, strict=True)
+        expanded = any(stride == 0 and size > 1 for stride, size in dims)
+        if matches and not expanded and not current.is_inference():
             with torch.no_grad():
                 current.copy_(value)
         else:  # non-persistent buffers may change shape or dtype
             new = value.to(current.device, current.dtype if matches else None)
             for owner, key in buffer.locations:
                 owner._buffers[key] = new
-
-
-def _is_writable(value: Tensor) -> bool:
-    """Return False for expanded tensors, whose elements overlap, and for inference tensors."""
-    overlaps = any(s == 0 and n > 1 for s, n in zip(value.stride(), value.shape, strict=True))
-    return not overlaps and not value.is_inference()
 
 
 class RecomputeBuffers:

@@ -10,7 +10,6 @@ from infinity.model.offloaded_parameter import engine_of
 from infinity.model.parameter_map import ParameterMap, recomputed_weights
 from infinity.model.torch_private import has_storage_address, storage_address
 
-_EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 _WRAPPERS = (
     "DataParallel", "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule",
     "OptimizedModule",
@@ -64,7 +63,8 @@ def check_model(model: nn.Module) -> None:
                 remedy="close that engine first, or put both models into one module",
             )
     for name, module in model.named_modules():
-        if getattr(module, "max_norm", None) is not None and isinstance(module, _EMBEDDINGS):
+        is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
+        if is_embedding and module.max_norm is not None:
             raise ConfigError(
                 f"{name!r}, an nn.{type(module).__name__}, has max_norm",
                 because="its forward edits the weight, of which the engine lends a copy",

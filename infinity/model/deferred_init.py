@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -61,10 +62,6 @@ class _LoggedTensor:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
-
-    @property
-    def numel(self) -> int:
-        return torch.Size(self.size).numel()
 
 
 @dataclass
@@ -208,8 +205,19 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         reads = tuple(dict.fromkeys(p.storage for p in logged))
         mutated = [t for t in mutated_arguments(call, args, kwargs) if self.holds(t)]
         writes = tuple(dict.fromkeys(storage_key(t) for t in mutated))
-        overwritten = self._overwritten(call, mutated, logged)
-        shadows = {key: self._shadow_of(key, overwritten=key == overwritten) for key in reads}
+        overwritten: int | None = None  # the storage that the call sets completely without a read
+        if call.overloadpacket.__name__ in _OVERWRITES and len(mutated) == 1:
+            num_arguments = sum(argument.storage == writes[0] for argument in logged)
+            if num_arguments == 1 and nbytes_of(mutated[0]) == self._storages[writes[0]].nbytes:
+                overwritten = writes[0]
+        shadows: dict[int, torch.UntypedStorage] = {}
+        for key in reads:
+            storage = self._storages[key]
+            shadow = storage.shadow
+            if shadow is None:
+                shadow = _empty_storage(storage.nbytes) if key == overwritten else self._replay(key)
+            self._set_shadow(key, shadow)
+            shadows[key] = shadow
         real_args, real_kwargs = tree_map(lambda x: _to_real(x, shadows), (args, kwargs))
         result = call(*real_args, **real_kwargs)
         entry = _Entry(call, logged_args, logged_kwargs, reads, writes, overwritten, (), state)
@@ -252,30 +260,7 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
             return value
         return _logged(value) if self.holds(value) else value.detach().clone()
 
-    def _overwritten(
-        self, call: Any, mutated: Sequence[Tensor], logged: Sequence[_LoggedTensor]
-    ) -> int | None:
-        """Return the storage that the call overwrites completely and does not read, or None."""
-        if call.overloadpacket.__name__ not in _OVERWRITES or len(mutated) != 1:
-            return None
-        target = _logged(mutated[0])
-        if sum(argument.storage == target.storage for argument in logged) > 1:
-            return None
-        covers_all = target.numel * target.dtype.itemsize == self._storages[target.storage].nbytes
-        return target.storage if covers_all else None
-
     # --- shadows -------------------------------------------------------------------------------
-
-    def _shadow_of(self, key: int, *, overwritten: bool) -> torch.UntypedStorage:
-        """Return the shadow of a storage, with values unless the call overwrites them."""
-        storage = self._storages[key]
-        shadow = storage.shadow
-        if shadow is None and overwritten:
-            shadow = _empty_storage(storage.nbytes)
-        if shadow is None:
-            shadow = self._replay(key)
-        self._set_shadow(key, shadow)
-        return shadow
 
     def _set_shadow(self, key: int, shadow: torch.UntypedStorage | None) -> None:
         """Set or drop (None) the shadow of a storage, and make it the most recently used."""
@@ -320,7 +305,8 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
                     shadows[logged.storage] = _empty_storage(nbytes)
             if entry.state is not None:
                 torch.set_rng_state(entry.state)
-            args, kwargs = _arguments(entry, shadows)
+            to_real = partial(_from_log, shadows=shadows, state=entry.state)
+            args, kwargs = tree_map(to_real, (entry.args, entry.kwargs))
             result = entry.call(*args, **kwargs)
             results = result if isinstance(result, tuple | list) else [result]
             for result_index, storage in entry.created:
@@ -393,7 +379,3 @@ def _from_log(value: Any, shadows: dict[int, torch.UntypedStorage], state: Tenso
         assert state is not None
         return torch.Generator().set_state(state)
     return value.clone() if isinstance(value, Tensor) else value
-
-
-def _arguments(entry: _Entry, shadows: dict[int, torch.UntypedStorage]) -> Any:
-    return tree_map(lambda x: _from_log(x, shadows, entry.state), (entry.args, entry.kwargs))

@@ -32,7 +32,6 @@ from infinity.errors import ConfigError
 from infinity.model.deferred_init import DEFER_FROM_BYTES, DeferredInitMode, storage_key
 
 REMEDY = "build the model with real initializers: `with infinity.Init(): model = Build()`"
-_INITIALIZERS = ("reset_parameters", "_reset_parameters", "reset_running_stats")
 _INIT_WEIGHTS = "_init_weights"
 
 
@@ -82,7 +81,14 @@ class Initializers:
                 self._call_init_weights(modules, all_names)
         missing = [name for key, name in self._names.items() if key not in self._filled]
         if missing:
-            raise _no_initializer(missing, self._first_error)
+            because = "neither _init_weights(module) nor reset_parameters() of a module fills them"
+            error = self._first_error
+            raise ConfigError(
+                f"{len(missing)} tensor(s) on the meta device have no values: "
+                + ", ".join(map(repr, missing)),
+                because=because if error is None else error.what,
+                remedy=REMEDY,
+            )
         if self._first_error is not None:
             raise self._first_error
 
@@ -95,7 +101,9 @@ class Initializers:
 
     def _call(self, name: str, method: Callable[..., Any], *modules: nn.Module) -> None:
         """Run an initializer with its own random seed, and record the tensors that it fills."""
-        self._seed_generator(name, method.__name__)
+        text = "\0".join((str(self._seed), name, method.__name__))
+        number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
+        torch.default_generator.manual_seed(number >> 1)
         first_operation = self._deferral.num_operations
         try:
             with self._deferral:
@@ -111,15 +119,12 @@ class Initializers:
         for storage in self._deferral.written_since(first_operation) & self._key_by_storage.keys():
             key = self._key_by_storage[storage]
             value = self._deferral.value(self._stand_ins[key].data, copy=False)
-            if not (_supports_nan(value.dtype) and _contains_nan(value)):
-                self._filled.add(key)
+            if _supports_nan(value.dtype) and value.numel():
+                flat = torch.view_as_real(value) if value.is_complex() else value
+                if flat.min().isnan():  # `min` propagates NaN without a temporary tensor
+                    continue
+            self._filled.add(key)
         self._deferral.drop_shadows()
-
-    def _seed_generator(self, *names: str) -> None:
-        """Seed random numbers by the module and its initializer."""
-        text = "\0".join((str(self._seed), *names))
-        number = int.from_bytes(blake2b(text.encode(), digest_size=8).digest(), "little")
-        torch.default_generator.manual_seed(number >> 1)
 
     @contextmanager
     def _with_stand_ins(self) -> Iterator[None]:
@@ -179,7 +184,7 @@ def _lineage(name: str) -> Iterator[str]:
 def _callable_initializers(module: nn.Module) -> list[MethodType]:
     """Return the initializers of a module that can be called without arguments."""
     methods: list[MethodType] = []
-    for name in _INITIALIZERS:
+    for name in ("reset_parameters", "_reset_parameters", "reset_running_stats"):
         method = getattr(module, name, None)
         if inspect.ismethod(method):
             parameters = inspect.signature(method).parameters.values()
@@ -198,19 +203,3 @@ def tensors_of(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]
 
 def _supports_nan(dtype: torch.dtype) -> bool:
     return (dtype.is_floating_point or dtype.is_complex) and dtype.itemsize > 1
-
-
-def _contains_nan(tensor: Tensor) -> bool:
-    """Return True if an element is NaN; `min` propagates NaN without a temporary tensor."""
-    flat = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return bool(flat.numel()) and bool(flat.min().isnan())
-
-
-def _no_initializer(names: list[str], error: ConfigError | None = None) -> ConfigError:
-    listed = ", ".join(repr(name) for name in names)
-    because = "neither _init_weights(module) nor reset_parameters() of a module fills them"
-    return ConfigError(
-        f"{len(names)} tensor(s) on the meta device have no values: {listed}",
-        because=error.what if error is not None else because,
-        remedy=REMEDY,
-    )

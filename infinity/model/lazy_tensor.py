@@ -121,8 +121,16 @@ class LazyTensor(Tensor):
         if mutated and not any(isinstance(tensor, LazyTensor) for tensor in mutated):
             call(*tree_map(_to_real, args), **tree_map(_to_real, kwargs))
             return mutated[0]  # a copy into a real tensor
-        if mutated:
-            return _record_mutation(mutated[0], call, args, kwargs)
+        if mutated:  # a temporary, as in the initialization of a weight norm's result
+            target = mutated[0]
+            if not isinstance(target, LazyTensor) or target.has_aliases:
+                raise ConfigError(  # views and other reads of a weight would not see the change
+                    f"{call} changes a weight in place before the engine has it",
+                    remedy="change it after initialize(), inside `with engine.materialized(...)`",
+                )
+            args, kwargs = tree_map(_take_snapshot, args), tree_map(_take_snapshot, kwargs)
+            target._read = _Result(tuple(target.shape), call, args, kwargs, None)
+            return target
         meta_results = results_on_meta(call, args, kwargs)
         if meta_results is NotImplemented:
             return call(*tree_map(_to_real, args), **tree_map(_to_real, kwargs))
@@ -131,12 +139,14 @@ class LazyTensor(Tensor):
         results = list(meta_results) if is_sequence else [meta_results]
         if not tensors_in(results):
             return meta_results
+        casts = is_cast(call) and isinstance(args[0], _Snapshot)
+        casts = casts and args[0].dtype.is_floating_point
         for index, meta in enumerate(results):
             if isinstance(meta, Tensor):
                 shape = tuple(meta.shape)
                 result_index = index if is_sequence else None
                 result_read: Read = _Result(shape, call, args, kwargs, result_index)
-                if _only_casts(call, args[0], meta):
+                if casts and meta.is_floating_point():
                     result_read = args[0].read
                 lazy = LazyTensor(shape, meta.dtype, result_read)
                 lazy.has_aliases = returns_only_views(call)
@@ -162,26 +172,6 @@ def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str
                 module_reads[name] = reads[id(parameter)]
         if module_reads:
             yield module, module_reads
-
-
-def _record_mutation(tensor: Tensor, call: Any, args: Any, kwargs: Any) -> Tensor:
-    """Record an in-place operation on a temporary, as the initialization of a weight norm's result.
-
-    Raises `ConfigError` for a weight: its views and other reads would not see the change.
-    """
-    if not isinstance(tensor, LazyTensor) or tensor.has_aliases:
-        raise ConfigError(
-            f"{call} changes a weight in place before the engine has it",
-            remedy="change it after initialize(), inside `with engine.materialized(...)`",
-        )
-    args, kwargs = tree_map(_take_snapshot, args), tree_map(_take_snapshot, kwargs)
-    tensor._read = _Result(tuple(tensor.shape), call, args, kwargs, None)
-    return tensor
-
-
-def _only_casts(call: Any, source: Any, result: Tensor) -> bool:
-    is_floating = isinstance(source, _Snapshot) and source.dtype.is_floating_point
-    return is_cast(call) and is_floating and result.is_floating_point()
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,8 +203,10 @@ class _Result:
         dim %= len(self.shape)
         # The result repeats one block of each tensor; a block spans the dimensions from `dim` on.
         blocks = [math.prod(t.shape[dim:]) for t in tensors]
-        if sum(blocks) < _MIN_BLOCK * len(blocks) and not _is_packed(tensors[0]):
-            return None
+        if sum(blocks) < 4096 * len(blocks):  # separate reads would cost more than they save
+            first_reads = _snapshot_pieces(tensors[0], 0, 1) or ()
+            if not any(isinstance(read, PackedRead) for read in first_reads):
+                return None
         reads: list[Read] = []
         end = first + count
         repetition = first // sum(blocks)
@@ -236,7 +228,6 @@ class _Result:
 
 _SAME_ORDER = (torch.ops.aten.alias.default, torch.ops.aten.detach.default)
 _CONCATENATIONS = (torch.ops.aten.cat.default, torch.ops.aten.stack.default)
-_MIN_BLOCK = 4096  # elements; separate reads of smaller blocks cost more than they save
 
 
 @dataclass(frozen=True)
@@ -257,10 +248,6 @@ def _take_snapshot(leaf: Any) -> Any:
 def _snapshot_pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
     is_lazy = isinstance(leaf, _Snapshot)
     return range_reads_of(leaf.read, leaf.shape, first, count) if is_lazy else None
-
-
-def _is_packed(leaf: Any) -> bool:
-    return any(isinstance(read, PackedRead) for read in _snapshot_pieces(leaf, 0, 1) or ())
 
 
 def _to_real(leaf: Any) -> Any:

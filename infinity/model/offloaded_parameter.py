@@ -17,7 +17,7 @@ plain parameters. C++ code that takes the tensor without Python dispatch sees th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -49,9 +49,6 @@ _IN_PLACE = frozenset(
     __ipow__ __iand__ __ior__ __ixor__ __ilshift__ __irshift__ __imatmul__ __dlpack__
     """.split()  # noqa: SIM905
 )
-
-
-_GRADIENT_HOOKS = frozenset(("register_hook", "register_post_accumulate_grad_hook"))
 # These use only metadata of their second argument.
 _LIKE_SECOND_ARGUMENT = frozenset(("view_as", "reshape_as", "expand_as", "type_as"))
 
@@ -81,15 +78,12 @@ class Access(Protocol):
 _MARK_ATTRIBUTE = "_infinity_engine"
 
 
-def _no_engine() -> None:
-    """Return None: a dead weak reference, for parameters without an engine."""
-
-
 class _EngineMark:
     """Weak references to the engine of a parameter and its `Access`; not copied or pickled."""
 
     def __init__(self, engine: object | None, access: Access) -> None:
-        self.engine = _no_engine if engine is None else weakref.ref(engine)
+        # Called as a dead reference if there is no engine.
+        self.engine: Callable[[], Any] = (lambda: None) if engine is None else weakref.ref(engine)
         self.access = weakref.ref(access)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -131,7 +125,8 @@ class OffloadedParameter:
     ) -> Any:
         kwargs = kwargs or {}
         name, is_set = _name_of(func)
-        if name in _GRADIENT_HOOKS or func is torch.autograd.grad:
+        hooks = ("register_hook", "register_post_accumulate_grad_hook")
+        if name in hooks or func is torch.autograd.grad:
             for parameter in _tensors((args, kwargs)):
                 if (access := _access_of(parameter)) is not None:
                     access.check_gradient(parameter, name)

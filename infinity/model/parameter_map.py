@@ -229,10 +229,6 @@ def recomputed_weights(module: nn.Module) -> list[str]:
     return [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
 
 
-def _leave_as_is() -> None:
-    """Replacement for `flatten_parameters` of an owned RNN."""
-
-
 class Installation:
     """Replacement of `_parameters`, `_modules` and `_apply` on a module tree, until `remove`."""
 
@@ -254,7 +250,7 @@ class Installation:
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
                 module.__dict__["_apply"] = GuardedApply(module)
                 if isinstance(module, nn.RNNBase):  # this moves weights: see `torch_private.py`
-                    module.__dict__["flatten_parameters"] = _leave_as_is
+                    module.__dict__["flatten_parameters"] = lambda: None
                 for attribute in recomputed_weights(module):  # may share the parameter's old memory
                     old = getattr(module, attribute)
                     setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))

@@ -229,22 +229,17 @@ def _rows_like(stack: nn.Parameter, count: int) -> nn.Parameter:
     return torch.nn.Parameter(values, stack.requires_grad)
 
 
+# Names, shapes and dtypes of parameters, which repeated modules have in common.
 _Signature: TypeAlias = frozenset[tuple[str, tuple[int, ...], object]]
-
-
-def _signature(module: nn.Module) -> _Signature:
-    """Return what repeated modules have in common; empty for a module without a matrix."""
-    parameters = [(n, tuple(p.shape), p.dtype) for n, p in module.named_parameters()]
-    has_matrix = any(len(shape) >= 2 for _, shape, _ in parameters)
-    return frozenset(parameters) if has_matrix else frozenset()
 
 
 def _ids_by_signature(module: nn.Module) -> dict[tuple[type, _Signature], list[int]]:
     """Return the ids of the children that have a matrix, by class and signature."""
     ids: dict[tuple[type, _Signature], list[int]] = {}
     for child in module.children():
-        if signature := _signature(child):
-            ids.setdefault((type(child), signature), []).append(id(child))
+        parameters = [(n, tuple(p.shape), p.dtype) for n, p in child.named_parameters()]
+        if any(len(shape) >= 2 for _, shape, _ in parameters):
+            ids.setdefault((type(child), frozenset(parameters)), []).append(id(child))
     return ids
 
 
@@ -263,13 +258,10 @@ def _block_ids(module: nn.Module) -> set[int]:
     for key, ids in ids_by_key.items():
         # A single child is compared with itself.
         others = [other for other in ids_by_key if other != key] if num_children > 1 else [key]
-        if any(key[0] is other[0] and _are_similar(key[1], other[1]) for other in others):
-            stacked.update(ids)
+        for kind, signature in others:
+            common = key[1] & signature
+            num_matrices = sum(len(shape) >= 2 for _, shape, _ in common)
+            has_half = 2 * len(common) >= min(len(key[1]), len(signature))
+            if kind is key[0] and num_matrices >= 2 and has_half:
+                stacked.update(ids)
     return stacked
-
-
-def _are_similar(first: _Signature, second: _Signature) -> bool:
-    """Return True if two matrices and half of the smaller signature are in both."""
-    common = first & second
-    matrices = sum(len(shape) >= 2 for _, shape, _ in common)
-    return matrices >= 2 and 2 * len(common) >= min(len(first), len(second))

@@ -27,7 +27,6 @@ from infinity.types import (
 )
 
 _TINY = 1e-38  # lower limit of scales, for blocks of zeros
-_127TH = 7.874015718698502e-3  # the constant of bitsandbytes
 
 # Quantiles of a normal distribution, each half scaled to 1 (QLoRA, appendix E).
 NF4_LEVELS = (
@@ -226,7 +225,7 @@ def _decode_int8(parts: list[Tensor], value: Tensor) -> None:
     codes, scales = parts[0].view(torch.int8).view(value.shape), parts[1].view(torch.float32)
     for rows in _row_ranges(*value.shape):
         chunk = codes[rows].float()
-        chunk.mul_(scales[rows, None]).mul_(_127TH)
+        chunk.mul_(scales[rows, None]).mul_(7.874015718698502e-3)  # 1 / 127, as in bitsandbytes
         value[rows].copy_(chunk)
 
 

@@ -49,8 +49,6 @@ DTYPE_NAMES = {
 }
 _DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH_BYTES = 8
-_MAX_HEADER_BYTES = 100_000_000  # limit of the safetensors library
-_READ_BYTES = 64 << 20  # SIGINT is handled between two reads
 _MAX_INT64 = 2**63 - 1
 
 
@@ -128,7 +126,7 @@ class SafetensorsFile:
             raise _FormatError(f"it has {status.st_size} bytes")
         length = int.from_bytes(self._read_bytes(0, _LENGTH_BYTES), "little")
         data_start = _LENGTH_BYTES + length
-        if length > _MAX_HEADER_BYTES:
+        if length > 100_000_000:  # limit of the safetensors library
             raise _FormatError(f"its header would have {length} bytes")
         if data_start > status.st_size:
             raise _FormatError(f"its header would end at byte {data_start} of {status.st_size}")
@@ -145,7 +143,7 @@ class SafetensorsFile:
         """Read into `target`; return the number of bytes read, fewer only at the file's end."""
         num_read = 0
         while num_read < len(target):
-            chunk = target[num_read : num_read + _READ_BYTES]
+            chunk = target[num_read : num_read + (64 << 20)]  # SIGINT is handled between two reads
             count = os.preadv(self._descriptor, [chunk], offset + num_read)
             if count == 0:
                 break

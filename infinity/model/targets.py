@@ -83,9 +83,6 @@ def _load_json(file: Path) -> Any:
         raise ConfigError(f"{file} is not JSON: it is nested too deeply") from error
 
 
-# Models known by name, without transformers and torch.
-
-
 def named_target(name: str, lora: int | None = None) -> Target:
     """Return a model of `SIZES` as an outline, with LoRA adapters of rank `lora` if given."""
     config = SIZES[name.lower()]
@@ -175,9 +172,6 @@ def _gpt2(config: Mapping[str, Any]) -> Outline:
     _add_parameters(root, "transformer.ln_f", {"weight": (hidden,), "bias": (hidden,)})
     root.at("lm_head").direct["weight"] = root.at("transformer.wte").direct["weight"]
     return root
-
-
-_EXPERT_KEYS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def is_expert(name: str) -> bool:
@@ -293,9 +287,8 @@ def _token_shares(names: list[str], config: Mapping[str, Any]) -> dict[int, floa
     Shared experts, which process all tokens, have other names.
     """
     config = {**config, **(config.get("text_config") or {})}
-    num_experts = next(
-        (config[key] for key in _EXPERT_KEYS if _is_positive_int(config.get(key))), 0
-    )
+    keys = ("num_local_experts", "num_experts", "n_routed_experts")
+    num_experts = next((config[key] for key in keys if _is_positive_int(config.get(key))), 0)
     per_token = config.get("num_experts_per_tok") or 2  # Mixtral's default
     if not num_experts or not _is_positive_int(per_token):
         return {}

@@ -27,13 +27,12 @@ from infinity.errors import MachineError
 
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+# Files of transformers and infinity that a new save replaces.
 _REPLACED_NAME = re.compile(
     r"model(-([0-9a-f]{8}-)?[0-9]{5}-of-[0-9]{5})?\.safetensors|model\.safetensors\.index\.json"
-)  # files of transformers and infinity that a new save replaces
+)
 _INFINITY_SHARD = re.compile(r"model-[0-9a-f]{8}-[0-9]{5}-of-[0-9]{5}\.safetensors")
 _FOLDER_NAME = re.compile(r"\.infinity-saving-[0-9a-f]{16}")
-_LOCK_NAME = ".infinity-saving.lock"
-_LOCKS_UNSUPPORTED = (ENOLCK, ENOSYS, EOPNOTSUPP)
 
 
 def shard_names(count: int) -> list[str]:
@@ -88,7 +87,7 @@ def saving(directory: Path, nbytes: int = 0) -> Iterator[Path]:
 
 @contextmanager
 def _exclusive_save(directory: Path) -> Iterator[None]:
-    path = directory / _LOCK_NAME
+    path = directory / ".infinity-saving.lock"
     lock = None
     try:
         lock = LockFile(path)
@@ -99,7 +98,7 @@ def _exclusive_save(directory: Path) -> Iterator[None]:
             remedy="wait until that is done, or save into another directory",
         ) from None
     except OSError as error:
-        if error.errno not in _LOCKS_UNSUPPORTED:
+        if error.errno not in (ENOLCK, ENOSYS, EOPNOTSUPP):
             raise
         path.unlink(missing_ok=True)  # a file system without locks: the caller serializes saves
     try:

@@ -33,7 +33,6 @@ from infinity.model.weight_directory import (
 from infinity.types import DOUBLE_BLOCK, FP8_BLOCK, MXFP4_BLOCK, NF4_BLOCK, FrozenFormat
 
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-_WRITE_BYTES = 4 << 20
 _COMPARE_ELEMENTS = 4 << 20
 
 
@@ -459,7 +458,7 @@ def _write_tensor(file: BinaryIO, tensor: TensorToWrite) -> None:
     value = tensor.read().detach()
     assert tuple(value.shape) == tensor.shape, (tensor.name, value.shape, tensor.shape)
     flat = value.reshape(-1)
-    step = _WRITE_BYTES // value.itemsize
+    step = (4 << 20) // value.itemsize
     for start in range(0, flat.numel(), step):
         chunk = flat[start : start + step].cpu()
         converted = chunk.to(tensor.dtype)

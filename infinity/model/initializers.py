@@ -138,15 +138,15 @@ class Initializers:
             for module in self._model.modules():
                 for tensors, key, tensor in tensors_of(module):
                     wanted = id(tensor) in self._names
-                    if wanted or not tensor.is_meta:
-                        stand_ins = self._stand_ins if wanted else meta_stand_ins
-                        if id(tensor) not in stand_ins:
-                            with self._deferral:
-                                stand_ins[id(tensor)] = _stand_in(
-                                    tensor, "cpu" if wanted else "meta"
-                                )
-                        replaced.append((tensors, key, tensor))
-                        tensors[key] = stand_ins[id(tensor)]
+                    if not wanted and tensor.is_meta:
+                        continue
+                    stand_ins = self._stand_ins if wanted else meta_stand_ins
+                    if id(tensor) not in stand_ins:
+                        with self._deferral:
+                            device = "cpu" if wanted else "meta"
+                            stand_ins[id(tensor)] = _stand_in(tensor, device)
+                    replaced.append((tensors, key, tensor))
+                    tensors[key] = stand_ins[id(tensor)]
             self._key_by_storage = {storage_key(t): key for key, t in self._stand_ins.items()}
             self._deferral.threshold_bytes = DEFER_FROM_BYTES  # for temporaries
             yield
@@ -160,11 +160,9 @@ def _stand_in(tensor: Tensor, device: str) -> Tensor:
     stand_in = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if device == "cpu" and _supports_nan(tensor.dtype):
         stand_in.fill_(float("nan"))
-    return (
-        nn.Parameter(stand_in, tensor.requires_grad)
-        if isinstance(tensor, nn.Parameter)
-        else stand_in
-    )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(stand_in, tensor.requires_grad)
+    return stand_in
 
 
 def _children_first(modules: Mapping[str, nn.Module], owners: Iterable[list[str]]) -> list[str]:

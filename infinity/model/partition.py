@@ -175,13 +175,11 @@ def partition_model(
         )
         for index, cut in enumerate(cuts)
     ]
-    trained = [fact.trained for fact in facts]
-    dtypes = [fact.dtype for fact in facts]
     return Partition(
         cutter.names,
         cutter.parameters,
-        trained,
-        dtypes,
+        [fact.trained for fact in facts],
+        [fact.dtype for fact in facts],
         cuts,
         _with_usage_flags(layouts, target_of("", model, {})),
         cutter.num_model_params,

@@ -416,32 +416,29 @@ def write_shards(
         DoesNotFitError: The disk is full.
         MachineError: Another system error, or another process saves there.
     """
-    for tensor in tensors:
-        if tensor.dtype not in DTYPE_NAMES:
-            raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
-    shards = _shards(tensors, max_shard_bytes)
-    names = shard_names(len(shards))
-    with saving(directory, sum(t.nbytes for t in tensors)) as folder:
-        if write_extra is not None:
-            write_extra(folder)
-        for name, shard in zip(names, shards, strict=True):
-            _write_file(folder / name, shard)
-        if len(shards) > 1:
-            _write_index(folder / INDEX_NAME, names, shards)
-            names.append(INDEX_NAME)
-    return [directory / name for name in names]
-
-
-def _shards(tensors: Sequence[TensorToWrite], max_shard_bytes: int) -> list[list[TensorToWrite]]:
     shards: list[list[TensorToWrite]] = [[]]
     size = 0
     for tensor in tensors:
+        if tensor.dtype not in DTYPE_NAMES:
+            raise ConfigError(f"tensor {tensor.name!r}: safetensors files hold no {tensor.dtype}")
         if shards[-1] and size + tensor.nbytes > max_shard_bytes:
             shards.append([])
             size = 0
         shards[-1].append(tensor)
         size += tensor.nbytes
-    return shards
+    names = shard_names(len(shards))
+    weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
+    total_size = sum(t.nbytes for t in tensors)
+    with saving(directory, total_size) as folder:
+        if write_extra is not None:
+            write_extra(folder)
+        for name, shard in zip(names, shards, strict=True):
+            _write_file(folder / name, shard)
+        if len(shards) > 1:
+            index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+            write_new(folder / INDEX_NAME, json.dumps(index, indent=2).encode(), FILE_MODE)
+            names.append(INDEX_NAME)
+    return [directory / name for name in names]
 
 
 def _write_file(path: Path, tensors: Sequence[TensorToWrite]) -> None:
@@ -478,12 +475,3 @@ def _check_overflow(tensor: TensorToWrite, chunk: Tensor, converted: Tensor) -> 
             f"{str(tensor.dtype).removeprefix('torch.')}",
             remedy="save in bf16 or fp32",
         )
-
-
-def _write_index(
-    path: Path, names: Sequence[str], shards: Sequence[Sequence[TensorToWrite]]
-) -> None:
-    total_size = sum(t.nbytes for shard in shards for t in shard)
-    weight_map = {t.name: name for name, shard in zip(names, shards, strict=True) for t in shard}
-    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-    write_new(path, json.dumps(index, indent=2).encode(), FILE_MODE)

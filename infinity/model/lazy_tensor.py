@@ -75,28 +75,24 @@ _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 class LazyTensor(Tensor):
-    """A CPU tensor without memory; each call of `value` reads or computes the values anew.
+    """A CPU tensor without memory; each call of `read` reads or computes the values anew.
 
-    Casts between floating dtypes change `dtype`, not the result of `value`: an fp32 file gives fp32
+    Casts between floating dtypes change `dtype`, not the result of `read`: an fp32 file gives fp32
     masters even if the model computes in bf16.
     """
 
-    _read: Read
+    read: Read  # returns the values in new memory; in any floating dtype if this dtype is floating
     has_aliases = True  # other tensors would see an edit: it is read from a file, or a view
 
     @staticmethod
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> LazyTensor:
         """Create a lazy tensor; `read` returns values of this shape, on the CPU."""
         tensor: LazyTensor = tensor_without_memory(cls, shape, dtype)
-        tensor._read = read
+        tensor.read = read
         return tensor
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, read: Read) -> None:
         super().__init__()
-
-    def value(self) -> Tensor:
-        """Return the values in new memory; in any floating dtype if this dtype is floating."""
-        return self._read()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Promised({tuple(self.shape)}, {self.dtype})"
@@ -109,7 +105,7 @@ class LazyTensor(Tensor):
         result = default_function(call, types, args, kwargs or {})
         if call == _SET_DATA and isinstance(args[0], LazyTensor):
             source = args[1]
-            args[0]._read = source._read if isinstance(source, LazyTensor) else source.detach
+            args[0].read = source.read if isinstance(source, LazyTensor) else source.detach
         return result
 
     @classmethod
@@ -129,7 +125,7 @@ class LazyTensor(Tensor):
                     remedy="change it after initialize(), inside `with engine.materialized(...)`",
                 )
             args, kwargs = tree_map(_take_snapshot, args), tree_map(_take_snapshot, kwargs)
-            target._read = _Result(tuple(target.shape), call, args, kwargs, None)
+            target.read = _Result(tuple(target.shape), call, args, kwargs, None)
             return target
         meta_results = results_on_meta(call, args, kwargs)
         if meta_results is NotImplemented:
@@ -166,7 +162,7 @@ def resolve_lazy_tensors(model: nn.Module) -> Iterator[tuple[nn.Module, dict[str
             if isinstance(parameter, LazyTensor):
                 empty = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
                 meta = nn.Parameter(empty, parameter.requires_grad)
-                reads[id(parameter)] = parameter._read
+                reads[id(parameter)] = parameter.read
                 swap_parameters(f"{path}.{name}", "has no memory yet", parameter, meta)
             if parameter is not None and id(parameter) in reads:
                 module_reads[name] = reads[id(parameter)]
@@ -242,7 +238,7 @@ class _Snapshot:
 def _take_snapshot(leaf: Any) -> Any:
     if not isinstance(leaf, LazyTensor):
         return leaf
-    return _Snapshot(leaf._read, tuple(leaf.shape), leaf.dtype)
+    return _Snapshot(leaf.read, tuple(leaf.shape), leaf.dtype)
 
 
 def _snapshot_pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
@@ -251,6 +247,4 @@ def _snapshot_pieces(leaf: Any, first: int, count: int) -> list[Read] | None:
 
 
 def _to_real(leaf: Any) -> Any:
-    if isinstance(leaf, _Snapshot):
-        return leaf.read()
-    return leaf.value() if isinstance(leaf, LazyTensor) else leaf
+    return leaf.read() if isinstance(leaf, _Snapshot | LazyTensor) else leaf

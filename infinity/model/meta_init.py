@@ -128,7 +128,6 @@ class Init:
             )
         if self._seed is not None:
             torch.manual_seed(self._seed)
-        self._modules = {}
         self._mark = _DeferredMark(DeferredInitMode(self._threshold))
         with ExitStack() as undo:
             for register in (

@@ -256,5 +256,5 @@ def _num_lazy_parameters(model: nn.Module) -> int:
     for module in model.modules():
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
-                module._buffers[name] = buffer.value().to(buffer.dtype)
+                module._buffers[name] = buffer.read().to(buffer.dtype)
     return sum(isinstance(parameter, LazyTensor) for parameter in model.parameters())

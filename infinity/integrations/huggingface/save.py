@@ -168,7 +168,7 @@ def tensors_to_save(
     outgoing = []
     for name, value in lazy_tensors.items():
         assert isinstance(value, LazyTensor)
-        outgoing.append(TensorToWrite(name, tuple(value.shape), value.dtype, value.value))
+        outgoing.append(TensorToWrite(name, tuple(value.shape), value.dtype, value.read))
     return outgoing
 
 

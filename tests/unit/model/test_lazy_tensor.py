@@ -47,17 +47,17 @@ def test_operations_are_deferred_without_reads() -> None:
     assert [s.reads for s in sources] == [0, 0, 0]
     real = torch.stack([s.values for s in sources]).transpose(1, 2)
     expected = torch.cat([real, real], dim=1).chunk(3, dim=0)[1][0, 2:5]
-    assert torch.equal(weight.value(), expected)
-    assert weight.value().untyped_storage().nbytes() == expected.numel() * 4
+    assert torch.equal(weight.read(), expected)
+    assert weight.read().untyped_storage().nbytes() == expected.numel() * 4
 
 
 def test_float_cast_keeps_values_and_int_cast_converts() -> None:
     source = Source(8)
     half = source.lazy_tensor().to(torch.bfloat16)
     assert half.dtype is torch.bfloat16
-    assert torch.equal(half.value(), source.values)
+    assert torch.equal(half.read(), source.values)
     integers = (source.lazy_tensor() * 10).to(torch.int32)
-    assert torch.equal(integers.value(), (source.values * 10).to(torch.int32))
+    assert torch.equal(integers.read(), (source.values * 10).to(torch.int32))
 
 
 def test_value_queries_read_the_source() -> None:
@@ -74,14 +74,14 @@ def test_in_place_edits_apply_to_temporaries_only() -> None:
     source = Source(3)
     temporary = source.lazy_tensor() * 2
     assert temporary.add_(1) is temporary
-    assert torch.equal(temporary.value(), source.values * 2 + 1)
+    assert torch.equal(temporary.read(), source.values * 2 + 1)
     weight = nn.Parameter(source.lazy_tensor())
     with pytest.raises(ConfigError, match="in place"):
         weight.data.zero_()
     with pytest.raises(ConfigError, match="in place"):
         source.lazy_tensor().mul_(2)
     weight.data = weight.data * 3
-    assert torch.equal(weight.value(), source.values * 3)
+    assert torch.equal(weight.read(), source.values * 3)
 
 
 def test_engine_reads_each_lazy_parameter_once() -> None:

@@ -20,9 +20,6 @@ _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{8})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "00000000"\n}\n')
 
 
-# --- texts ---------------------------------------------------------------------------------------
-
-
 def seal(members: Mapping[str, Any]) -> bytes:
     """Return an object as sealed text. Raises `ConfigError` for values that are not JSON."""
     lines = []
@@ -69,9 +66,6 @@ def unseal(data: bytes) -> dict[str, Any]:
         raise ValueError("it is no JSON object")
     del content["checksum"]
     return content
-
-
-# --- files ---------------------------------------------------------------------------------------
 
 
 def write_sealed(

@@ -14,7 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import aiofiles
 
@@ -94,12 +94,6 @@ class StepLog:
                 self.num_dropped += len(self._queue) + self._num_in_flight
                 self._num_in_flight = 0
                 self._queue.clear()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
 
     def _run(self) -> None:
         try:

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import threading
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def stall(monkeypatch: pytest.MonkeyPatch, step_log: StepLog) -> threading.Event
 def test_close_writes_every_record_in_order(tmp_path: Path) -> None:
     path = tmp_path / "made" / "here" / "run.jsonl"
     threads = set(threading.enumerate())
-    with StepLog(path) as step_log:
+    with closing(StepLog(path)) as step_log:
         assert step_log_threads()
         for step in range(3000):
             step_log.write({"step": step})
@@ -58,14 +59,14 @@ def test_close_writes_every_record_in_order(tmp_path: Path) -> None:
 
 def test_second_step_log_appends(tmp_path: Path) -> None:
     for step in range(2):
-        with StepLog(tmp_path / "run.jsonl") as step_log:
+        with closing(StepLog(tmp_path / "run.jsonl")) as step_log:
             step_log.write({"step": step})
     assert lines_of(tmp_path / "run.jsonl") == [{"step": 0}, {"step": 1}]
 
 
 def test_write_serializes_record_at_call(tmp_path: Path) -> None:
     record = {"loss": float("nan"), "path": Path("/x"), "more": [float("-inf"), {"a": 1}]}
-    with StepLog(tmp_path / "run.jsonl") as step_log:
+    with closing(StepLog(tmp_path / "run.jsonl")) as step_log:
         step_log.write(record)
         record["loss"] = 3.0
     assert lines_of(tmp_path / "run.jsonl") == [
@@ -75,7 +76,7 @@ def test_write_serializes_record_at_call(tmp_path: Path) -> None:
 
 def test_records_are_flushed_without_close(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    with StepLog(path) as step_log:
+    with closing(StepLog(path)) as step_log:
         step_log.write({"step": 1})
         assert wait_until(lambda: path.read_text(encoding="utf-8"))
         assert lines_of(path) == [{"step": 1}]
@@ -145,7 +146,7 @@ def test_unopenable_path_is_refused(tmp_path: Path) -> None:
 def test_forked_child_writes_nothing(tmp_path: Path) -> None:
     held = threading.Lock()
     held.acquire()
-    with StepLog(tmp_path / "run.jsonl") as step_log:
+    with closing(StepLog(tmp_path / "run.jsonl")) as step_log:
         # The writer thread may hold the lock during the fork; the child could never acquire it.
         pid = os.fork()
         if pid == 0:

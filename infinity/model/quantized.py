@@ -152,7 +152,6 @@ def dequantize(packed: Tensor, form: FrozenFormat, value: Tensor) -> None:
 
 
 def _matrices(value: Tensor, packed: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield each matrix with its packed bytes."""
     if value.dim() == 2:
         yield value, packed
     else:

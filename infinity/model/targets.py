@@ -121,7 +121,6 @@ def add_adapters(target: Target, rank: int) -> nn.Module | Outline:
 
 
 def _add_parameters(root: Outline, path: str, sizes: Mapping[str, tuple[int, ...]]) -> None:
-    """Add parameters to the outline, under the path `at`."""
     for name, shape in sizes.items():
         module, _, key = f"{path}.{name}".rpartition(".")
         root.at(module).direct[key] = Shape(shape)

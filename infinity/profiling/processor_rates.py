@@ -337,6 +337,5 @@ def _leaf(noise: Tensor, rows: int, columns: int) -> Tensor:
 
 
 def _matrix(noise: Tensor, rows: int, columns: int) -> Tensor:
-    """Return a matrix of repeated noise."""
     count = rows * columns
     return noise.repeat(-(-count // NUM_NOISE))[:count].view(rows, columns)

@@ -274,7 +274,6 @@ class Trace:
         return [*lines, self._instant("trace begins", self.start_ns, metadata)]
 
     def _track(self, track: str, row: int) -> list[str]:
-        """Return the metadata of a row: name and position."""
         tid = _tid(track, row)
         name = TRACKS[track] + (f" ({row + 1})" if row else "")
         fields = {"ph": "M", "pid": 1, "tid": tid}

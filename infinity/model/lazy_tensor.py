@@ -95,7 +95,7 @@ class LazyTensor(Tensor):
         super().__init__()
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Promised({tuple(self.shape)}, {self.dtype})"
+        return f"LazyTensor({tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(

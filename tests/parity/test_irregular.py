@@ -191,7 +191,8 @@ def test_parametrized_rnn_weights_match_plain_torch(
     plain, model = build(), build()
     batches, config = [Batch((ids(i),)) for i in range(3)], make_config(placement)
     expected = train_reference(plain, batches, config)
-    loss = plain.eval()(ids(7)).detach()
+    with torch.no_grad():  # on some processors, torch rounds differently with gradients
+        loss = plain.eval()(ids(7))
     calls: list[nn.Module] = []
     with Run(model, config, device=make_device(device)) as run:
         with monkeypatch.context() as patched:

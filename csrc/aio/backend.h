@@ -1,9 +1,9 @@
-// The contract between a lane of the engine and whatever moves the bytes.
+// Interface between a lane (lane.h) and the back ends that transfer its blocks.
 //
-// A back end *pulls*: it takes blocks from the source, makes ONE attempt at each, and hands the raw
-// result back. Everything that needs judgement (short transfers, retries, errors, accounting,
-// cancelling) happens once, in the lane, so that all back ends behave alike. The back end that
-// injects faults (faulty.cpp) is a source to a real one and alters what passes.
+// A back end pulls: it takes blocks from a BlockSource, makes exactly one attempt to transfer each,
+// and returns the raw result. Short transfers, retries, errors, accounting and cancellation are
+// handled by the lane, so all back ends behave identically. The fault-injecting back end
+// (faulty.cpp) is the BlockSource of a real back end and modifies blocks and results in between.
 #pragma once
 
 #include <cstddef>
@@ -22,61 +22,63 @@ inline const char* op_name(Op op) { return op == Op::read ? "read" : "write"; }
 
 class Ticket;
 struct Faults;
-struct Part;
+struct SubRequest;
 
-// One contiguous transfer. Owned by a lane, lent to a back end between take() and finish().
+// One contiguous transfer. Owned by a lane; accessed by the back end between take() and finish().
 struct Block {
   Op op = Op::read;
   std::shared_ptr<File> file;
-  uint64_t offset = 0;
-  uint64_t length = 0;
-  uint64_t address = 0;
-  uint64_t done = 0;      // bytes moved by earlier attempts; a back end continues from here
-  uint64_t end = 0;       // where this attempt ends: `length`, or less when a fault cuts it short
-  uint64_t serial = 0;    // the how manyeth block of its device
-  uint32_t attempts = 0;  // times it was taken
+  uint64_t offset = 0;    // bytes, in the file
+  uint64_t length = 0;    // bytes
+  uint64_t address = 0;   // of the memory
+  uint64_t done = 0;      // bytes transferred by earlier attempts; the next one starts here
+  uint64_t end = 0;       // end of this attempt: `length`, or less if a fault shortens it
+  uint64_t serial = 0;    // number of the block on its device, from 0
+  uint32_t attempts = 0;  // number of times it was taken
 
-  // The lane's own notes.
-  std::shared_ptr<Ticket> ticket;  // set while the block is lent out
-  Part* part = nullptr;
-  int64_t start_ns = 0;
-  bool in_kernel = false;      // false from the moment the bytes are moved, or were refused
-  uint32_t idle_attempts = 0;  // attempts in a row that moved nothing
-  int error = 0;
-  const char* reason = nullptr;  // static text, where it says more than errno
+  // Used by the lane only.
+  std::shared_ptr<Ticket> ticket;  // set while the block is in flight, else null
+  SubRequest* sub_request = nullptr;
+  int64_t start_ns = 0;          // CLOCK_MONOTONIC
+  bool in_kernel = false;        // for the watchdog; false while the throttle delays completion
+  uint32_t idle_attempts = 0;    // consecutive attempts without progress
+  int error = 0;                 // errno, 0 on success
+  const char* reason = nullptr;  // static string, if more specific than errno
 };
 
+// Source of blocks for one back end. All methods are thread-safe.
 class BlockSource {
  public:
   virtual ~BlockSource() = default;
-  // Never blocks. Fills at most `max_blocks` and returns how many; 0 means "sleep until wake()".
+  // Stores up to `max_blocks` blocks and returns their number. Does not wait for blocks: on 0, the
+  // back end sleeps until wake().
   virtual size_t take(Block** blocks, size_t max_blocks) = 0;
-  // `result`: bytes moved by this attempt (any number from 0 to end - done), or a negated errno.
-  // The kernel must hold no reference to the block's memory any more. Call take() again before
-  // sleeping: the block may have come back for the rest.
+  // Returns a block taken earlier. `result` is the number of bytes transferred by this attempt, in
+  // [0, end - done], or a negated errno. The kernel must no longer reference the block's memory.
+  // The caller calls take() again before it sleeps, since the block may need another attempt.
   virtual void finish(Block* block, int64_t result) = 0;
 };
 
 class Backend {
  public:
-  virtual ~Backend() = default;  // implies stop()
-  // There may be up to `num_blocks` new blocks to take. Any thread; never blocks.
+  virtual ~Backend() = default;  // calls stop()
+  // Notifies the back end of up to `num_blocks` new blocks. Thread-safe; does not wait for I/O.
   virtual void wake(size_t num_blocks) = 0;
-  // Finishes every block already taken and joins all threads. Idempotent; one caller at a time.
+  // Finishes all blocks taken so far and joins all threads. Idempotent, not thread-safe.
   virtual void stop() = 0;
-  // Gives up on blocks that do not come back; called instead of waiting for ever, before stop().
-  // Post, true: all blocks were finished after all (they were only held back), and stop() will not
-  // hang. False: the kernel has some; the threads that wait for them are detached and will use this
-  // object, its source and the blocks' memory at any time from now on, so none may ever be freed.
+  // Stops waiting for blocks that do not complete. Called at most once, before stop().
+  // Returns true if all blocks have been finished; stop() then does not block. Returns false if
+  // blocks are still in the kernel: the threads that wait for them are detached and may access this
+  // object, its BlockSource and the blocks' memory at any later time; none of them may be freed.
   virtual bool abandon() = 0;
-  // How it was set up, for people.
+  // Description of the setup, for `backend_reason`.
   virtual std::string description() const = 0;
 };
 
-// Each throws IoFailure, with the likely cause, when the machine does not offer the interface.
+// Both throw IoFailure, with the likely cause, if the system does not support the interface.
 std::unique_ptr<Backend> make_uring_backend(BlockSource& source, uint32_t queue_depth);
 std::unique_ptr<Backend> make_threads_backend(BlockSource& source, uint32_t num_threads);
-// Puts faults between `source` and the back end that `make` makes.
+// Inserts fault injection between `source` and the back end created by `make`.
 using MakeBackend = std::function<std::unique_ptr<Backend>(BlockSource&)>;
 std::unique_ptr<Backend> make_faulty_backend(BlockSource& source, const Faults& faults,
                                              const MakeBackend& make);

@@ -1,5 +1,6 @@
-// The Python face: arguments in, exceptions out, the interpreter's lock released around every wait.
-// No decision about input or output is taken here.
+// Module infinity._aio: module-level functions. Documentation is in infinity/_aio.pyi.
+#include "bind.h"
+
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 
@@ -7,11 +8,6 @@
 #include <stdexcept>
 #include <string>
 
-#include "bind_engine.h"
-#include "bind_error.h"
-#include "bind_file.h"
-#include "bind_signals.h"
-#include "bind_ticket.h"
 #include "crc32c.h"
 #include "probe.h"
 
@@ -24,7 +20,7 @@ nb::dict probe(const std::string& directory) {
   ProbeResult found;
   {
     const nb::gil_scoped_release unlocked;
-    found = probe_directory(directory, check_signals_unlocked);
+    found = probe_directory(directory, check_signals_without_gil);
   }
   const auto backend = [](const BackendProbe& result) {
     nb::dict entry;
@@ -74,9 +70,9 @@ void checksum_blocks(uint64_t address, uint64_t nbytes, uint64_t block, uint64_t
 }  // namespace infinity::aio
 
 NB_MODULE(_aio, module) {
-  using namespace infinity::aio;  // NOLINT: the module's own scope
+  using namespace infinity::aio;  // NOLINT
   using namespace nb::literals;
-  nb::set_leak_warnings(false);  // an engine kept alive by a traceback is no news; we never print
+  nb::set_leak_warnings(false);  // a traceback may keep an engine alive until exit
   module.doc() = "Asynchronous reads and writes between files and memory addresses.";
   bind_error(module);
   bind_file(module);

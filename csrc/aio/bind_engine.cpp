@@ -1,5 +1,4 @@
-#include "bind_engine.h"
-
+// `Engine` in Python.
 #include <nanobind/stl/string.h>
 
 #include <memory>
@@ -8,9 +7,7 @@
 #include <utility>
 #include <vector>
 
-#include "bind_file.h"
-#include "bind_signals.h"
-#include "bind_ticket.h"
+#include "bind.h"
 #include "engine.h"
 #include "os.h"
 
@@ -27,30 +24,32 @@ BackendKind backend_kind(const std::string& name) {
                               "'");
 }
 
-uint64_t segment_part(nb::handle value, size_t index, const char* what) {
+// Converts one integer of segment `index`; `what` is its name in error messages.
+uint64_t segment_field(nb::handle value, size_t index, const char* what) {
   uint64_t number = 0;
   if (nb::try_cast(value, number)) return number;
   const std::string where = "segment " + std::to_string(index) + ": the " + what;
-  if (int64_t below = 0; nb::try_cast(value, below)) {
-    throw std::invalid_argument(where + " is negative (" + std::to_string(below) + ")");
+  if (int64_t negative = 0; nb::try_cast(value, negative)) {
+    throw std::invalid_argument(where + " is negative (" + std::to_string(negative) + ")");
   }
   throw nb::type_error((where + " must be an int that fits in 64 bits").c_str());
 }
 
 Segment to_segment(nb::handle item, size_t index) {
-  nb::tuple parts;
+  nb::tuple fields;
   const PyFile* file = nullptr;
-  if (!nb::try_cast(item, parts) || parts.size() != 4 || !nb::try_cast(parts[0], file) ||
+  if (!nb::try_cast(item, fields) || fields.size() != 4 || !nb::try_cast(fields[0], file) ||
       file == nullptr) {
     throw nb::type_error(
         ("segment " + std::to_string(index) + " must be a tuple (File, offset, length, address)")
             .c_str());
   }
-  return {file->get(), segment_part(parts[1], index, "offset"),
-          segment_part(parts[2], index, "length"), segment_part(parts[3], index, "address")};
+  return {file->get(), segment_field(fields[1], index, "offset"),
+          segment_field(fields[2], index, "length"), segment_field(fields[3], index, "address")};
 }
 
-void fill(nb::dict& result, const Counters& now) {
+// Adds the counters that have the same keys in counters() and device_counters().
+void add_counters(nb::dict& result, const Counters& now) {
   result["read_bytes"] = now.bytes[0];
   result["write_bytes"] = now.bytes[1];
   result["read_requests"] = now.requests[0];
@@ -80,13 +79,13 @@ class PyEngine {
   }
   ~PyEngine() {
     const nb::gil_scoped_release unlocked;
-    engine_.reset();  // closes; leaves a copy in a forked child alone
+    engine_.reset();  // closes the engine, unless this is a forked child
   }
   PyEngine(const PyEngine&) = delete;
   PyEngine& operator=(const PyEngine&) = delete;
 
   PyTicket submit(int op, const nb::iterable& segments, int priority, nb::object keep) {
-    own("submit");
+    check_process("submit");
     if (op != static_cast<int>(Op::read) && op != static_cast<int>(Op::write)) {
       throw std::invalid_argument("op must be READ or WRITE");
     }
@@ -95,16 +94,16 @@ class PyEngine {
     }
     std::vector<Segment> list;
     for (nb::handle item : segments) list.push_back(to_segment(item, list.size()));
-    // The lock of the interpreter is kept: this never waits for the disk.
+    // The GIL is not released, since submit() does not wait for I/O.
     return {engine_->submit(static_cast<Op>(op), std::move(list), static_cast<Priority>(priority)),
             std::move(keep)};
   }
 
   nb::dict counters() const {
-    own("counters");
+    check_process("counters");
     const EngineCounters now = engine_->counters();
     nb::dict result;
-    fill(result, now.total);
+    add_counters(result, now.total);
     result["read_ns"] = now.total.device_ns[0];
     result["write_ns"] = now.total.device_ns[1];
     result["tickets"] = now.tickets;
@@ -114,31 +113,31 @@ class PyEngine {
   }
 
   nb::dict device_counters() const {
-    own("device_counters");
+    check_process("device_counters");
     nb::dict result;
-    for (const DeviceCounters& one : engine_->device_counters()) {
+    for (const DeviceCounters& device : engine_->device_counters()) {
       nb::dict entry;
-      fill(entry, one.counters);
-      entry["read_device_ns"] = one.counters.device_ns[0];
-      entry["write_device_ns"] = one.counters.device_ns[1];
-      entry["backend"] = one.backend;
-      result[one.device.c_str()] = entry;
+      add_counters(entry, device.counters);
+      entry["read_device_ns"] = device.counters.device_ns[0];
+      entry["write_device_ns"] = device.counters.device_ns[1];
+      entry["backend"] = device.backend;
+      result[device.device.c_str()] = entry;
     }
     return result;
   }
 
   void close() {
-    own("close");
+    check_process("close");
     const nb::gil_scoped_release unlocked;
-    engine_->close(check_signals_unlocked);
+    engine_->close(check_signals_without_gil);
   }
 
   const std::string& backend() const { return engine_->backend_name(); }
   const std::string& backend_reason() const { return engine_->backend_reason(); }
 
  private:
-  void own(const char* what) const {
-    if (engine_->process_id() != os::process_id()) refuse_fork(what, engine_->process_id());
+  void check_process(const char* op) const {
+    if (engine_->process_id() != os::process_id()) throw_forked(op, engine_->process_id());
   }
 
   std::shared_ptr<Engine> engine_;
@@ -153,7 +152,8 @@ void bind_engine(nb::module_& module) {
   module.attr("URGENT") = static_cast<int>(Priority::urgent);
   module.attr("NORMAL") = static_cast<int>(Priority::normal);
   module.attr("BACKGROUND") = static_cast<int>(Priority::background);
-  nb::class_<PyEngine>(module, "Engine", "Moves blocks, at most queue_depth at once per device.")
+  nb::class_<PyEngine>(module, "Engine",
+                       "Transfers blocks, at most queue_depth per device at a time.")
       .def(nb::init<const std::string&, uint64_t, uint32_t, uint32_t, uint64_t, double,
                     const std::string&>(),
            nb::kw_only(), "backend"_a = "auto", "block_size"_a = 1 << 20, "queue_depth"_a = 8,

@@ -1,16 +1,18 @@
-#include "bind_error.h"
-
+// `AioError` in Python, and its translation from IoFailure.
 #include <nanobind/stl/string.h>
 
 #include <cerrno>
 #include <string>
+
+#include "bind.h"
+#include "error.h"
 
 namespace infinity::aio {
 namespace {
 
 namespace nb = nanobind;
 
-// OSError(errno, strerror, filename) fills .errno, .strerror and .filename; the rest is ours.
+// The constructor of OSError sets errno, strerror and filename.
 nb::object make_error(nb::handle type, const IoFailure& failure) {
   nb::object path = failure.path.empty() ? nb::none() : nb::object(nb::str(failure.path.c_str()));
   nb::object error = type(failure.error, failure.reason, path);
@@ -20,7 +22,7 @@ nb::object make_error(nb::handle type, const IoFailure& failure) {
   return error;
 }
 
-// Built from the attributes, so that an AioError made or changed in Python prints alike.
+// AioError.__str__. Reads the attributes, which Python code may have set.
 nb::object error_text(nb::handle self) {
   const nb::object error = self.attr("errno");
   if (error.is_none()) return nb::str(self.attr("args"));
@@ -44,11 +46,11 @@ void translate(const std::exception_ptr& pointer, void* type) {
 }  // namespace
 
 void bind_error(nb::module_& module) {
-  PyObject* raw =
-      PyErr_NewExceptionWithDoc("infinity._aio.AioError",
-                                "A transfer that failed; has .op, .offset and .length besides "
-                                "what OSError has.",
-                                PyExc_OSError, nullptr);
+  PyObject* raw = PyErr_NewExceptionWithDoc(
+      "infinity._aio.AioError",
+      "Failed I/O operation: an OSError with the attributes op, offset and "
+      "length.",
+      PyExc_OSError, nullptr);
   if (raw == nullptr) throw nb::python_error();
   nb::object type = nb::steal(raw);
   type.attr("op") = "";
@@ -57,7 +59,7 @@ void bind_error(nb::module_& module) {
   type.attr("__str__") =
       nb::cpp_function(&error_text, nb::name("__str__"), nb::scope(type), nb::is_method());
   module.attr("AioError") = type;
-  nb::register_exception_translator(&translate, type.ptr());  // the module keeps the type alive
+  nb::register_exception_translator(&translate, type.ptr());  // the module references the type
 }
 
 }  // namespace infinity::aio

@@ -1,11 +1,10 @@
-#include "bind_file.h"
-
+// `File` in Python.
 #include <nanobind/stl/string.h>
 
 #include <stdexcept>
 #include <utility>
 
-#include "bind_signals.h"
+#include "bind.h"
 
 namespace nb = nanobind;
 
@@ -19,9 +18,9 @@ Direct direct_mode(const std::string& name) {
   throw std::invalid_argument("direct must be 'auto', 'on' or 'off', not '" + name + "'");
 }
 
-// Calls again after each signal, unless its Python handler raises.
+// Calls `attempt` without the GIL until it returns true, and signal handlers in between.
 template <typename Attempt>
-void uninterrupted(const Attempt& attempt) {
+void retry_interrupted(const Attempt& attempt) {
   while (true) {
     {
       const nb::gil_scoped_release unlocked;
@@ -37,7 +36,7 @@ PyFile::PyFile(const std::string& path, bool create, bool read_only, const std::
     : path_(path) {
   const Direct mode = direct_mode(direct);
   if (path.find('\0') != std::string::npos) {
-    throw std::invalid_argument("the path holds a zero byte");
+    throw std::invalid_argument("the path contains a null byte");
   }
   const nb::gil_scoped_release unlocked;
   file_ = File::open(path, create, read_only, mode);
@@ -56,23 +55,23 @@ std::string PyFile::device() const {
 void PyFile::allocate(int64_t size) const {
   if (size < 0) throw std::invalid_argument("size must not be negative");
   const std::shared_ptr<File> file = get();
-  uninterrupted([&] { return file->allocate(static_cast<uint64_t>(size)); });
+  retry_interrupted([&] { return file->allocate(static_cast<uint64_t>(size)); });
 }
 
 void PyFile::sync() const {
   const std::shared_ptr<File> file = get();
-  uninterrupted([&] { return file->sync(); });
+  retry_interrupted([&] { return file->sync(); });
 }
 
 void PyFile::close() {
-  std::shared_ptr<File> last = std::exchange(file_, nullptr);
+  std::shared_ptr<File> file = std::exchange(file_, nullptr);
   const nb::gil_scoped_release unlocked;
-  last.reset();
+  file.reset();
 }
 
 void bind_file(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<PyFile>(module, "File", "An open file; requests in flight keep it open.")
+  nb::class_<PyFile>(module, "File", "Open file; requests in flight keep it open.")
       .def(nb::init<const std::string&, bool, bool, const std::string&>(), "path"_a, nb::kw_only(),
            "create"_a = false, "read_only"_a = false, "direct"_a = "auto")
       .def_prop_ro("path", &PyFile::path)

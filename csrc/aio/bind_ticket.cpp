@@ -1,5 +1,4 @@
-#include "bind_ticket.h"
-
+// `Ticket` in Python.
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
@@ -8,17 +7,17 @@
 #include <tuple>
 #include <utility>
 
-#include "bind_signals.h"
+#include "bind.h"
 #include "os.h"
 
 namespace nb = nanobind;
 
 namespace infinity::aio {
 
-void refuse_fork(const char* what, int owner) {
-  throw IoFailure(
-      EPERM, what, {}, 0, 0,
-      "it belongs to process " + std::to_string(owner) + "; a forked child must create its own");
+void throw_forked(const char* op, int creator_pid) {
+  throw IoFailure(EPERM, op, {}, 0, 0,
+                  "the object was created by process " + std::to_string(creator_pid) +
+                      "; a forked child must create its own");
 }
 
 PyTicket::PyTicket(std::shared_ptr<Ticket> ticket, nb::object keep)
@@ -29,26 +28,27 @@ PyTicket::~PyTicket() {
   bool is_leaked = false;
   {
     const nb::gil_scoped_release unlocked;
-    while (!ticket_->wait_for(kPulse) && !is_leaked) is_leaked = ticket_->stuck().has_value();
-    if (is_leaked) ticket_->note_leak();
+    while (!ticket_->wait_for(kPollInterval) && !is_leaked)
+      is_leaked = ticket_->stuck().has_value();
+    if (is_leaked) ticket_->count_leak();
   }
   if (is_leaked) static_cast<void>(keep_.release());
 }
 
-void PyTicket::own(const char* what) const {
-  if (os::process_id() != ticket_->process_id) refuse_fork(what, ticket_->process_id);
+void PyTicket::check_process(const char* op) const {
+  if (os::process_id() != ticket_->process_id) throw_forked(op, ticket_->process_id);
 }
 
 bool PyTicket::wait(std::optional<double> timeout_s) const {
   const Deadline deadline(timeout_s);
   bool is_promoted = false;
   while (!ticket_->done()) {
-    own("wait");
+    check_process("wait");
     if (deadline.passed()) return false;
     {
       const nb::gil_scoped_release unlocked;
       if (!std::exchange(is_promoted, true)) ticket_->promote();
-      if (!ticket_->wait_for(deadline.pulse())) {
+      if (!ticket_->wait_for(deadline.poll_timeout())) {
         if (const std::optional<IoFailure> failure = ticket_->stuck()) throw IoFailure(*failure);
       }
     }
@@ -65,7 +65,7 @@ PyTicket::Times PyTicket::times_ns() const {
 }
 
 bool PyTicket::cancel() const {
-  if (!ticket_->done()) own("cancel");
+  if (!ticket_->done()) check_process("cancel");
   return ticket_->cancel();
 }
 
@@ -76,7 +76,8 @@ std::optional<std::string> PyTicket::error() const {
 
 void bind_ticket(nb::module_& module) {
   using namespace nb::literals;
-  nb::class_<PyTicket>(module, "Ticket", "One request; valid also after its engine is gone.")
+  nb::class_<PyTicket>(module, "Ticket",
+                       "Submitted request; remains valid after its engine is closed.")
       .def("wait", &PyTicket::wait, "timeout_s"_a = nb::none())
       .def("done", [](const PyTicket& self) { return self.get().done(); })
       .def("cancel", &PyTicket::cancel)

@@ -1,4 +1,4 @@
-// CRC32C (Castagnoli, reflected, as in iSCSI, ext4 and NVMe): checksums of chunks.
+// CRC32C: the Castagnoli polynomial, reflected, as in iSCSI (RFC 3720), ext4 and NVMe.
 #pragma once
 
 #include <cstddef>
@@ -6,17 +6,19 @@
 
 namespace infinity::aio {
 
-// `initial` is the checksum of what came before, so that pieces can be added up.
+// Returns the checksum of `length` bytes. `initial` is the checksum of the preceding bytes, so that
+// data can be processed in several calls.
 uint32_t crc32c(const void* data, size_t length, uint32_t initial = 0);
 
-// Copies the bytes as well, in the same pass: each is read once, so that the checksum is that of
-// what was copied, even if somebody changes the source meanwhile. The ranges do not overlap.
+// Copies the bytes and returns their checksum in one pass. With hardware support each source byte
+// is read once; otherwise the checksum is computed from the copy. So the checksum is that of the
+// copied bytes even if the source is modified concurrently. The ranges must not overlap.
 uint32_t crc32c_copy(void* target, const void* source, size_t length, uint32_t initial = 0);
 
-// crc32c() by one table of 256 words, a byte at a time: the fall-back, and what tests compare to.
+// crc32c() by a table of 256 words, one byte at a time: the fallback, and the reference in tests.
 uint32_t crc32c_by_table(const void* data, size_t length, uint32_t initial = 0);
 
-// "sse4.2", "arm-crc" or "table": what crc32c() uses here.
+// Implementation that crc32c() uses on this CPU: "sse4.2", "arm-crc" or "table".
 const char* crc32c_kind();
 
 }  // namespace infinity::aio

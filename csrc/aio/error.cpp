@@ -10,39 +10,39 @@ const char* const kEndOfFile = "unexpected end of file";
 
 namespace {
 
-struct Known {
+struct ErrnoInfo {
   int error;
   const char* name;
-  const char* cause;  // the likely one, and what to look at; empty where errno says it all
+  const char* cause;  // likely cause and diagnosis; empty if the text of errno suffices
 };
 
-constexpr Known kKnown[] = {
+constexpr ErrnoInfo kErrnos[] = {
     {EPERM, "EPERM", ""},
-    {EIO, "EIO", "the device failed or is gone: see `dmesg` and `smartctl -a`"},
-    {EBADF, "EBADF", "the file is closed, or open in a mode that forbids this operation"},
-    {EAGAIN, "EAGAIN", "the kernel is short of resources for this device"},
+    {EIO, "EIO", "the device failed or was removed: see `dmesg` and `smartctl -a`"},
+    {EBADF, "EBADF", "the file is closed, or its open mode does not permit this operation"},
+    {EAGAIN, "EAGAIN", "the kernel lacks resources for this device"},
     {ENOMEM, "ENOMEM", "the kernel is out of memory, or RLIMIT_MEMLOCK is too small"},
     {EACCES, "EACCES", ""},
-    {EFAULT, "EFAULT", "the address is not mapped for the whole length"},
+    {EFAULT, "EFAULT", "the memory is not mapped over the full length"},
     {EEXIST, "EEXIST", ""},
     {ENOENT, "ENOENT", ""},
     {EINVAL, "EINVAL",
-     "offset, length or address is not aligned as O_DIRECT wants it, or the file system does not "
-     "take this operation"},
+     "offset, length or address violates the O_DIRECT alignment, or the file system does not "
+     "support this operation"},
     {EMFILE, "EMFILE", "too many open files: see `ulimit -n`"},
     {EFBIG, "EFBIG", "the file would exceed the file system's limit or `ulimit -f`"},
     {ENOSPC, "ENOSPC", "the disk is full: free space, or choose another path"},
     {EROFS, "EROFS", ""},
     {ENOSYS, "ENOSYS", ""},
-    {EDQUOT, "EDQUOT", "the disk quota is used up"},
+    {EDQUOT, "EDQUOT", "the disk quota is exceeded"},
     {ECANCELED, "ECANCELED", ""},
     {EOPNOTSUPP, "EOPNOTSUPP", ""},
     {ETIMEDOUT, "ETIMEDOUT", ""},
 };
 
-const Known* find_known(int error) {
-  for (const Known& known : kKnown) {
-    if (known.error == error) return &known;
+const ErrnoInfo* find_errno(int error) {
+  for (const ErrnoInfo& info : kErrnos) {
+    if (info.error == error) return &info;
   }
   return nullptr;
 }
@@ -50,8 +50,8 @@ const Known* find_known(int error) {
 }  // namespace
 
 std::string error_name(int error) {
-  const Known* known = find_known(error);
-  return known != nullptr ? known->name : "errno " + std::to_string(error);
+  const ErrnoInfo* info = find_errno(error);
+  return info != nullptr ? info->name : "errno " + std::to_string(error);
 }
 
 std::string describe_failure(const std::string& op, const std::string& path, uint64_t offset,
@@ -64,9 +64,9 @@ std::string describe_failure(const std::string& op, const std::string& path, uin
   text += " failed: " + reason;
   text += " (" + error_name(error) + ", errno " + std::to_string(error) + ")";
   if (reason == kEndOfFile) {
-    text += "; likely cause: the file is shorter than the request, was it cut or never written?";
-  } else if (const Known* known = find_known(error); known != nullptr && *known->cause != '\0') {
-    text += std::string("; likely cause: ") + known->cause;
+    text += "; likely cause: the file is shorter than the request: truncated, or not fully written";
+  } else if (const ErrnoInfo* info = find_errno(error); info != nullptr && *info->cause != '\0') {
+    text += std::string("; likely cause: ") + info->cause;
   }
   return text;
 }

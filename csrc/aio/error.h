@@ -1,4 +1,4 @@
-// One failed transfer (or open, allocation, sync) with everything a reader of the message needs.
+// IoFailure: a failed transfer, open, allocation or sync, with the text of its message.
 #pragma once
 
 #include <cstdint>
@@ -7,30 +7,31 @@
 
 namespace infinity::aio {
 
-// Thrown across the C++ side and turned into `AioError` by bind.cpp; also stored in a ticket.
+// Thrown by the C++ code and stored in tickets; bind_error.cpp translates it to `AioError`.
 class IoFailure : public std::exception {
  public:
+  // An empty `why` is replaced by the text of errno.
   IoFailure(int error_number, std::string failed_op, std::string file_path = {},
             uint64_t at_offset = 0, uint64_t byte_length = 0, std::string why = {});
 
   const char* what() const noexcept override { return message.c_str(); }
 
   int error;         // errno
-  std::string op;    // "read", "write", "open", "allocate", "sync", "start", "submit"
-  std::string path;  // empty where no file is concerned
+  std::string op;    // see AioError.op in infinity/_aio.pyi
+  std::string path;  // empty if the failure concerns no file
   uint64_t offset;
   uint64_t length;
-  std::string reason;  // the text of errno, or a more exact one
+  std::string reason;
   std::string message;
 };
 
-// Reason given when a read meets the end of the file before it has all its bytes.
+// Reason of a read that reaches the end of the file before it is complete.
 extern const char* const kEndOfFile;
 
-// "EPERM", "ENOSPC", ...; "errno 123" for one we have no name for.
+// Symbolic name of an errno ("EPERM", "ENOSPC", ...), or "errno 123" if it is not in the table.
 std::string error_name(int error);
 
-// The sentence of an error: shared by C++ and by exceptions built in Python.
+// Returns the message for a failure; used by IoFailure and by AioError.__str__.
 std::string describe_failure(const std::string& op, const std::string& path, uint64_t offset,
                              uint64_t length, int error, const std::string& reason);
 

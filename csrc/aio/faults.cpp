@@ -15,15 +15,15 @@ struct Kind {
   Fault fault;
 };
 constexpr Kind kKinds[] = {
-    {"eio", Fault::eio},     {"enospc", Fault::enospc},   {"short", Fault::cut_short},
+    {"eio", Fault::eio},     {"enospc", Fault::enospc},   {"short", Fault::partial},
     {"delay", Fault::delay}, {"reorder", Fault::reorder}, {"flip", Fault::flip},
     {"stuck", Fault::stuck},
 };
 
-[[noreturn]] void refuse(const std::string& why) {
+[[noreturn]] void throw_invalid(const std::string& why) {
   throw std::invalid_argument(
       "faults: " + why +
-      "; it is written seed=1,kinds=eio+enospc+short+delay+reorder+flip+stuck,rate=0.01");
+      "; the format is seed=1,kinds=eio+enospc+short+delay+reorder+flip+stuck,rate=0.01");
 }
 
 template <typename Number>
@@ -31,17 +31,17 @@ Number parse_number(std::string_view text, const char* what) {
   Number number{};
   const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
   if (error != std::errc{} || end != text.data() + text.size()) {
-    refuse(std::string(what) + " is not a number: '" + std::string(text) + "'");
+    throw_invalid(std::string(what) + " is not a number: '" + std::string(text) + "'");
   }
   return number;
 }
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
-  std::vector<std::string_view> pieces;
+  std::vector<std::string_view> fields;
   while (true) {
     const size_t end = text.find(separator);
-    pieces.push_back(text.substr(0, end));
-    if (end == std::string_view::npos) return pieces;
+    fields.push_back(text.substr(0, end));
+    if (end == std::string_view::npos) return fields;
     text.remove_prefix(end + 1);
   }
 }
@@ -53,14 +53,14 @@ uint32_t parse_kinds(std::string_view text) {
     for (const Kind& kind : kKinds) {
       if (name == kind.name) bit = static_cast<uint32_t>(kind.fault);
     }
-    if (bit == 0) refuse("there is no kind '" + std::string(name) + "'");
+    if (bit == 0) throw_invalid("unknown kind '" + std::string(name) + "'");
     kinds |= bit;
   }
   return kinds;
 }
 
-// SplitMix64's finaliser: every bit of the input moves every bit of the output.
-uint64_t mixed(uint64_t x) {
+// Output function of SplitMix64: each input bit affects all output bits.
+uint64_t splitmix64(uint64_t x) {
   x += 0x9E3779B97F4A7C15;
   x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9;
   x = (x ^ (x >> 27)) * 0x94D049BB133111EB;
@@ -74,11 +74,11 @@ Faults Faults::parse(const std::string& text) {
   if (text.empty()) return faults;
   faults.rate = 0.01;
   for (const Kind& kind : kKinds) faults.kinds |= static_cast<uint32_t>(kind.fault);
-  for (const std::string_view piece : split(text, ',')) {
-    const size_t equals = piece.find('=');
-    const std::string_view name = piece.substr(0, equals);
+  for (const std::string_view field : split(text, ',')) {
+    const size_t equals = field.find('=');
+    const std::string_view name = field.substr(0, equals);
     const std::string_view value =
-        equals == std::string_view::npos ? std::string_view{} : piece.substr(equals + 1);
+        equals == std::string_view::npos ? std::string_view{} : field.substr(equals + 1);
     if (name == "seed") {
       faults.seed = parse_number<uint64_t>(value, "seed");
       faults.enabled = true;
@@ -86,22 +86,24 @@ Faults Faults::parse(const std::string& text) {
       faults.kinds = parse_kinds(value);
     } else if (name == "rate") {
       faults.rate = parse_number<double>(value, "rate");
-      if (!(faults.rate >= 0 && faults.rate <= 1)) refuse("rate must be between 0 and 1");
+      if (!(faults.rate >= 0 && faults.rate <= 1)) throw_invalid("rate must be between 0 and 1");
     } else {
-      refuse("there is no setting '" + std::string(name) + "'");
+      throw_invalid("unknown setting '" + std::string(name) + "'");
     }
   }
-  if (!faults.enabled) refuse("the seed is missing");
+  if (!faults.enabled) throw_invalid("the seed is missing");
   return faults;
 }
 
-uint64_t Faults::number(const Block& block, uint64_t salt, uint64_t bound) const {
-  return mixed(mixed(mixed(seed) ^ block.serial) ^ (uint64_t{block.attempts} << 32) ^ salt) % bound;
+uint64_t Faults::random_below(const Block& block, uint64_t salt, uint64_t bound) const {
+  return splitmix64(splitmix64(splitmix64(seed) ^ block.serial) ^ (uint64_t{block.attempts} << 32) ^
+                    salt) %
+         bound;
 }
 
 Fault Faults::choose(const Block& block) const {
   constexpr uint64_t kScale = uint64_t{1} << 40;
-  if (!enabled || number(block, 1, kScale) >= static_cast<uint64_t>(std::ldexp(rate, 40))) {
+  if (!enabled || random_below(block, 1, kScale) >= static_cast<uint64_t>(std::ldexp(rate, 40))) {
     return Fault::none;
   }
   Fault possible[std::size(kKinds)];
@@ -112,7 +114,7 @@ Fault Faults::choose(const Block& block) const {
     if (kind.fault == Fault::flip && block.op != Op::read) continue;
     possible[num_possible++] = kind.fault;
   }
-  return num_possible == 0 ? Fault::none : possible[number(block, 2, num_possible)];
+  return num_possible == 0 ? Fault::none : possible[random_below(block, 2, num_possible)];
 }
 
 }  // namespace infinity::aio

@@ -1,5 +1,5 @@
-// A back end that goes wrong on purpose: it stands between a lane and a real back end, passes
-// blocks on to that and alters what passes. See faults.h for what and when.
+// Fault-injecting back end. It forwards blocks between a lane and a real back end and modifies
+// blocks and results according to Faults.
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -21,7 +21,8 @@ namespace {
 
 constexpr int64_t kMillisecond = 1'000'000;
 constexpr uint64_t kMaxDelayMs = 20;
-constexpr auto kPatience = std::chrono::seconds(1);  // for a sound device, when giving up
+// Time for the real back end to finish its blocks in abandon().
+constexpr auto kAbandonTimeout = std::chrono::seconds(1);
 
 class FaultyBackend final : public Backend, private BlockSource {
  public:
@@ -52,17 +53,18 @@ class FaultyBackend final : public Backend, private BlockSource {
     std::vector<Block*> stuck;
     {
       std::unique_lock lock(mutex_);
-      is_abandoned_ = true;  // what comes back for the rest must not stick again
+      is_abandoned_ = true;  // later attempts do not become stuck
       stuck.swap(stuck_);
     }
     for (Block* block : stuck) {
-      block->reason = "it was stuck until the engine was closed";
+      block->reason = "an injected fault held the block until the engine was closed";
       source_.finish(block, -ETIMEDOUT);
     }
     std::unique_lock lock(mutex_);
-    const bool is_sound = changed_.wait_for(lock, kPatience, [this] { return num_inner_ == 0; });
+    const bool is_drained =
+        changed_.wait_for(lock, kAbandonTimeout, [this] { return num_inner_ == 0; });
     lock.unlock();
-    return is_sound || inner_->abandon();
+    return is_drained || inner_->abandon();
   }
 
   std::string description() const override {
@@ -70,30 +72,31 @@ class FaultyBackend final : public Backend, private BlockSource {
   }
 
  private:
-  struct Held {
+  struct Delayed {
     Block* block;
     int64_t result;
     int64_t due_ns;
-    bool until_next;  // or until another block finishes
+    bool is_reordered;  // return the result when another block finishes, if that is before due_ns
   };
 
   size_t take(Block** blocks, size_t max_blocks) override {
-    size_t num_kept = 0;
-    while (num_kept < max_blocks) {
-      const size_t num_taken = source_.take(blocks + num_kept, max_blocks - num_kept);
+    size_t num_forwarded = 0;
+    while (num_forwarded < max_blocks) {
+      const size_t num_taken = source_.take(blocks + num_forwarded, max_blocks - num_forwarded);
       if (num_taken == 0) break;
-      const size_t end = num_kept + num_taken;
-      for (size_t i = num_kept; i < end; ++i) {
-        if (admit(blocks[i])) blocks[num_kept++] = blocks[i];
+      const size_t end = num_forwarded + num_taken;
+      for (size_t i = num_forwarded; i < end; ++i) {
+        if (inject_before(blocks[i])) blocks[num_forwarded++] = blocks[i];
       }
     }
     const std::lock_guard lock(mutex_);
-    num_inner_ += num_kept;
-    return num_kept;
+    num_inner_ += num_forwarded;
+    return num_forwarded;
   }
 
-  // False: the real back end must not see this block.
-  bool admit(Block* block) {
+  // Applies the faults that precede a transfer. Returns false if the block must not be forwarded to
+  // the real back end.
+  bool inject_before(Block* block) {
     const Fault fault = faults_.choose(*block);
     if (fault == Fault::eio || fault == Fault::enospc) {
       source_.finish(block, fault == Fault::eio ? -EIO : -ENOSPC);
@@ -105,51 +108,51 @@ class FaultyBackend final : public Backend, private BlockSource {
       stuck_.push_back(block);
       return false;
     }
-    if (fault == Fault::cut_short) shorten(block);
+    if (fault == Fault::partial) shorten(block);
     return true;
   }
 
-  // Leaves at least one aligned step, as a device does.
+  // Shortens the attempt to a nonzero multiple of the alignment, like a real short transfer.
   void shorten(Block* block) const {
     const uint64_t step =
         std::max(block->file->offset_alignment(), block->file->memory_alignment());
     const uint64_t num_steps = (block->end - block->done) / step;
     if (num_steps < 2) return;
-    block->end = block->done + step * (1 + faults_.number(*block, 3, num_steps - 1));
+    block->end = block->done + step * (1 + faults_.random_below(*block, 3, num_steps - 1));
   }
 
   void finish(Block* block, int64_t result) override {
     const Fault fault = faults_.choose(*block);
     if (fault == Fault::flip && result > 0) {
-      const auto bit = faults_.number(*block, 4, static_cast<uint64_t>(result) * 8);
+      const auto bit = faults_.random_below(*block, 4, static_cast<uint64_t>(result) * 8);
       auto* bytes = reinterpret_cast<uint8_t*>(block->address) + block->done;
       bytes[bit / 8] = static_cast<uint8_t>(bytes[bit / 8] ^ (1u << (bit % 8)));
     }
-    std::vector<Held> overtaken;
+    std::vector<Delayed> reordered;
     {
       const std::lock_guard lock(mutex_);
       --num_inner_;
       if (fault == Fault::delay || fault == Fault::reorder) {
-        const uint64_t delay_ms = 1 + faults_.number(*block, 5, kMaxDelayMs);
-        held_.push_back({block, result,
-                         os::monotonic_ns() + static_cast<int64_t>(delay_ms) * kMillisecond,
-                         fault == Fault::reorder});
+        const uint64_t delay_ms = 1 + faults_.random_below(*block, 5, kMaxDelayMs);
+        delayed_.push_back({block, result,
+                            os::monotonic_ns() + static_cast<int64_t>(delay_ms) * kMillisecond,
+                            fault == Fault::reorder});
         changed_.notify_all();
         return;
       }
-      overtaken = take_held([](const Held& held) { return held.until_next; });
+      reordered = extract_delayed([](const Delayed& delayed) { return delayed.is_reordered; });
       if (num_inner_ == 0) changed_.notify_all();
     }
     source_.finish(block, result);
-    for (const Held& held : overtaken) source_.finish(held.block, held.result);
+    for (const Delayed& delayed : reordered) source_.finish(delayed.block, delayed.result);
   }
 
-  // Pre: the mutex is held.
-  std::vector<Held> take_held(const std::function<bool(const Held&)>& wanted) {
-    std::vector<Held> found;
-    std::erase_if(held_, [&](const Held& held) {
-      if (!wanted(held)) return false;
-      found.push_back(held);
+  // Removes and returns the delayed results for which `is_selected` is true. Requires mutex_.
+  std::vector<Delayed> extract_delayed(const std::function<bool(const Delayed&)>& is_selected) {
+    std::vector<Delayed> found;
+    std::erase_if(delayed_, [&](const Delayed& delayed) {
+      if (!is_selected(delayed)) return false;
+      found.push_back(delayed);
       return true;
     });
     return found;
@@ -160,16 +163,16 @@ class FaultyBackend final : public Backend, private BlockSource {
     std::unique_lock lock(mutex_);
     while (true) {
       const int64_t now_ns = os::monotonic_ns();
-      const std::vector<Held> due =
-          take_held([&](const Held& held) { return stopped_ || held.due_ns <= now_ns; });
+      const std::vector<Delayed> due = extract_delayed(
+          [&](const Delayed& delayed) { return stopped_ || delayed.due_ns <= now_ns; });
       if (!due.empty()) {
         lock.unlock();
-        for (const Held& held : due) source_.finish(held.block, held.result);
-        inner_->wake(due.size());  // it may sleep: its own finish() came long ago
+        for (const Delayed& delayed : due) source_.finish(delayed.block, delayed.result);
+        inner_->wake(due.size());  // it may be asleep; see BlockSource::finish
         lock.lock();
       } else if (stopped_) {
         return;
-      } else if (held_.empty()) {
+      } else if (delayed_.empty()) {
         changed_.wait(lock);
       } else {
         changed_.wait_for(lock, std::chrono::milliseconds(1));
@@ -190,10 +193,10 @@ class FaultyBackend final : public Backend, private BlockSource {
   const Faults faults_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::vector<Held> held_;  // finished, to be told later
+  std::vector<Delayed> delayed_;  // results not yet returned to the lane
   bool is_abandoned_ = false;
-  std::vector<Block*> stuck_;  // never handed to the real back end
-  size_t num_inner_ = 0;       // blocks the real back end has
+  std::vector<Block*> stuck_;  // not forwarded to the real back end
+  size_t num_inner_ = 0;       // blocks held by the real back end
   bool stopped_ = false;
   std::unique_ptr<Backend> inner_;
   std::thread timer_;

@@ -1,5 +1,5 @@
-// An open file that knows what direct I/O wants and where it lies. Shared: requests in flight keep
-// it open.
+// File: an open file with its O_DIRECT alignment, file system and device. Reference counted: blocks
+// in flight hold references, so the descriptor stays open until they complete.
 #pragma once
 
 #include <atomic>
@@ -13,40 +13,42 @@ namespace infinity::aio {
 
 enum class Direct { automatic, on, off };
 
+// Thread-safe.
 class File {
  public:
-  // Throws IoFailure. `Direct::on` refuses a file system without direct I/O; `automatic` falls back
-  // to the page cache.
+  // Throws IoFailure. Without O_DIRECT support, `Direct::on` fails and `automatic` uses the page
+  // cache. With `create` the file must not exist.
   static std::shared_ptr<File> open(const std::string& path, bool create, bool read_only,
                                     Direct direct);
-  ~File();  // closes the descriptor; runs when the last request has let go of the file
+  ~File();  // closes the descriptor
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
   const std::string& path() const { return path_; }
   int fd() const { return fd_; }
   bool direct() const { return direct_; }
-  const std::string& direct_reason() const { return direct_reason_; }  // "" when direct
+  const std::string& direct_reason() const { return direct_reason_; }  // "" if direct
+  // Required alignment in bytes of addresses, and of offsets and lengths; 1 if buffered.
   uint32_t memory_alignment() const { return memory_alignment_; }
   uint32_t offset_alignment() const { return offset_alignment_; }
   const std::string& file_system() const { return file_system_; }
   os::Device device() const { return device_; }
-  // sync_file_range() reaches the pages of this file; elsewhere only fdatasync() does.
+  // True if sync_file_range() writes the pages of this file; otherwise only fdatasync() does.
   bool has_range_sync() const { return has_range_sync_; }
-  uint64_t size() const;
+  uint64_t size() const;  // bytes; throws IoFailure
 
-  // The device lost bytes that write() had accepted into the page cache. Sticky: every later
-  // transfer and sync() of this file reports the first one. 0: none.
+  // First errno of a failed write-back of this file, 0 if none. Never reset: all later transfers
+  // and sync() calls of this file fail with it. Relaxed order: it guards no other data.
   int write_back_error() const { return write_back_error_.load(std::memory_order_relaxed); }
-  void note_write_back(int result);  // 0 or a negated errno
+  void record_write_back(int result);  // 0 or a negated errno
 
-  // One attempt each; false: interrupted by a signal, call again. Throw IoFailure.
+  // Return false if interrupted by a signal; the caller repeats the call. Throw IoFailure.
   bool allocate(uint64_t size) const;
   bool sync() const;
 
  private:
   File(std::string path, int fd, bool direct);
-  void become_buffered(std::string reason);
+  void set_buffered(std::string reason);
 
   const std::string path_;
   const int fd_;

@@ -7,28 +7,35 @@
 #include "os.h"
 
 namespace infinity::aio {
+namespace {
 
-// --- life ----------------------------------------------------------------------------------------
+constexpr uint32_t kMaxIdleAttempts = 1000;  // attempts without progress before a block fails
+constexpr uint32_t kSpinAttempts = 16;       // of these, before sleeping 1 ms between attempts
 
-Lane::Lane(Hub& hub, const EngineConfig& config) : hub_(hub), block_size_(config.block_size) {
+}  // namespace
+
+// Setup and shutdown.
+
+Lane::Lane(SharedState& shared, const EngineConfig& config)
+    : shared_(shared), block_size_(config.block_size) {
   sweeper_ = std::make_unique<PageCacheSweeper>([this](Block* block) {
-    leave_kernel(block);
-    backend_->wake(1);  // the back end may sleep: its own finish() came long ago
+    throttle_or_complete(block);
+    backend_->wake(1);  // a block is free again, and the back end may be asleep
   });
   if (config.slow_bytes_per_s > 0) {
     throttle_ = std::make_unique<Throttle>(config.slow_bytes_per_s, [this](Block* block) {
-      deliver(block);
+      complete(block);
       backend_->wake(1);
     });
   }
   if (config.backend == BackendKind::automatic) {
     try {
-      start(BackendKind::uring, config, "chosen by probing");
+      start(BackendKind::uring, config, "selected by probing");
     } catch (const IoFailure& failure) {
-      start(BackendKind::threads, config, "chosen by probing; io_uring: " + failure.reason);
+      start(BackendKind::threads, config, "selected by probing; io_uring: " + failure.reason);
     }
   } else {
-    start(config.backend, config, "forced by config");
+    start(config.backend, config, "set by config");
   }
 }
 
@@ -48,8 +55,8 @@ void Lane::start(BackendKind kind, const EngineConfig& config, const std::string
   backend_reason_ = backend_name_ + ": " + reason + " (" + backend_->description() + ")";
 }
 
-void Lane::release_throttle() {
-  if (throttle_) throttle_->release();
+void Lane::disable_throttle() {
+  if (throttle_) throttle_->disable();
 }
 
 bool Lane::abandon() {
@@ -64,24 +71,25 @@ void Lane::stop() {
   sweeper_->stop();
 }
 
-// --- queue ---------------------------------------------------------------------------------------
+// Queueing and splitting into blocks.
 
-void Lane::enqueue(const std::shared_ptr<Ticket>& ticket, Part* part) {
-  queue_.push({ticket, part}, ticket->priority_);
+void Lane::enqueue(const std::shared_ptr<Ticket>& ticket, SubRequest* sub_request) {
+  queue_.push({ticket, sub_request}, ticket->priority_);
 }
 
 size_t Lane::num_startable() const {
   return static_cast<size_t>(std::min<uint64_t>(queue_.num_blocks(), free_.size()));
 }
 
-Block* Lane::cut_block() {
-  const auto [ticket, part] = queue_.front();
-  while (part->segments[part->next_segment].length == part->next_offset) {
-    ++part->next_segment;  // finished, or of length 0
-    part->next_offset = 0;
+// Requires a free block and a queue that is not empty.
+Block* Lane::split_block() {
+  const auto [ticket, sub_request] = queue_.front();
+  while (sub_request->segments[sub_request->next_segment].length == sub_request->next_offset) {
+    ++sub_request->next_segment;
+    sub_request->next_offset = 0;
   }
-  const Segment& segment = part->segments[part->next_segment];
-  const uint64_t start = part->next_offset;
+  const Segment& segment = sub_request->segments[sub_request->next_segment];
+  const uint64_t start = sub_request->next_offset;
   Block* block = free_.back();
   free_.pop_back();
   *block = Block{};
@@ -90,31 +98,31 @@ Block* Lane::cut_block() {
   block->offset = segment.offset + start;
   block->length = std::min(block_size_, segment.length - start);
   block->address = segment.address + start;
-  block->serial = num_cut_++;
+  block->serial = next_serial_++;
   block->ticket = ticket;
-  block->part = part;
+  block->sub_request = sub_request;
   block->start_ns = os::monotonic_ns();
   if (ticket->started_ns_ == 0) ticket->started_ns_ = block->start_ns;
-  part->next_offset = start + block->length;
-  --part->num_queued;
-  ++part->num_in_flight;
-  queue_.cut();
+  sub_request->next_offset = start + block->length;
+  --sub_request->num_queued;
+  ++sub_request->num_in_flight;
+  queue_.pop_block();
   counters_.queue_ns[static_cast<size_t>(block->op)] +=
       static_cast<uint64_t>(block->start_ns - ticket->submitted_ns_);
   if (counters_.in_flight_blocks++ == 0) busy_since_ns_ = block->start_ns;
-  if (hub_.in_flight_blocks++ == 0) hub_.busy_since_ns = block->start_ns;
+  if (shared_.in_flight_blocks++ == 0) shared_.busy_since_ns = block->start_ns;
   return block;
 }
 
 size_t Lane::take(Block** blocks, size_t max_blocks) {
   size_t num_taken = 0;
-  const std::lock_guard lock(hub_.mutex);
-  while (num_taken < max_blocks && !continued_.empty()) {
-    blocks[num_taken++] = continued_.front();
-    continued_.pop_front();
+  const std::lock_guard lock(shared_.mutex);
+  while (num_taken < max_blocks && !retries_.empty()) {
+    blocks[num_taken++] = retries_.front();
+    retries_.pop_front();
   }
   while (num_taken < max_blocks && !free_.empty() && !queue_.empty()) {
-    blocks[num_taken++] = cut_block();
+    blocks[num_taken++] = split_block();
   }
   for (size_t i = 0; i < num_taken; ++i) {
     blocks[i]->end = blocks[i]->length;
@@ -124,7 +132,130 @@ size_t Lane::take(Block** blocks, size_t max_blocks) {
   return num_taken;
 }
 
-// --- looking -------------------------------------------------------------------------------------
+// Results of attempts, and completion.
+
+// Updates a block with the result of an attempt. Returns true if the block is finished
+// (block->error is set if it failed), false if it needs another attempt.
+bool Lane::apply_result(Block* block, int64_t result) const {
+  if (result == -EINTR || result == -EAGAIN) {
+    if (++block->idle_attempts > kMaxIdleAttempts) {
+      block->error = static_cast<int>(-result);
+      return true;
+    }
+    if (block->idle_attempts > kSpinAttempts) os::sleep_ms(1);
+    return false;
+  }
+  if (result < 0) {
+    block->error = static_cast<int>(-result);
+    return true;
+  }
+  const uint64_t before = block->done;
+  block->done += static_cast<uint64_t>(result);
+  if (block->done >= block->length) return true;
+  if (block->op == Op::read && result > 0 && block->file->direct()) {
+    // A short O_DIRECT read usually stops at the end of the file. Another attempt would start at an
+    // unaligned offset, so the file size decides.
+    const int64_t size = os::file_size(block->file->fd());
+    if (size >= 0 && block->offset + block->done >= static_cast<uint64_t>(size)) result = 0;
+  }
+  if (result == 0) {
+    block->error = EIO;
+    block->reason = block->op == Op::read ? kEndOfFile : "the device accepted no more bytes";
+    return true;
+  }
+  if (block->file->direct()) {
+    const uint64_t step =
+        std::max(block->file->offset_alignment(), block->file->memory_alignment());
+    block->done -= block->done % step;  // align the next attempt; repeats less than `step` bytes
+  }
+  if (block->done > before) {
+    block->idle_attempts = 0;
+  } else if (++block->idle_attempts > kMaxIdleAttempts) {
+    block->error = EIO;
+    block->reason = "transfers repeatedly ended short of the alignment";
+    return true;
+  }
+  return false;
+}
+
+void Lane::finish(Block* block, int64_t result) {
+  if (!apply_result(block, result)) {
+    const std::lock_guard lock(shared_.mutex);
+    retries_.push_back(block);
+    return;
+  }
+  if (!block->file->direct() && sweeper_->add(block)) return;
+  throttle_or_complete(block);
+}
+
+// Completes a finished block, after the throttle's delay if there is one. The watchdog ignores the
+// block from here on.
+void Lane::throttle_or_complete(Block* block) {
+  if (!throttle_) return complete(block);
+  {
+    const std::lock_guard lock(shared_.mutex);
+    block->in_kernel = false;
+  }
+  throttle_->add(block);
+}
+
+void Lane::complete(Block* block) {
+  CompletedTickets completed;
+  std::shared_ptr<File> file;  // possibly the last reference: released after the mutex
+  {
+    const std::lock_guard lock(shared_.mutex);
+    file = std::move(block->file);
+    const std::shared_ptr<Ticket> ticket = std::move(block->ticket);
+    count_completion(*block, os::monotonic_ns());
+    --block->sub_request->num_in_flight;
+    if (block->error != 0) {
+      if (!ticket->failure_) {
+        ticket->failure_.emplace(block->error, op_name(block->op), file->path(), block->offset,
+                                 block->length, block->reason != nullptr ? block->reason : "");
+      }
+      cancel_queued(ticket.get());
+    }
+    free_.push_back(block);
+    complete_if_last(ticket, &completed);
+    if (is_idle()) shared_.drained.notify_all();
+  }
+  completed.notify();
+}
+
+void Lane::count_completion(const Block& block, int64_t now_ns) {
+  const auto direction = static_cast<size_t>(block.op);
+  if (block.error == 0) counters_.bytes[direction] += block.length;
+  ++counters_.requests[direction];
+  counters_.device_ns[direction] += static_cast<uint64_t>(now_ns - block.start_ns);
+  if (--counters_.in_flight_blocks == 0) counters_.busy_ns += now_ns - busy_since_ns_;
+  if (--shared_.in_flight_blocks == 0) shared_.busy_ns += now_ns - shared_.busy_since_ns;
+}
+
+bool Lane::cancel_queued(Ticket* ticket) {
+  bool found = false;
+  for (SubRequest& sub_request : ticket->sub_requests_) {
+    if (sub_request.num_queued == 0) continue;
+    found |= sub_request.lane->queue_.erase(&sub_request);
+    sub_request.num_queued = 0;
+  }
+  return found;
+}
+
+void Lane::complete_if_last(const std::shared_ptr<Ticket>& ticket, CompletedTickets* completed) {
+  for (const SubRequest& sub_request : ticket->sub_requests_) {
+    if (sub_request.num_queued > 0 || sub_request.num_in_flight > 0) return;
+  }
+  if (std::exchange(ticket->completed_, true)) return;
+  ticket->finished_ns_ = os::monotonic_ns();
+  completed->sub_requests.push_back(std::exchange(ticket->sub_requests_, {}));
+  completed->tickets.push_back(ticket);
+}
+
+void CompletedTickets::notify() {
+  for (const std::shared_ptr<Ticket>& ticket : tickets) ticket->mark_done();
+}
+
+// Counters and the watchdog.
 
 Counters Lane::counters() const {
   Counters snapshot = counters_;
@@ -143,16 +274,16 @@ std::vector<Outstanding> Lane::outstanding(int64_t now_ns) const {
   return list;
 }
 
-bool Lane::is_stuck(const Part& part, int64_t now_ns, int64_t limit_ns) const {
+bool Lane::is_stuck(const SubRequest& sub_request, int64_t now_ns, int64_t limit_ns) const {
   size_t num_stuck = 0;
   for (const Block& block : blocks_) {
     if (block.ticket == nullptr || !block.in_kernel || now_ns - block.start_ns <= limit_ns) {
       continue;
     }
-    if (block.part == &part) return true;
+    if (block.sub_request == &sub_request) return true;
     ++num_stuck;
   }
-  return part.num_queued > 0 && num_stuck == blocks_.size();
+  return sub_request.num_queued > 0 && num_stuck == blocks_.size();
 }
 
 }  // namespace infinity::aio

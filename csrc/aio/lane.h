@@ -1,8 +1,9 @@
-// One device: its queue, its blocks, its back end, its counters.
+// Lane: queue, blocks, back end and counters of one device. Also the engine's configuration and the
+// state that its lanes share.
 //
-// Invariants: at most `depth` blocks are lent out; a ticket is announced only when none of its
-// blocks is lent out. The engine's one mutex guards all lanes and is never held across a system
-// call that may sleep. A lane knows nothing of Python, tensors or what the bytes mean.
+// Invariants: at most `depth` blocks are in flight; a ticket is marked done only when none of its
+// blocks is in flight. One mutex per engine guards all lanes. It is never held across a system call
+// that may sleep.
 #pragma once
 
 #include <condition_variable>
@@ -14,7 +15,7 @@
 #include <vector>
 
 #include "backend.h"
-#include "config.h"
+#include "faults.h"
 #include "page_cache.h"
 #include "queue.h"
 #include "throttle.h"
@@ -22,20 +23,34 @@
 
 namespace infinity::aio {
 
-// Indexed by Op where there are two.
+enum class BackendKind { automatic, uring, threads };
+
+struct EngineConfig {
+  BackendKind backend = BackendKind::automatic;
+  uint64_t block_size = 1 << 20;  // bytes
+  uint32_t queue_depth = 8;       // per device
+  uint32_t num_threads = 4;       // per device
+  uint64_t slow_bytes_per_s = 0;  // per device, see Throttle; 0: not throttled
+  double stuck_after_s = 0;       // watchdog limit; 0: no watchdog
+  Faults faults{};                // none by default
+
+  int64_t stuck_after_ns() const { return static_cast<int64_t>(stuck_after_s * 1e9); }
+};
+
+// Arrays are indexed by Op.
 struct Counters {
-  uint64_t bytes[2];      // only of blocks that succeeded
-  uint64_t requests[2];   // blocks finished, failed ones included
-  uint64_t queue_ns[2];   // sum over blocks, from the submission of the ticket to the hand-over
-  uint64_t device_ns[2];  // sum over blocks, from the hand-over to the end
+  uint64_t bytes[2];      // of successful blocks
+  uint64_t requests[2];   // completed blocks, including failed ones
+  uint64_t queue_ns[2];   // sum over blocks: from submission of the ticket to start of the block
+  uint64_t device_ns[2];  // sum over blocks: from start to completion
   uint64_t in_flight_blocks;
   uint64_t queued_blocks;
   int64_t busy_ns;  // wall time with at least one block in flight
 };
 
-// A block that is lent out.
+// Description of a block in flight.
 struct Outstanding {
-  const Ticket* ticket;  // to compare, not to follow
+  const Ticket* ticket;  // for comparison only; may dangle
   Op op;
   std::string path;
   uint64_t offset;
@@ -43,45 +58,47 @@ struct Outstanding {
   int64_t age_ns;
 };
 
-// What all lanes of an engine share.
-struct Hub {
-  std::mutex mutex;
-  std::condition_variable drained;  // a lane has nothing in flight any more
+// State shared by all lanes of an engine.
+struct SharedState {
+  std::mutex mutex;                 // "the engine's mutex"; guards the rest of this struct
+  std::condition_variable drained;  // notified when a lane has no block in flight any more
   uint64_t in_flight_blocks = 0;
   int64_t busy_since_ns = 0;
   int64_t busy_ns = 0;
 };
 
-// What must happen after the mutex is free: wake waiters, close files.
-struct Finished {
+// Tickets completed under the engine's mutex. After the mutex is released, notify() marks them done
+// and the destructor drops the file references (closing a file may sleep).
+struct CompletedTickets {
   std::vector<std::shared_ptr<Ticket>> tickets;
-  std::vector<std::vector<Part>> parts;
-  void announce();
+  std::vector<std::vector<SubRequest>> sub_requests;
+  void notify();
 };
 
 class Lane final : public BlockSource {
  public:
-  Lane(Hub& hub, const EngineConfig& config);  // throws IoFailure
+  Lane(SharedState& shared, const EngineConfig& config);  // throws IoFailure
 
-  // Mutex held for all of these.
-  void enqueue(const std::shared_ptr<Ticket>& ticket, Part* part);
-  size_t num_startable() const;  // blocks that could be handed over at once
-  // Drops the queued rest of every part of a ticket. True: there was some.
-  static bool cancel_rest(Ticket* ticket);
-  // Pre: nothing else was done to the ticket since; announce `finished` when the mutex is free.
-  static void complete_if_last(const std::shared_ptr<Ticket>& ticket, Finished* finished);
+  // The following require the engine's mutex.
+  void enqueue(const std::shared_ptr<Ticket>& ticket, SubRequest* sub_request);
+  size_t num_startable() const;  // queued blocks for which a free block exists
+  // Cancels the queued blocks of a ticket on all lanes. Returns true if there were any.
+  static bool cancel_queued(Ticket* ticket);
+  // Completes the ticket if none of its blocks is queued or in flight, and appends it to
+  // `completed`. At most once per ticket.
+  static void complete_if_last(const std::shared_ptr<Ticket>& ticket, CompletedTickets* completed);
   std::vector<std::shared_ptr<Ticket>> queued_tickets() const { return queue_.tickets(); }
   bool is_idle() const { return counters_.in_flight_blocks == 0; }
-  void promote(const Part* part) { queue_.promote(part); }
+  void promote(const SubRequest* sub_request) { queue_.promote(sub_request); }
   Counters counters() const;
   std::vector<Outstanding> outstanding(int64_t now_ns) const;
-  // True when a part of a ticket has a block that the kernel has held for `limit_ns`, or waits for
-  // a device all of whose blocks are such.
-  bool is_stuck(const Part& part, int64_t now_ns, int64_t limit_ns) const;
+  // Returns true if a block of `sub_request` has been in the kernel for more than `limit_ns`, or if
+  // it has queued blocks and all blocks of the lane have been.
+  bool is_stuck(const SubRequest& sub_request, int64_t now_ns, int64_t limit_ns) const;
 
-  // Mutex free.
+  // The following are called without the engine's mutex.
   void wake(size_t num_blocks) { backend_->wake(num_blocks); }
-  void release_throttle();
+  void disable_throttle();
   bool abandon();  // see Backend::abandon
   void stop();
   const std::string& backend_name() const { return backend_name_; }
@@ -92,21 +109,21 @@ class Lane final : public BlockSource {
   void finish(Block* block, int64_t result) override;
 
   void start(BackendKind kind, const EngineConfig& config, const std::string& reason);
-  bool judge(Block* block, int64_t result) const;
-  void leave_kernel(Block* block);
-  void deliver(Block* block);
+  bool apply_result(Block* block, int64_t result) const;
+  void throttle_or_complete(Block* block);
+  void complete(Block* block);
 
-  // Mutex held.
-  Block* cut_block();
-  void account(const Block& block, int64_t now_ns);
+  // Require the engine's mutex.
+  Block* split_block();
+  void count_completion(const Block& block, int64_t now_ns);
 
-  Hub& hub_;
+  SharedState& shared_;
   const uint64_t block_size_;
-  std::vector<Block> blocks_;  // all there will ever be: the depth
+  std::vector<Block> blocks_;  // all blocks of the lane; the size is the depth
   std::vector<Block*> free_;
-  std::deque<Block*> continued_;  // lent-out blocks that need another attempt
+  std::deque<Block*> retries_;  // blocks in flight that need another attempt
   Queue queue_;
-  uint64_t num_cut_ = 0;
+  uint64_t next_serial_ = 0;
   Counters counters_{};
   int64_t busy_since_ns_ = 0;
 
@@ -114,7 +131,7 @@ class Lane final : public BlockSource {
   std::string backend_reason_;
   std::unique_ptr<Throttle> throttle_;
   std::unique_ptr<PageCacheSweeper> sweeper_;
-  std::unique_ptr<Backend> backend_;  // last: its threads use the rest
+  std::unique_ptr<Backend> backend_;  // last: its threads use the other members
 };
 
 }  // namespace infinity::aio

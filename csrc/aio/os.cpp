@@ -17,11 +17,11 @@
 namespace infinity::aio::os {
 namespace {
 
-// Numbers are the same on every architecture since 5.1; old headers do not know them.
+// Equal on all architectures; not defined by headers older than Linux 5.1.
 constexpr long kSysUringSetup = 425;
 constexpr long kSysUringEnter = 426;
 
-// struct statx as of Linux 6.1; the C library's may be older and end in spare words.
+// struct statx of Linux 6.1. The definition of the C library may lack the dio fields.
 struct StatxAbi {
   uint32_t mask;
   uint32_t unused_a[37];
@@ -34,7 +34,7 @@ static_assert(offsetof(StatxAbi, dio_memory_alignment) == 152);
 constexpr uint32_t kStatxDioAlign = 0x2000;
 
 template <typename T>
-T checked(T result) {
+T or_errno(T result) {
   return result < 0 ? static_cast<T>(-errno) : result;
 }
 
@@ -44,24 +44,24 @@ int open_file(const char* path, OpenFlags flags) {
   int bits = O_CLOEXEC | (flags.read_only ? O_RDONLY : O_RDWR);
   bits |= flags.create ? O_CREAT | O_EXCL : 0;
   bits |= flags.direct ? O_DIRECT : 0;
-  return checked(::open(path, bits, 0600));
+  return or_errno(::open(path, bits, 0600));
 }
 
-int close_fd(int fd) { return checked(::close(fd)); }
+int close_fd(int fd) { return or_errno(::close(fd)); }
 
-int unlink_file(const char* path) { return checked(::unlink(path)); }
+int unlink_file(const char* path) { return or_errno(::unlink(path)); }
 
 int64_t file_size(int fd) {
   struct stat status;
   if (::fstat(fd, &status) < 0) return -errno;
   if (S_ISREG(status.st_mode)) return status.st_size;
-  return checked<int64_t>(::lseek(fd, 0, SEEK_END));  // block device: st_size is 0
+  return or_errno<int64_t>(::lseek(fd, 0, SEEK_END));  // st_size of a block device is 0
 }
 
 int clear_direct(int fd) {
   const int flags = ::fcntl(fd, F_GETFL);
   if (flags < 0) return -errno;
-  return checked(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));
+  return or_errno(::fcntl(fd, F_SETFL, flags & ~O_DIRECT));
 }
 
 DirectAlignment direct_alignment(int fd) {
@@ -71,16 +71,16 @@ DirectAlignment direct_alignment(int fd) {
   return {true, status.dio_memory_alignment, status.dio_offset_alignment};
 }
 
-int allocate(int fd, int64_t size) { return checked(::fallocate(fd, 0, 0, size)); }
+int allocate(int fd, int64_t size) { return or_errno(::fallocate(fd, 0, 0, size)); }
 
-int truncate(int fd, int64_t size) { return checked(::ftruncate(fd, size)); }
+int truncate(int fd, int64_t size) { return or_errno(::ftruncate(fd, size)); }
 
-int data_sync(int fd) { return checked(::fdatasync(fd)); }
+int data_sync(int fd) { return or_errno(::fdatasync(fd)); }
 
 int64_t file_system_magic(int fd) {
   struct statfs status;
   if (::fstatfs(fd, &status) < 0) return -errno;
-  return static_cast<uint32_t>(status.f_type);  // some magics fill 32 bits: keep them positive
+  return static_cast<uint32_t>(status.f_type);  // avoids sign extension of 32-bit magics
 }
 
 int file_device(int fd, Device* device) {
@@ -91,18 +91,18 @@ int file_device(int fd, Device* device) {
 }
 
 int start_write_back(int fd, uint64_t offset, uint64_t length) {
-  return checked(::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(length),
-                                   SYNC_FILE_RANGE_WRITE));
+  return or_errno(::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(length),
+                                    SYNC_FILE_RANGE_WRITE));
 }
 
 int finish_write_back(int fd, uint64_t offset, uint64_t length) {
   constexpr unsigned kAll =
       SYNC_FILE_RANGE_WAIT_BEFORE | SYNC_FILE_RANGE_WRITE | SYNC_FILE_RANGE_WAIT_AFTER;
-  return checked(
+  return or_errno(
       ::sync_file_range(fd, static_cast<off_t>(offset), static_cast<off_t>(length), kAll));
 }
 
-int forbid_read_ahead(int fd) { return -::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); }
+int disable_read_ahead(int fd) { return -::posix_fadvise(fd, 0, 0, POSIX_FADV_RANDOM); }
 
 int drop_pages(int fd, uint64_t offset, uint64_t length) {
   return -::posix_fadvise(fd, static_cast<off_t>(offset), static_cast<off_t>(length),
@@ -110,20 +110,20 @@ int drop_pages(int fd, uint64_t offset, uint64_t length) {
 }
 
 int64_t read_at(int fd, void* address, size_t length, uint64_t offset) {
-  return checked<int64_t>(::pread(fd, address, length, static_cast<off_t>(offset)));
+  return or_errno<int64_t>(::pread(fd, address, length, static_cast<off_t>(offset)));
 }
 
 int64_t write_at(int fd, const void* address, size_t length, uint64_t offset) {
-  return checked<int64_t>(::pwrite(fd, address, length, static_cast<off_t>(offset)));
+  return or_errno<int64_t>(::pwrite(fd, address, length, static_cast<off_t>(offset)));
 }
 
 int uring_setup(uint32_t num_entries, void* params) {
-  return static_cast<int>(checked(::syscall(kSysUringSetup, num_entries, params)));
+  return static_cast<int>(or_errno(::syscall(kSysUringSetup, num_entries, params)));
 }
 
 int uring_enter(int ring_fd, uint32_t to_submit, uint32_t min_complete, uint32_t flags) {
   return static_cast<int>(
-      checked(::syscall(kSysUringEnter, ring_fd, to_submit, min_complete, flags, nullptr, 0)));
+      or_errno(::syscall(kSysUringEnter, ring_fd, to_submit, min_complete, flags, nullptr, 0)));
 }
 
 int map_shared(int fd, size_t length, uint64_t offset, void** address) {
@@ -144,7 +144,7 @@ int map_private(size_t length, void** address) {
   return 0;
 }
 
-int event_create() { return checked(::eventfd(0, EFD_CLOEXEC)); }
+int event_create() { return or_errno(::eventfd(0, EFD_CLOEXEC)); }
 
 int event_signal(int event_fd) {
   const uint64_t one = 1;

@@ -9,8 +9,8 @@
 namespace infinity::aio {
 namespace {
 
-// Pages are dropped by whole folios, and a folio that sticks out of the range stays. The largest
-// are of 2 MiB, so the range is widened to that; what is dirty there stays for its own turn.
+// The kernel drops whole folios, and keeps those that extend beyond the range. Folios have up to
+// 2 MiB, so drop() extends the range to multiples of that. Dirty pages within it are not affected.
 constexpr uint64_t kFolioBytes = 2u << 20;
 
 void drop(const File& file, uint64_t offset, uint64_t length) {
@@ -21,8 +21,8 @@ void drop(const File& file, uint64_t offset, uint64_t length) {
 
 }  // namespace
 
-PageCacheSweeper::PageCacheSweeper(std::function<void(Block*)> pass_on)
-    : pass_on_(std::move(pass_on)) {}
+PageCacheSweeper::PageCacheSweeper(std::function<void(Block*)> on_swept)
+    : on_swept_(std::move(on_swept)) {}
 
 PageCacheSweeper::~PageCacheSweeper() { stop(); }
 
@@ -36,7 +36,7 @@ bool PageCacheSweeper::add(Block* block) {
       return false;
     }
   }
-  arrivals_.push_back({block, {block->file, block->offset, block->length}});
+  items_.push_back({block, {block->file, block->offset, block->length}});
   changed_.notify_one();
   return true;
 }
@@ -61,15 +61,15 @@ void PageCacheSweeper::run() {
   os::prepare_native_thread("infinity-pages");
   std::unique_lock lock(mutex_);
   while (true) {
-    if (!arrivals_.empty()) {
-      const Arrival arrival = std::move(arrivals_.front());
-      arrivals_.pop_front();
+    if (!items_.empty()) {
+      const Item item = std::move(items_.front());
+      items_.pop_front();
       lock.unlock();
-      sweep(arrival);
+      sweep(item);
       lock.lock();
-    } else if (!trail_.empty()) {
+    } else if (!dirty_ranges_.empty()) {
       lock.unlock();
-      shorten_trail(trail_bytes_ - trail_.front().length);  // one range, then look again
+      flush_until(dirty_bytes_ - dirty_ranges_.front().length);  // one range: new items go first
       lock.lock();
     } else if (stopped_) {
       return;
@@ -79,38 +79,39 @@ void PageCacheSweeper::run() {
   }
 }
 
-void PageCacheSweeper::sweep(const Arrival& arrival) {
-  const auto& [file, offset, length] = arrival.range;
-  if (arrival.block->op == Op::read) {
+void PageCacheSweeper::sweep(const Item& item) {
+  const auto& [file, offset, length] = item.range;
+  if (item.block->op == Op::read) {
     drop(*file, offset, length);
   } else {
     if (file->has_range_sync()) {
-      file->note_write_back(os::start_write_back(file->fd(), offset, length));
+      file->record_write_back(os::start_write_back(file->fd(), offset, length));
     }
-    trail_.push_back(arrival.range);
-    trail_bytes_ += length;
-    if (trail_bytes_ > kTrailBytes) shorten_trail(kTrailBytes / 2);
+    dirty_ranges_.push_back(item.range);
+    dirty_bytes_ += length;
+    if (dirty_bytes_ > kMaxDirtyBytes) flush_until(kMaxDirtyBytes / 2);
   }
-  if (const int error = file->write_back_error(); error != 0 && arrival.block->error == 0) {
-    arrival.block->error = error;
-    arrival.block->reason = "the device lost earlier bytes of this file";
+  if (const int error = file->write_back_error(); error != 0 && item.block->error == 0) {
+    item.block->error = error;
+    item.block->reason = "an earlier write-back of this file failed";
   }
-  pass_on_(arrival.block);
+  on_swept_(item.block);
 }
 
-// The kernel tells an error of write-back once, to whoever waits first: that is us, so the file
-// keeps it for the transfers and the sync() to come.
-void PageCacheSweeper::shorten_trail(uint64_t limit_bytes) {
+// Writes back and drops the oldest dirty ranges until at most `limit_bytes` remain. The kernel
+// reports a write-back error only once per open file, and here it is consumed: record_write_back()
+// stores it for later transfers and sync().
+void PageCacheSweeper::flush_until(uint64_t limit_bytes) {
   const File* synced = nullptr;
-  while (trail_bytes_ > limit_bytes) {
-    const Range range = std::move(trail_.front());
-    trail_.pop_front();
-    trail_bytes_ -= range.length;
+  while (dirty_bytes_ > limit_bytes) {
+    const Range range = std::move(dirty_ranges_.front());
+    dirty_ranges_.pop_front();
+    dirty_bytes_ -= range.length;
     const int fd = range.file->fd();
     if (range.file->has_range_sync()) {
-      range.file->note_write_back(os::finish_write_back(fd, range.offset, range.length));
+      range.file->record_write_back(os::finish_write_back(fd, range.offset, range.length));
     } else if (synced != range.file.get()) {
-      range.file->note_write_back(os::data_sync(fd));  // writes all the ranges of this file
+      range.file->record_write_back(os::data_sync(fd));  // covers all ranges of this file
       synced = range.file.get();
     }
     drop(*range.file, range.offset, range.length);

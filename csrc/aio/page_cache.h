@@ -1,11 +1,12 @@
-// Keeps buffered transfers out of the page cache, which would eat the host's memory budget.
+// PageCacheSweeper: removes the pages of buffered transfers from the page cache, which would
+// otherwise take memory that the host's budget does not account for.
 //
-// A finished block passes through here before it is delivered. What was read is dropped at once.
-// Of what was written, the write-back is started at once; pages can only be dropped once they are
-// clean, so written ranges join a trail, and when the trail is longer than kTrailBytes the oldest
-// ones are waited for and dropped. So the cache holds the trail and what is in flight, no more, and
-// a writer faster than the device waits here and not in the kernel's own throttle. With nothing
-// else to do the trail is worked off to its end.
+// Each transferred block passes through the sweeper before it is completed. Pages that were read
+// are dropped immediately. For pages that were written, write-back is started immediately; they can
+// be dropped only when clean, so the range is appended to a list of dirty ranges. If the list
+// exceeds kMaxDirtyBytes, the oldest ranges are written back synchronously and dropped. The page
+// cache thus holds the dirty ranges and the blocks in flight only, and a writer faster than the
+// device is throttled here, not by the kernel's dirty limits. An idle sweeper empties the list.
 #pragma once
 
 #include <condition_variable>
@@ -22,17 +23,20 @@ namespace infinity::aio {
 
 class PageCacheSweeper {
  public:
-  static constexpr uint64_t kTrailBytes = 32u << 20;
+  static constexpr uint64_t kMaxDirtyBytes = 32u << 20;
 
-  // `pass_on` is called from the sweeper's own thread, without its lock held.
-  explicit PageCacheSweeper(std::function<void(Block*)> pass_on);
+  // `on_swept` is called by the sweeper's thread, without its mutex held.
+  explicit PageCacheSweeper(std::function<void(Block*)> on_swept);
   ~PageCacheSweeper();
 
-  // The block was moved through the page cache. Starts the thread when there is none; false: the
-  // machine gives none, pass the block on yourself.
+  // Queues a block transferred through the page cache. The first call starts the thread. Returns
+  // false, without queueing the block, if no thread can be started or after detach().
   bool add(Block* block);
-  void stop();    // passes on what is left, works off the trail, joins; one caller at a time
-  void detach();  // lets the thread go on alone; this object must then live for ever
+  // Sweeps the queued blocks, writes back and drops the dirty ranges, and joins the thread.
+  // Idempotent, not thread-safe.
+  void stop();
+  // Detaches the thread, which ends after the same work. The object must not be destroyed then.
+  void detach();
 
  private:
   struct Range {
@@ -40,25 +44,25 @@ class PageCacheSweeper {
     uint64_t offset;
     uint64_t length;
   };
-  struct Arrival {
+  struct Item {
     Block* block;
     Range range;
   };
 
   void run();
-  void shorten_trail(uint64_t limit_bytes);
-  void sweep(const Arrival& arrival);
+  void flush_until(uint64_t limit_bytes);
+  void sweep(const Item& item);
 
-  const std::function<void(Block*)> pass_on_;
+  const std::function<void(Block*)> on_swept_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Arrival> arrivals_;
+  std::deque<Item> items_;
   bool stopped_ = false;
   bool detached_ = false;
 
-  // The thread's own.
-  std::deque<Range> trail_;
-  uint64_t trail_bytes_ = 0;
+  // Accessed by the sweeper's thread only.
+  std::deque<Range> dirty_ranges_;
+  uint64_t dirty_bytes_ = 0;
 
   std::thread thread_;
 };

@@ -15,19 +15,19 @@
 namespace infinity::aio {
 namespace {
 
-constexpr auto kPulse = std::chrono::milliseconds(50);
-constexpr double kPatienceS = 30;  // a disk slower than this is not for us
+constexpr auto kPollInterval = std::chrono::milliseconds(50);
+constexpr double kTimeoutS = 30;  // of one transfer
 
-class Page {
+class MappedMemory {
  public:
-  explicit Page(size_t length) : length_(length) {
+  explicit MappedMemory(size_t length) : length_(length) {
     if (const int result = os::map_private(length, &address_); result < 0) {
       throw IoFailure(-result, "probe");
     }
   }
-  ~Page() { os::unmap(address_, length_); }
-  Page(const Page&) = delete;
-  Page& operator=(const Page&) = delete;
+  ~MappedMemory() { os::unmap(address_, length_); }
+  MappedMemory(const MappedMemory&) = delete;
+  MappedMemory& operator=(const MappedMemory&) = delete;
   uint8_t* bytes() const { return static_cast<uint8_t*>(address_); }
 
  private:
@@ -45,54 +45,54 @@ std::shared_ptr<File> open_scratch(const std::string& directory) {
   return file;
 }
 
-void finish(const Ticket& ticket, const std::function<void()>& pulse) {
-  while (!ticket.wait_for(kPulse)) {
-    pulse();
+void wait(const Ticket& ticket, const std::function<void()>& poll) {
+  while (!ticket.wait_for(kPollInterval)) {
+    poll();
     if (const std::optional<IoFailure> stuck = ticket.stuck()) throw *stuck;
   }
   if (ticket.failure()) throw *ticket.failure();
 }
 
-// Closes the engine before the page goes; leaves the page to a kernel that does not answer.
-class Closing {
+// Closes the engine before the memory is unmapped. Leaks memory that the kernel still references.
+class EngineCloser {
  public:
-  Closing(std::shared_ptr<Engine> engine, std::unique_ptr<Page>* page)
-      : engine_(std::move(engine)), page_(page) {}
-  ~Closing() {
+  EngineCloser(std::shared_ptr<Engine> engine, std::unique_ptr<MappedMemory>* memory)
+      : engine_(std::move(engine)), memory_(memory) {}
+  ~EngineCloser() {
     try {
       engine_->close([] {});
     } catch (const IoFailure&) {
-      static_cast<void>(page_->release());
+      static_cast<void>(memory_->release());
     }
   }
-  Closing(const Closing&) = delete;
-  Closing& operator=(const Closing&) = delete;
+  EngineCloser(const EngineCloser&) = delete;
+  EngineCloser& operator=(const EngineCloser&) = delete;
 
  private:
   const std::shared_ptr<Engine> engine_;
-  std::unique_ptr<Page>* page_;
+  std::unique_ptr<MappedMemory>* memory_;
 };
 
-BackendProbe try_backend(BackendKind kind, const std::shared_ptr<File>& file, uint8_t salt,
-                         const std::function<void()>& pulse) {
+BackendProbe try_backend(BackendKind kind, const std::shared_ptr<File>& file, uint8_t seed,
+                         const std::function<void()>& poll) {
   const uint32_t length = std::max({4096u, file->memory_alignment(), file->offset_alignment()});
-  auto page = std::make_unique<Page>(2 * size_t{length});
-  uint8_t* written = page->bytes();
+  auto memory = std::make_unique<MappedMemory>(2 * size_t{length});
+  uint8_t* written = memory->bytes();
   uint8_t* read_back = written + length;
-  for (uint32_t i = 0; i < length; ++i) written[i] = static_cast<uint8_t>(i * 31 + salt);
+  for (uint32_t i = 0; i < length; ++i) written[i] = static_cast<uint8_t>(i * 31 + seed);
   try {
     EngineConfig config;
     config.backend = kind;
     config.block_size = length;
     config.queue_depth = 1;
-    config.stuck_after_s = kPatienceS;
+    config.stuck_after_s = kTimeoutS;
     const std::shared_ptr<Engine> engine = Engine::start(config);
-    const Closing closing(engine, &page);
+    const EngineCloser closer(engine, &memory);
     const auto address = [](uint8_t* bytes) { return reinterpret_cast<uint64_t>(bytes); };
-    finish(*engine->submit(Op::write, {{file, 0, length, address(written)}}), pulse);
-    finish(*engine->submit(Op::read, {{file, 0, length, address(read_back)}}), pulse);
+    wait(*engine->submit(Op::write, {{file, 0, length, address(written)}}), poll);
+    wait(*engine->submit(Op::read, {{file, 0, length, address(read_back)}}), poll);
     if (!std::equal(written, written + length, read_back)) {
-      return {false, "read back other bytes than were written"};
+      return {false, "the bytes read differ from the bytes written"};
     }
     return {true, "one block written and read back; " + engine->backend_reason()};
   } catch (const IoFailure& failure) {
@@ -102,10 +102,10 @@ BackendProbe try_backend(BackendKind kind, const std::shared_ptr<File>& file, ui
 
 }  // namespace
 
-ProbeResult probe_directory(const std::string& directory, const std::function<void()>& pulse) {
+ProbeResult probe_directory(const std::string& directory, const std::function<void()>& poll) {
   const std::shared_ptr<File> file = open_scratch(directory);
-  return {try_backend(BackendKind::uring, file, 1, pulse),
-          try_backend(BackendKind::threads, file, 2, pulse)};
+  return {try_backend(BackendKind::uring, file, 1, poll),
+          try_backend(BackendKind::threads, file, 2, poll)};
 }
 
 }  // namespace infinity::aio

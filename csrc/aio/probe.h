@@ -1,4 +1,4 @@
-// What this machine offers in one directory, found by doing it rather than by version numbers.
+// Test of each back end by a transfer in a given directory.
 #pragma once
 
 #include <functional>
@@ -8,7 +8,7 @@ namespace infinity::aio {
 
 struct BackendProbe {
   bool ok;
-  std::string reason;
+  std::string reason;  // setup of the back end, or the error
 };
 
 struct ProbeResult {
@@ -16,9 +16,9 @@ struct ProbeResult {
   BackendProbe threads;
 };
 
-// Writes and reads back one block with each back end, in a file that is unlinked at once. `pulse`
-// is called at least every 50 ms while it waits, and may throw. Throws IoFailure when the directory
-// takes no file at all.
-ProbeResult probe_directory(const std::string& directory, const std::function<void()>& pulse);
+// Writes and reads back one block with each back end, in a file that is unlinked after it is
+// opened. Calls `poll`, which may throw, every 50 ms while it waits. Throws IoFailure if no file
+// can be created in the directory.
+ProbeResult probe_directory(const std::string& directory, const std::function<void()>& poll);
 
 }  // namespace infinity::aio

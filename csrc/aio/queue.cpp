@@ -9,7 +9,7 @@ namespace infinity::aio {
 bool Queue::empty() const { return std::ranges::all_of(classes_, &Class::empty); }
 
 void Queue::push(Entry entry, Priority priority) {
-  num_blocks_ += entry.part->num_queued;
+  num_blocks_ += entry.sub_request->num_queued;
   Class& target = classes_[static_cast<size_t>(priority)];
   target.entries[static_cast<size_t>(entry.ticket->op)].push_back(std::move(entry));
 }
@@ -18,7 +18,7 @@ Queue::Entry Queue::front() {
   turn_ = kNumPriorities;
   for (size_t i = 0; i < kNumPriorities; ++i) {
     if (classes_[i].empty()) continue;
-    if (turn_ == kNumPriorities || classes_[i].passed_over >= kPatience) turn_ = i;
+    if (turn_ == kNumPriorities || classes_[i].passed_over >= kMaxPassedOver) turn_ = i;
   }
   assert(turn_ < kNumPriorities);
   Class& chosen = classes_[turn_];
@@ -26,22 +26,22 @@ Queue::Entry Queue::front() {
   return chosen.entries[chosen.direction].front();
 }
 
-void Queue::cut() {
+void Queue::pop_block() {
   for (size_t i = 0; i < kNumPriorities; ++i) {
     classes_[i].passed_over = i == turn_ || classes_[i].empty() ? 0 : classes_[i].passed_over + 1;
   }
   Class& chosen = classes_[turn_];
   std::deque<Entry>& entries = chosen.entries[chosen.direction];
-  if (entries.front().part->num_queued == 0) entries.pop_front();
+  if (entries.front().sub_request->num_queued == 0) entries.pop_front();
   chosen.direction = 1 - chosen.direction;
   --num_blocks_;
 }
 
 template <typename Visit>
-bool Queue::find(const Part* part, const Visit& visit) {
-  for (Class& one : classes_) {
-    for (std::deque<Entry>& entries : one.entries) {
-      const auto found = std::ranges::find(entries, part, &Entry::part);
+bool Queue::find(const SubRequest* sub_request, const Visit& visit) {
+  for (Class& priority_class : classes_) {
+    for (std::deque<Entry>& entries : priority_class.entries) {
+      const auto found = std::ranges::find(entries, sub_request, &Entry::sub_request);
       if (found == entries.end()) continue;
       visit(entries, found);
       return true;
@@ -50,15 +50,15 @@ bool Queue::find(const Part* part, const Visit& visit) {
   return false;
 }
 
-bool Queue::erase(const Part* part) {
-  return find(part, [&](auto& entries, auto found) {
-    num_blocks_ -= part->num_queued;
+bool Queue::erase(const SubRequest* sub_request) {
+  return find(sub_request, [&](auto& entries, auto found) {
+    num_blocks_ -= sub_request->num_queued;
     entries.erase(found);
   });
 }
 
-void Queue::promote(const Part* part) {
-  find(part, [&](auto& entries, auto found) {
+void Queue::promote(const SubRequest* sub_request) {
+  find(sub_request, [&](auto& entries, auto found) {
     Entry entry = std::move(*found);
     entries.erase(found);
     classes_[0].entries[static_cast<size_t>(entry.ticket->op)].push_back(std::move(entry));
@@ -67,8 +67,8 @@ void Queue::promote(const Part* part) {
 
 std::vector<std::shared_ptr<Ticket>> Queue::tickets() const {
   std::vector<std::shared_ptr<Ticket>> all;
-  for (const Class& one : classes_) {
-    for (const std::deque<Entry>& entries : one.entries) {
+  for (const Class& priority_class : classes_) {
+    for (const std::deque<Entry>& entries : priority_class.entries) {
       for (const Entry& entry : entries) all.push_back(entry.ticket);
     }
   }

@@ -1,10 +1,10 @@
-// What waits for one device, in three classes. Guarded by the engine's mutex.
+// Queue of the requests for one device, in three priority classes. Guarded by the engine's mutex.
 //
-// Blocks are cut from the first request of the most urgent class that has one. A class that was
-// passed over kPatience times in a row has the next turn, so that none starves. Within a class
-// reads and writes take turns block by block, which drives like better than one after the other
-// (docs/decisions/0006); within a direction the order is that of submission (of promotion, for
-// those that were promoted), and a request is cut to its end before the next one starts.
+// Blocks are split off the first request of the most urgent class that is not empty. A class that
+// has been passed over kMaxPassedOver times in a row is served next, so no class starves. Within a
+// class, reads and writes alternate block by block, which is faster than one direction after the
+// other (docs/decisions/0006). Within a direction, requests are served in order of submission, or
+// of promotion, and a request is split completely before the next one starts.
 #pragma once
 
 #include <array>
@@ -19,40 +19,42 @@ namespace infinity::aio {
 
 class Queue {
  public:
-  static constexpr uint32_t kPatience = 16;
+  static constexpr uint32_t kMaxPassedOver = 16;
 
   struct Entry {
     std::shared_ptr<Ticket> ticket;
-    Part* part;
+    SubRequest* sub_request;
   };
 
   bool empty() const;
   uint64_t num_blocks() const { return num_blocks_; }
-  // Pre: part->num_queued > 0.
+  // Requires entry.sub_request->num_queued > 0.
   void push(Entry entry, Priority priority);
-  // The request whose turn it is. Pre: not empty. Cut one block of it and call cut().
+  // Returns the request to serve next. The caller splits off one block, decrements num_queued and
+  // calls pop_block(). Requires a queue that is not empty.
   Entry front();
-  void cut();
-  // Drops what is left of a part; what was cut goes on. True: there was something.
-  bool erase(const Part* part);
-  // Moves a part to the end of the urgent class.
-  void promote(const Part* part);
+  void pop_block();
+  // Removes the queued blocks of a request; those in flight are not affected. Returns true if it
+  // was in the queue.
+  bool erase(const SubRequest* sub_request);
+  // Moves a request to the end of the urgent class. No effect if it is not in the queue.
+  void promote(const SubRequest* sub_request);
   std::vector<std::shared_ptr<Ticket>> tickets() const;
 
  private:
   struct Class {
-    std::array<std::deque<Entry>, 2> entries;  // by direction
-    size_t direction = 0;                      // of the next block, if there is one
-    uint32_t passed_over = 0;
+    std::array<std::deque<Entry>, 2> entries;  // by Op
+    size_t direction = 0;                      // of the next block, if that deque is not empty
+    uint32_t passed_over = 0;                  // consecutive blocks of other classes
     bool empty() const { return entries[0].empty() && entries[1].empty(); }
   };
 
-  // Calls `visit` with each list and the place of `part` in it; true if it was found.
+  // Calls `visit(deque, iterator)` for the entry of `sub_request`. Returns true if it was found.
   template <typename Visit>
-  bool find(const Part* part, const Visit& visit);
+  bool find(const SubRequest* sub_request, const Visit& visit);
 
   std::array<Class, kNumPriorities> classes_;
-  size_t turn_ = 0;  // class that front() chose
+  size_t turn_ = 0;  // class selected by front()
   uint64_t num_blocks_ = 0;
 };
 

@@ -22,7 +22,8 @@ constexpr FlagName kFlags[] = {
     {kSetupClamp, "CLAMP"},
 };
 
-// Best first; a kernel that does not know a flag says EINVAL. DEFER_TASKRUN needs SINGLE_ISSUER.
+// In order of preference, with the kernel version that introduced each. A kernel that does not
+// support a flag returns EINVAL. DEFER_TASKRUN requires SINGLE_ISSUER.
 constexpr uint32_t kBase = kSetupClamp;
 constexpr uint32_t kFlagSets[] = {
     kBase | kSetupSubmitAll | kSetupCoopTaskrun | kSetupSingleIssuer | kSetupDeferTaskrun,  // 6.1
@@ -38,9 +39,9 @@ const char* setup_cause(int error) {
     case EPERM:
       return " (seccomp of a container, or sysctl kernel.io_uring_disabled)";
     case EACCES:
-      return " (a security module forbids it)";
+      return " (denied by a security module)";
     case ENOSYS:
-      return " (kernel before 5.1, or io_uring compiled out or hidden by a sandbox)";
+      return " (kernel before 5.1, or io_uring is compiled out or blocked by a sandbox)";
     case ENOMEM:
       return " (RLIMIT_MEMLOCK: raise `ulimit -l`)";
     case EMFILE:
@@ -86,8 +87,8 @@ void Ring::set_up(uint32_t num_entries) {
     if (fd_ != -EINVAL) break;
   }
   if (fd_ < 0) fail("io_uring_setup", -fd_);
-  constexpr uint32_t kNeeded = kFeatureSingleMmap | kFeatureNoDrop | kFeatureRwCurPos;
-  if ((params_.features & kNeeded) != kNeeded) {
+  constexpr uint32_t kRequired = kFeatureSingleMmap | kFeatureNoDrop | kFeatureRwCurPos;
+  if ((params_.features & kRequired) != kRequired) {
     throw IoFailure(ENOSYS, "start", {}, 0, 0, "this kernel's io_uring is older than Linux 5.6");
   }
 }
@@ -97,13 +98,13 @@ void Ring::map() {
   const size_t cq_bytes = params_.cq_off.cqes + params_.cq_entries * sizeof(Completion);
   ring_bytes_ = std::max(sq_bytes, cq_bytes);
   if (const int result = os::map_shared(fd_, ring_bytes_, kOffsetRing, &ring_); result < 0) {
-    fail("mapping the ring", -result);
+    fail("mmap of the rings", -result);
   }
   submissions_bytes_ = params_.sq_entries * sizeof(Submission);
   if (const int result =
           os::map_shared(fd_, submissions_bytes_, kOffsetSubmissions, &submissions_map_);
       result < 0) {
-    fail("mapping the submissions", -result);
+    fail("mmap of the submission entries", -result);
   }
   const auto word = [this](uint32_t offset) {
     return reinterpret_cast<uint32_t*>(static_cast<char*>(ring_) + offset);
@@ -116,12 +117,12 @@ void Ring::map() {
   cq_tail_ = word(params_.cq_off.tail);
   cq_mask_ = *word(params_.cq_off.ring_mask);
   completions_ = reinterpret_cast<Completion*>(word(params_.cq_off.cqes));
-  // The array allows submissions out of order; we never want that.
+  // Identity mapping: entries are submitted in the order of the submission queue.
   uint32_t* array = word(params_.sq_off.array);
   for (uint32_t i = 0; i < params_.sq_entries; ++i) array[i] = i;
 }
 
-// A sandbox may allow the set-up and forbid the rest: send one no-operation through.
+// Submits a no-op and waits for it: a sandbox may permit io_uring_setup, but not io_uring_enter.
 void Ring::self_test() {
   prepare(kOpNop, -1, 0, 0, 0, 0);
   Completion completion{};
@@ -139,6 +140,8 @@ void Ring::unmap_all() {
   if (fd_ >= 0) os::close_fd(fd_);
 }
 
+// Number of entries that the kernel has not consumed. The acquire load pairs with the kernel's
+// store of the head, after which it no longer reads the consumed entries.
 uint32_t Ring::num_prepared() const { return *sq_tail_ - load_acquire(sq_head_); }
 
 void Ring::prepare(uint8_t opcode, int fd, uint64_t address, uint32_t length, uint64_t offset,
@@ -152,7 +155,7 @@ void Ring::prepare(uint8_t opcode, int fd, uint64_t address, uint32_t length, ui
   submission.length = length;
   submission.offset = offset;
   submission.user_data = user_data;
-  store_release(sq_tail_, tail + 1);
+  store_release(sq_tail_, tail + 1);  // publishes the entry to the kernel
 }
 
 int Ring::enter(uint32_t min_complete) {
@@ -162,13 +165,13 @@ int Ring::enter(uint32_t min_complete) {
 
 bool Ring::reap(Completion* completion) {
   const uint32_t head = *cq_head_;
-  if (head == load_acquire(cq_tail_)) return false;
+  if (head == load_acquire(cq_tail_)) return false;  // orders the read of the entry
   *completion = completions_[head & cq_mask_];
-  store_release(cq_head_, head + 1);
+  store_release(cq_head_, head + 1);  // the kernel may overwrite the entry
   return true;
 }
 
-bool Ring::take_back(uint64_t* user_data) {
+bool Ring::pop_unsubmitted(uint64_t* user_data) {
   if (num_prepared() == 0) return false;
   const uint32_t tail = *sq_tail_ - 1;
   *user_data = submissions_[tail & sq_mask_].user_data;

@@ -1,5 +1,5 @@
-// One io_uring: two mapped queues and one system call. Used by a single thread, which must be the
-// one that made it (SINGLE_ISSUER). Knows nothing of blocks.
+// Ring: an io_uring instance, accessed by raw system calls. All calls must come from the thread
+// that created it (IORING_SETUP_SINGLE_ISSUER).
 #pragma once
 
 #include <cstddef>
@@ -12,23 +12,26 @@ namespace infinity::aio::uring {
 
 class Ring {
  public:
-  explicit Ring(uint32_t num_entries);  // throws IoFailure with the likely cause
+  // Throws IoFailure, with the likely cause, if io_uring is not available.
+  explicit Ring(uint32_t num_entries);
   ~Ring();
   Ring(const Ring&) = delete;
   Ring& operator=(const Ring&) = delete;
 
-  // Pre: fewer than num_entries submissions are prepared and not yet entered.
+  // Adds an entry to the submission queue. Requires fewer than num_entries entries that the kernel
+  // has not consumed.
   void prepare(uint8_t opcode, int fd, uint64_t address, uint32_t length, uint64_t offset,
                uint64_t user_data);
-  // Submits what is prepared and waits for `min_complete` completions. 0 or a negated errno; what
-  // the kernel did not take stays prepared.
+  // Submits the prepared entries and waits for `min_complete` completions. Returns 0 or a negated
+  // errno. Entries that the kernel did not consume stay in the submission queue.
   int enter(uint32_t min_complete);
-  // The next completion, if there is one.
+  // Removes the next entry of the completion queue. Returns false if it is empty.
   bool reap(Completion* completion);
-  // Takes back the submission the kernel has not consumed that was prepared last.
-  bool take_back(uint64_t* user_data);
+  // Removes the last entry of the submission queue that the kernel has not consumed and stores its
+  // user_data. Returns false if there is none.
+  bool pop_unsubmitted(uint64_t* user_data);
 
-  std::string flag_names() const;
+  std::string flag_names() const;  // of the setup flags in use
 
  private:
   void set_up(uint32_t num_entries);
@@ -45,11 +48,11 @@ class Ring {
   size_t submissions_bytes_ = 0;
 
   Submission* submissions_ = nullptr;
-  uint32_t* sq_head_ = nullptr;  // the kernel moves it
-  uint32_t* sq_tail_ = nullptr;  // we move it
+  uint32_t* sq_head_ = nullptr;  // written by the kernel
+  uint32_t* sq_tail_ = nullptr;  // written by this class
   uint32_t sq_mask_ = 0;
-  uint32_t* cq_head_ = nullptr;  // we move it
-  uint32_t* cq_tail_ = nullptr;  // the kernel moves it
+  uint32_t* cq_head_ = nullptr;  // written by this class
+  uint32_t* cq_tail_ = nullptr;  // written by the kernel
   uint32_t cq_mask_ = 0;
   Completion* completions_ = nullptr;
 };

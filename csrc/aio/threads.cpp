@@ -1,5 +1,5 @@
-// Back end of worker threads: one blocking pread or pwrite each. Works everywhere, containers
-// included, and is the main path wherever io_uring is forbidden.
+// Thread-pool back end: each worker thread runs one blocking pread or pwrite at a time. Used where
+// io_uring is not permitted, as in most containers.
 #include <condition_variable>
 #include <mutex>
 #include <system_error>
@@ -45,7 +45,7 @@ class ThreadsBackend final : public Backend {
     workers_.clear();
   }
 
-  // Idle threads end at once, the others when the kernel lets go.
+  // Idle threads end immediately, the others when their system call returns.
   bool abandon() override {
     {
       const std::lock_guard lock(mutex_);
@@ -77,7 +77,7 @@ class ThreadsBackend final : public Backend {
     while (true) {
       {
         const std::lock_guard lock(mutex_);
-        seen = generation_;  // before take(): a wake in between makes the wait return at once
+        seen = generation_;  // read before take(), so that a wake() after it ends the wait below
       }
       Block* block = nullptr;
       while (source_.take(&block, 1) > 0) source_.finish(block, transfer(*block));
@@ -88,10 +88,10 @@ class ThreadsBackend final : public Backend {
   }
 
   BlockSource& source_;
-  const uint32_t num_threads_;  // wake() may race with stop(), which empties workers_
+  const uint32_t num_threads_;  // wake() cannot use workers_.size(), since stop() clears it
   std::mutex mutex_;
   std::condition_variable changed_;
-  uint64_t generation_ = 0;
+  uint64_t generation_ = 0;  // incremented by wake()
   bool stopped_ = false;
   std::vector<std::thread> workers_;
 };

@@ -8,8 +8,8 @@
 
 namespace infinity::aio {
 
-Throttle::Throttle(uint64_t bytes_per_s, std::function<void(Block*)> deliver)
-    : bytes_per_s_(bytes_per_s), deliver_(std::move(deliver)), thread_([this] { run(); }) {}
+Throttle::Throttle(uint64_t bytes_per_s, std::function<void(Block*)> complete)
+    : bytes_per_s_(bytes_per_s), complete_(std::move(complete)), thread_([this] { run(); }) {}
 
 Throttle::~Throttle() { stop(); }
 
@@ -17,7 +17,7 @@ void Throttle::stop() {
   if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
-    stopped_ = released_ = true;
+    stopped_ = disabled_ = true;
   }
   changed_.notify_all();
   thread_.join();
@@ -33,10 +33,10 @@ void Throttle::add(Block* block) {
   changed_.notify_all();
 }
 
-void Throttle::release() {
+void Throttle::disable() {
   {
     const std::lock_guard lock(mutex_);
-    released_ = true;
+    disabled_ = true;
   }
   changed_.notify_all();
 }
@@ -50,15 +50,15 @@ void Throttle::run() {
       changed_.wait(lock);
       continue;
     }
-    const int64_t left_ns = delayed_.front().due_ns - os::monotonic_ns();
-    if (left_ns > 0 && !released_) {
-      changed_.wait_for(lock, std::chrono::nanoseconds(left_ns));
+    const int64_t remaining_ns = delayed_.front().due_ns - os::monotonic_ns();
+    if (remaining_ns > 0 && !disabled_) {
+      changed_.wait_for(lock, std::chrono::nanoseconds(remaining_ns));
       continue;
     }
     Block* block = delayed_.front().block;
     delayed_.pop_front();
     lock.unlock();
-    deliver_(block);
+    complete_(block);
     lock.lock();
   }
 }

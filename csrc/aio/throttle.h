@@ -1,8 +1,8 @@
-// An artificially slow disk, for tests of overlap: finished blocks are delivered late.
+// Throttle: simulates a slow disk by delaying the completion of transferred blocks. For tests.
 //
-// One virtual clock is shared by all blocks and directions. A block moves it forward by
-// length / rate, starting no earlier than the block itself did, and is delivered when real time has
-// caught up. Waiting is a timed sleep of one thread; no processor time is burnt.
+// One virtual clock is shared by all blocks and both directions. Each block advances it by
+// length / rate, starting no earlier than the start of the block, and is completed when real time
+// reaches it. One thread waits by timed sleeps.
 #pragma once
 
 #include <condition_variable>
@@ -18,13 +18,13 @@ namespace infinity::aio {
 
 class Throttle {
  public:
-  // `deliver` is called from the throttle's own thread, without its lock held.
-  Throttle(uint64_t bytes_per_s, std::function<void(Block*)> deliver);
+  // `complete` is called by the throttle's thread, without its mutex held.
+  Throttle(uint64_t bytes_per_s, std::function<void(Block*)> complete);
   ~Throttle();
 
   void add(Block* block);
-  void release();  // from now on everything is delivered at once
-  void stop();     // delivers what is left and joins the thread; one caller at a time
+  void disable();  // completes delayed and later blocks without delay
+  void stop();     // disables, completes delayed blocks and joins the thread; not thread-safe
 
  private:
   struct Delayed {
@@ -35,14 +35,14 @@ class Throttle {
   void run();
 
   const uint64_t bytes_per_s_;
-  const std::function<void(Block*)> deliver_;
+  const std::function<void(Block*)> complete_;
   std::mutex mutex_;
   std::condition_variable changed_;
-  std::deque<Delayed> delayed_;  // the clock never goes back, so this is ordered by due_ns
+  std::deque<Delayed> delayed_;  // sorted by due_ns, since the clock is monotonic
   int64_t clock_ns_ = 0;
-  bool released_ = false;
+  bool disabled_ = false;
   bool stopped_ = false;
-  std::thread thread_;  // last: starts when the rest is ready
+  std::thread thread_;  // last: uses the other members
 };
 
 }  // namespace infinity::aio

@@ -1,5 +1,4 @@
-// One logical request: a scatter list, over one or more devices, that is done when its last block
-// is.
+// Ticket: one submitted request, a list of segments on one or more devices.
 #pragma once
 
 #include <array>
@@ -20,9 +19,9 @@ namespace infinity::aio {
 
 class Engine;
 class Lane;
-struct Finished;
+struct CompletedTickets;
 
-// Order of service. Within a class first come, first served; see queue.h.
+// Scheduling class; FIFO within a class, see queue.h.
 enum class Priority : int { urgent = 0, normal = 1, background = 2 };
 constexpr size_t kNumPriorities = 3;
 
@@ -33,61 +32,66 @@ struct Segment {
   uint64_t address;
 };
 
-// What of a ticket lies on one device. Guarded by the engine's mutex.
-struct Part {
+// The segments of a ticket on one device. Guarded by the engine's mutex.
+struct SubRequest {
   Lane* lane = nullptr;
   std::vector<Segment> segments;
-  size_t next_segment = 0;   // cursor of the first byte not yet cut into a block
-  uint64_t next_offset = 0;  // within that segment
-  uint64_t num_queued = 0;   // blocks not yet cut
+  size_t next_segment = 0;   // segment of the first byte not yet split into blocks
+  uint64_t next_offset = 0;  // offset of that byte within the segment
+  uint64_t num_queued = 0;   // blocks not yet split off
   uint64_t num_in_flight = 0;
 };
 
+// A ticket is done when no block of it is queued or in flight. Thread-safe; may outlive its engine.
 class Ticket : public std::enable_shared_from_this<Ticket> {
  public:
-  Ticket(Op ticket_op, Priority priority, int creator, std::weak_ptr<Engine> engine);
+  Ticket(Op ticket_op, Priority priority, int creator_pid, std::weak_ptr<Engine> engine);
 
-  // Any thread, any time; a ticket outlives its engine.
+  // The acquire load pairs with the release store in mark_done(): if it returns true, failure() and
+  // times_ns() may be read without a lock.
   bool done() const { return done_.load(std::memory_order_acquire); }
+  // Waits up to `time` and returns done().
   bool wait_for(std::chrono::nanoseconds time) const;
-  // Moves the blocks not yet cut to the end of the urgent queue.
+  // Moves the queued blocks to the end of the urgent class.
   void promote();
-  // Cancels the blocks not yet cut; the ticket fails with ECANCELED. True: nothing moves any more.
+  // Cancels the queued blocks; if there were any, the ticket fails with ECANCELED. Returns true if
+  // no block is in flight.
   bool cancel();
-  // The watchdog: why waiting for this ticket is vain, if it is. See Engine::stuck.
+  // Returns the watchdog's error if waiting for this ticket may not end. See Engine::stuck.
   std::optional<IoFailure> stuck() const;
-  // Nobody will wait for it, and the kernel may write to its memory at any time: counts the leak.
-  void note_leak();
+  // Counts this ticket as leaked: it is dropped while the kernel references its memory.
+  void count_leak();
 
-  // The error of the first failed block, if any. Pre: done().
+  // Error of the first failed block, if any. Requires done().
   const std::optional<IoFailure>& failure() const { return failure_; }
-  // Pre: done(). CLOCK_MONOTONIC: queued, first block begun (or over, where none ever was), over.
+  // CLOCK_MONOTONIC times of submission, of the start of the first block and of completion. Without
+  // a started block, the second equals the third. Requires done().
   std::array<int64_t, 3> times_ns() const;
 
   const Op op;
-  const int process_id;  // only the process that made it can ever see it finish
+  const int process_id;  // of the creator; a forked child never observes completion
   uint64_t nbytes = 0;
 
  private:
   friend class Engine;
   friend class Lane;
-  friend struct Finished;
+  friend struct CompletedTickets;
 
-  void announce();
+  void mark_done();
 
   const std::weak_ptr<Engine> engine_;
 
-  // Guarded by the engine's mutex until done; constant from then on.
-  std::vector<Part> parts_;  // fixed once submitted: queues and blocks point into it
+  // Guarded by the engine's mutex. failure_ and the times are constant once done_ is set.
+  std::vector<SubRequest> sub_requests_;  // not resized while queues and blocks point into it
   Priority priority_;
   std::optional<IoFailure> failure_;
-  bool over_ = false;  // about to be announced
+  bool completed_ = false;  // mark_done() has been scheduled, see CompletedTickets
   int64_t submitted_ns_ = 0;
-  int64_t started_ns_ = 0;  // 0: no block of it was ever cut
+  int64_t started_ns_ = 0;  // 0 if no block has started
   int64_t finished_ns_ = 0;
 
-  mutable std::mutex mutex_;
-  mutable std::condition_variable finished_;
+  mutable std::mutex mutex_;  // of done_changed_ only
+  mutable std::condition_variable done_changed_;
   std::atomic<bool> done_{false};
 };
 

@@ -1,8 +1,9 @@
-// Back end of io_uring: one thread makes, feeds and empties the ring. Other threads wake it through
-// an eventfd that the ring itself reads, so that it sleeps in a single place.
+// io_uring back end. One thread creates the ring, submits blocks and reaps completions. Other
+// threads wake it through an eventfd with a pending read in the ring, so io_uring_enter is its only
+// blocking call.
 //
-// No SQPOLL (it burns a core that the optimizer needs), no IOPOLL (needs nvme.poll_queues at module
-// load and forbids the wake-up read).
+// SQPOLL is not used, since it occupies a core that the optimizer needs; nor is IOPOLL, which needs
+// nvme.poll_queues at module load and does not support the read of the eventfd.
 #include <atomic>
 #include <cerrno>
 #include <exception>
@@ -20,9 +21,10 @@
 namespace infinity::aio {
 namespace {
 
-// The kernel holds a longer batch back until its last request is built, while the device idles.
+// Entries per io_uring_enter. The kernel holds back larger batches until their last request is
+// built, which leaves the device idle.
 constexpr size_t kSubmitBatch = 2;
-constexpr uint64_t kWakeTag = 0;  // user_data of the eventfd read; a block's is its address
+constexpr uint64_t kWakeTag = 0;  // user_data of the eventfd read; for blocks it is their address
 
 class UringBackend final : public Backend {
  public:
@@ -31,22 +33,22 @@ class UringBackend final : public Backend {
     wake_fd_ = os::event_create();
     if (wake_fd_ < 0) throw IoFailure(-wake_fd_, "start", {}, 0, 0, "eventfd failed");
     try {
-      // The ring belongs to the thread that makes it, so the thread reports how that went.
+      // The ring must be created by its only user, the I/O thread, which reports the result.
       auto started = std::make_shared<std::promise<std::string>>();
       std::future<std::string> flags = started->get_future();
       thread_ = std::thread([this, started] { run(*started); });
       flags_ = flags.get();
     } catch (const std::system_error& error) {
-      close_all();
+      join_and_close();
       throw IoFailure(error.code().value(), "start", {}, 0, 0, "cannot start the I/O thread");
     } catch (...) {
-      close_all();
+      join_and_close();
       throw;
     }
   }
   ~UringBackend() override {
     stop();
-    close_all();
+    join_and_close();
   }
 
   void wake(size_t) override { os::event_signal(wake_fd_); }
@@ -58,8 +60,8 @@ class UringBackend final : public Backend {
     thread_.join();
   }
 
-  // The thread ends by itself when the kernel lets go. Until then the ring, its memory and this
-  // object are its own.
+  // The detached thread ends when the kernel has completed all requests. Until then it uses the
+  // ring, its memory and this object.
   bool abandon() override {
     stopped_.store(true, std::memory_order_release);
     os::event_signal(wake_fd_);
@@ -70,7 +72,7 @@ class UringBackend final : public Backend {
   std::string description() const override { return flags_; }
 
  private:
-  void close_all() {
+  void join_and_close() {
     if (thread_.joinable()) thread_.join();
     os::close_fd(wake_fd_);
   }
@@ -79,62 +81,62 @@ class UringBackend final : public Backend {
     os::prepare_native_thread("infinity-aio");
     std::unique_ptr<uring::Ring> ring;
     try {
-      ring = std::make_unique<uring::Ring>(queue_depth_ + 1);  // and one for the wake-up read
+      ring = std::make_unique<uring::Ring>(queue_depth_ + 1);  // + 1 for the eventfd read
       started.set_value(ring->flag_names());
     } catch (...) {
       started.set_exception(std::current_exception());
       return;
     }
-    serve(*ring);
+    run_loop(*ring);
   }
 
-  void serve(uring::Ring& ring) {
+  void run_loop(uring::Ring& ring) {
     while (true) {
       const bool stopping = stopped_.load(std::memory_order_acquire);
-      if (!armed_ && !stopping) {
+      if (!wake_armed_ && !stopping) {
         ring.prepare(uring::kOpRead, wake_fd_, reinterpret_cast<uint64_t>(&wake_count_),
                      sizeof wake_count_, 0, kWakeTag);
-        armed_ = true;
+        wake_armed_ = true;
       }
-      feed(ring);
-      // The wake-up read is waited for too: the kernel must not write into a dead object.
-      if (stopping && num_lent_ == 0 && !armed_) return;
+      submit_blocks(ring);
+      // Wait for the eventfd read as well, since the kernel writes to wake_count_.
+      if (stopping && num_in_flight_ == 0 && !wake_armed_) return;
       const int result = ring.enter(1);
       uring::Completion completion;
-      while (ring.reap(&completion)) complete(completion);
-      if (result < 0 && result != -EINTR) recover(ring, result);
+      while (ring.reap(&completion)) handle_completion(completion);
+      if (result < 0 && result != -EINTR) handle_enter_error(ring, result);
     }
   }
 
-  void feed(uring::Ring& ring) {
-    const size_t num_taken = source_.take(batch_.data(), queue_depth_ - num_lent_);
+  void submit_blocks(uring::Ring& ring) {
+    const size_t num_taken = source_.take(batch_.data(), queue_depth_ - num_in_flight_);
     for (size_t i = 0; i < num_taken; ++i) {
       const Block& block = *batch_[i];
       ring.prepare(block.op == Op::read ? uring::kOpRead : uring::kOpWrite, block.file->fd(),
                    block.address + block.done, static_cast<uint32_t>(block.end - block.done),
                    block.offset + block.done, reinterpret_cast<uint64_t>(batch_[i]));
-      // An error shows again at the next enter, which handles it.
+      // Errors are ignored here: the call in run_loop() returns them again.
       if (i % kSubmitBatch == kSubmitBatch - 1) ring.enter(0);
     }
-    num_lent_ += num_taken;
+    num_in_flight_ += num_taken;
   }
 
-  void complete(const uring::Completion& completion) {
+  void handle_completion(const uring::Completion& completion) {
     if (completion.user_data == kWakeTag) {
-      armed_ = false;
-      if (completion.result < 0) os::sleep_ms(1);  // never seen; must not become a busy loop
+      wake_armed_ = false;
+      if (completion.result < 0) os::sleep_ms(1);  // unexpected; avoids a busy loop
       return;
     }
-    --num_lent_;
+    --num_in_flight_;
     source_.finish(reinterpret_cast<Block*>(completion.user_data), completion.result);
   }
 
-  // The system call itself failed. What the kernel did not take is handed back with the error (the
-  // engine retries EAGAIN and gives up in the end); what it did take can only be waited for.
-  void recover(uring::Ring& ring, int error) {
+  // Handles a failed io_uring_enter. Finishes the entries that the kernel did not consume with the
+  // error (the lane retries EAGAIN a limited number of times); the others are still in flight.
+  void handle_enter_error(uring::Ring& ring, int error) {
     const int reported = error == -EBUSY ? -EAGAIN : error;
     uint64_t user_data = 0;
-    while (ring.take_back(&user_data)) complete({user_data, reported, 0});
+    while (ring.pop_unsubmitted(&user_data)) handle_completion({user_data, reported, 0});
     os::sleep_ms(1);
   }
 
@@ -145,10 +147,10 @@ class UringBackend final : public Backend {
   std::atomic<bool> stopped_{false};
   std::string flags_;
 
-  // The I/O thread's own.
-  uint64_t wake_count_ = 0;
-  bool armed_ = false;
-  size_t num_lent_ = 0;
+  // Accessed by the I/O thread only.
+  uint64_t wake_count_ = 0;   // target of the eventfd read
+  bool wake_armed_ = false;   // the eventfd read is pending
+  size_t num_in_flight_ = 0;  // blocks
 
   std::thread thread_;
 };

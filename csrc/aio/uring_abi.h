@@ -1,7 +1,7 @@
-// The part of the io_uring ABI that we use, from io_uring_setup(2) and io_uring_enter(2).
+// Subset of the io_uring ABI, from io_uring_setup(2) and io_uring_enter(2).
 //
-// Our own copy, because the kernel headers of wheel build images are older than the kernels we run
-// on. The sizes are the ABI; the kernel never changes them.
+// Defined here because the kernel headers of wheel build images are older than the kernels at run
+// time. Sizes and offsets are part of the stable kernel ABI.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ constexpr uint32_t kSetupDeferTaskrun = 1u << 13;
 
 constexpr uint32_t kFeatureSingleMmap = 1u << 0;
 constexpr uint32_t kFeatureNoDrop = 1u << 1;
-constexpr uint32_t kFeatureRwCurPos = 1u << 3;  // Linux 5.6, which also brought read and write
+constexpr uint32_t kFeatureRwCurPos = 1u << 3;  // Linux 5.6, as are kOpRead and kOpWrite
 
 constexpr uint32_t kEnterGetEvents = 1u << 0;
 

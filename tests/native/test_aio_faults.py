@@ -179,9 +179,9 @@ def test_faults_of_all_kinds_give_data_or_error(backend: str, tmp_path: Path, se
     [
         ("rate=0.1", "seed is missing"),
         ("seed=one", "not a number"),
-        ("seed=1,kinds=fire", "no kind 'fire'"),
+        ("seed=1,kinds=fire", "unknown kind 'fire'"),
         ("seed=1,rate=1.5", "between 0 and 1"),
-        ("seed=1,often=yes", "no setting 'often'"),
+        ("seed=1,often=yes", "unknown setting 'often'"),
     ],
 )
 def test_invalid_fault_settings_are_refused(text: str, problem: str) -> None:

@@ -51,7 +51,7 @@ def test_timeout_error_names_outstanding_requests(backend: str, tmp_path: Path) 
     error = raises_timeout(ticket.wait)
     assert (error.op, error.filename) == ("write", file.path)
     assert (error.offset, error.length) == (BLOCK, BLOCK)
-    assert "no answer from the device" in str(error)
+    assert "no completion from the device" in str(error)
     text = f"write of {BLOCK} bytes at offset {BLOCK} of '{file.path}' for "
     assert re.search(re.escape(text) + r"\d+\.\d", str(error))
     assert re.search(r"and \d+ others", str(error))

@@ -26,9 +26,9 @@ struct Registered {
   Registered(const char* name, void (*body)()) { cases().push_back({name, body}); }
 };
 
-inline void check(bool held, const char* what, const char* file, int line,
+inline void check(bool passed, const char* what, const char* file, int line,
                   const std::string& detail = {}) {
-  if (held) return;
+  if (passed) return;
   throw Failed(std::string(file) + ":" + std::to_string(line) + ": " + what +
                (detail.empty() ? "" : " [" + detail + "]"));
 }

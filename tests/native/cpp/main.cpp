@@ -1,4 +1,4 @@
-// Runs all tests, or those whose names contain an argument. A test that hangs is killed.
+// Runs all tests, or those whose names contain an argument. SIGALRM ends a test that hangs.
 #include <unistd.h>
 
 #include <chrono>
@@ -22,7 +22,7 @@ bool is_wanted(const std::string& name, int count, char** args) {
 
 int main(int count, char** args) {
   using Clock = std::chrono::steady_clock;
-  // A sanitizer may start a thread of its own with the first one; tests count threads.
+  // The first thread may make a sanitizer start another one, and tests count threads.
   std::thread([] {}).join();
   int num_failed = 0;
   int num_run = 0;

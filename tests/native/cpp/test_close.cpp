@@ -13,7 +13,7 @@ TEST(close_races_with_submitters_and_waiters) {
     for (int turn = 0; turn < 15; ++turn) {
       const auto engine = Engine::start(small_config(backend));
       Scratch scratch(8 * kBlock);
-      std::atomic<int> num_strange{0};
+      std::atomic<int> num_unexpected{0};
       std::vector<std::thread> threads;
       for (int i = 0; i < 3; ++i) {
         threads.emplace_back([&] {
@@ -22,10 +22,10 @@ TEST(close_races_with_submitters_and_waiters) {
             while (true) {
               const int error = outcome(
                   *engine->submit(Op::read, {{scratch.file, 0, 8 * kBlock, buffer.address()}}));
-              if (error != 0 && error != ECANCELED) ++num_strange;
+              if (error != 0 && error != ECANCELED) ++num_unexpected;
             }
           } catch (const IoFailure& failure) {
-            if (failure.error != ECANCELED) ++num_strange;
+            if (failure.error != ECANCELED) ++num_unexpected;
           }
         });
       }
@@ -34,7 +34,7 @@ TEST(close_races_with_submitters_and_waiters) {
       close(*engine);
       other.join();
       for (std::thread& thread : threads) thread.join();
-      CHECK(num_strange == 0);
+      CHECK(num_unexpected == 0);
     }
   });
 }

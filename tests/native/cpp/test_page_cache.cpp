@@ -32,7 +32,7 @@ bool becomes_empty(const File& file, size_t nbytes) {
 
 TEST(page_cache_is_empty_after_buffered_transfers) {
   with_each_backend([](BackendKind backend) {
-    constexpr size_t kBytes = 48u << 20;  // longer than the trail
+    constexpr size_t kBytes = 48u << 20;  // more than kMaxDirtyBytes
     Scratch scratch(kBytes, Direct::off);
     if (scratch.file->file_system() == "tmpfs") return;  // its files are in the page cache
     EngineConfig config = small_config(backend);
@@ -41,9 +41,9 @@ TEST(page_cache_is_empty_after_buffered_transfers) {
     Buffer out(kBytes);
     out.mark(3);
     CHECK(outcome(*engine->submit(Op::write, {{scratch.file, 0, kBytes, out.address()}})) == 0);
-    // At most the trail and the blocks in flight may be resident.
+    // At most the dirty ranges and the blocks in flight may be resident.
     CHECK(resident_pages(*scratch.file, kBytes) * 4096 <=
-          PageCacheSweeper::kTrailBytes + (8u << 20));
+          PageCacheSweeper::kMaxDirtyBytes + (8u << 20));
     CHECK(becomes_empty(*scratch.file, kBytes));
     Buffer in(kBytes);
     CHECK(outcome(*engine->submit(Op::read, {{scratch.file, 0, kBytes, in.address()}})) == 0);
@@ -60,8 +60,8 @@ TEST(page_cache_write_back_errors_persist) {
   const std::vector<Segment> segments{{scratch.file, 0, kBlock, buffer.address()}};
   CHECK(outcome(*engine->submit(Op::write, segments)) == 0);
   CHECK(scratch.file->sync());
-  scratch.file->note_write_back(-EIO);
-  scratch.file->note_write_back(-ENOSPC);  // the first error is kept
+  scratch.file->record_write_back(-EIO);
+  scratch.file->record_write_back(-ENOSPC);  // the first error is kept
   CHECK(outcome(*engine->submit(Op::write, segments)) == EIO);
   CHECK_THROWS(IoFailure, scratch.file->sync());
   close(*engine);

@@ -1,4 +1,4 @@
-// Tests of the order of service of the queue, without threads or files.
+// Tests of the order in which the queue serves requests.
 #include <string>
 #include <vector>
 
@@ -9,33 +9,33 @@ using namespace infinity::aio;
 
 namespace {
 
-// Queue of requests with one part each, named by a letter.
+// Queue of requests on one device each, named by a letter.
 struct NamedQueue {
   Queue queue;
-  std::vector<std::unique_ptr<Part>> parts;
+  std::vector<std::unique_ptr<SubRequest>> sub_requests;
   std::string names;
 
-  Part* add(char name, Priority priority, uint64_t num_blocks, Op op = Op::read) {
-    parts.push_back(std::make_unique<Part>());
+  SubRequest* add(char name, Priority priority, uint64_t num_blocks, Op op = Op::read) {
+    sub_requests.push_back(std::make_unique<SubRequest>());
     names += name;
-    parts.back()->num_queued = num_blocks;
-    queue.push(
-        {std::make_shared<Ticket>(op, priority, 0, std::weak_ptr<Engine>{}), parts.back().get()},
-        priority);
-    return parts.back().get();
+    sub_requests.back()->num_queued = num_blocks;
+    queue.push({std::make_shared<Ticket>(op, priority, 0, std::weak_ptr<Engine>{}),
+                sub_requests.back().get()},
+               priority);
+    return sub_requests.back().get();
   }
-  char cut() {
+  char pop_block() {
     const Queue::Entry entry = queue.front();
-    --entry.part->num_queued;
-    queue.cut();
-    for (size_t i = 0; i < parts.size(); ++i) {
-      if (parts[i].get() == entry.part) return names[i];
+    --entry.sub_request->num_queued;
+    queue.pop_block();
+    for (size_t i = 0; i < sub_requests.size(); ++i) {
+      if (sub_requests[i].get() == entry.sub_request) return names[i];
     }
     return '?';
   }
   std::string drain() {
     std::string order;
-    while (!queue.empty()) order += cut();
+    while (!queue.empty()) order += pop_block();
     return order;
   }
 };
@@ -62,28 +62,28 @@ TEST(queue_alternates_directions_within_a_class) {
   CHECK(requests.drain() == "rwrwrvvb");
 }
 
-TEST(queue_starves_no_class) {
+TEST(queue_serves_every_class_despite_urgent_requests) {
   NamedQueue requests;
   requests.add('u', Priority::urgent, 1000);
   requests.add('n', Priority::normal, 10);
   requests.add('b', Priority::background, 10);
   const std::string order = requests.drain();
-  CHECK(order.find_first_not_of('u') == Queue::kPatience);
+  CHECK(order.find_first_not_of('u') == Queue::kMaxPassedOver);
   const size_t last = order.find_last_not_of('u');
-  CHECK_WITH(std::to_string(last), last < 10 * (Queue::kPatience + 3));
+  CHECK_WITH(std::to_string(last), last < 10 * (Queue::kMaxPassedOver + 3));
   CHECK(order.size() == 1020);
 }
 
-TEST(queue_promotes_and_erases_queued_parts) {
+TEST(queue_promotes_and_erases_requests) {
   NamedQueue requests;
-  Part* a = requests.add('a', Priority::normal, 3);
-  Part* b = requests.add('b', Priority::background, 3);
+  SubRequest* a = requests.add('a', Priority::normal, 3);
+  SubRequest* b = requests.add('b', Priority::background, 3);
   requests.add('c', Priority::background, 1);
   requests.add('u', Priority::urgent, 1);
-  CHECK(requests.cut() == 'u');
-  CHECK(requests.cut() == 'a');
+  CHECK(requests.pop_block() == 'u');
+  CHECK(requests.pop_block() == 'a');
   requests.queue.promote(b);
-  CHECK(requests.cut() == 'b');
+  CHECK(requests.pop_block() == 'b');
   CHECK(requests.queue.erase(a));
   CHECK(!requests.queue.erase(a));
   CHECK(requests.queue.num_blocks() == 3);

@@ -71,7 +71,7 @@ TEST(watchdog_names_outstanding_blocks_and_close_returns) {
   });
 }
 
-TEST(watchdog_is_quiet_on_a_slow_disk) {
+TEST(watchdog_ignores_a_slow_disk) {
   EngineConfig config = watched_config(BackendKind::threads, "");
   config.slow_bytes_per_s = 4 * kBlock;
   const auto engine = Engine::start(config);
@@ -106,7 +106,7 @@ TEST(watchdog_abandons_a_stuck_kernel_request) {
   engine.reset();  // leaves the ring to the kernel
   CHECK(ticket->stuck().has_value());
   CHECK(!ticket->done());
-  // The kernel completes the read after all: memory, ticket and thread must still exist.
+  // The kernel completes the read later: memory, ticket and thread must still exist.
   const std::vector<uint8_t> bytes(kBlock, 42);
   CHECK(::write(pipe->fd(), bytes.data(), bytes.size()) == static_cast<ssize_t>(kBlock));
   CHECK(outcome(*ticket) == 0);

@@ -15,7 +15,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from itertools import chain
 from pathlib import Path
@@ -138,7 +138,7 @@ def prepare(spec: CorpusSpec, cache: Path, progress: Progress | None = None) -> 
     """
     directory = cache / spec.key
     if not directory.is_dir():
-        with _explained(cache):
+        try:
             cache.mkdir(parents=True, exist_ok=True)
             for path in cache.glob(f"*{_PARTIAL}*{_LOCK}"):
                 with suppress(OSError), LockFile(path, create=False) as lock:  # of a killed process
@@ -150,6 +150,10 @@ def prepare(spec: CorpusSpec, cache: Path, progress: Progress | None = None) -> 
                 _make(spec, partial, directory, progress)
             finally:
                 lock.release()
+        except OSError as error:
+            what = f"{error.filename or cache}: tokens cannot be written or read"
+            remedy = "data.cache: DIR, another directory for tokens, perhaps on a larger drive"
+            raise refused(what, error, cache, remedy=remedy) from error
     return Corpus(directory)
 
 
@@ -282,13 +286,3 @@ def _token_file_range(
         update(tokens.data)
         advance(tokens.nbytes)
     return segment
-
-
-@contextmanager
-def _explained(cache: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        what = f"{error.filename or cache}: tokens cannot be written or read"
-        remedy = "data.cache: DIR, another directory for tokens, perhaps on a larger drive"
-        raise refused(what, error, cache, remedy=remedy) from error

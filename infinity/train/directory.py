@@ -25,13 +25,7 @@ from typing import Any
 
 from infinity._version import __version__
 from infinity.common.checksummed_json import read_sealed, write_sealed
-from infinity.common.files import (
-    TEMPORARY_NAME,
-    LockFile,
-    atomic_write,
-    make_directories,
-    refused,
-)
+from infinity.common.files import TEMPORARY_NAME, LockFile, atomic_write, make_directories, refused
 from infinity.common.parsed_json import Count, Flag, Text, Texts, made
 from infinity.config.renamed import migrate_stored_keys
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
@@ -88,22 +82,11 @@ class RunDirectory:
         with ranks.collective_section("opens the run's directory"):
             if not ranks.rank:
                 self._open(resume)
-        self._share_record()
+        self.record = ranks.all_gather_object(self.record)[0]
 
     def _open(self, resume: bool) -> None:
         with self._explained():
             make_directories(self.path)
-        self._check_contents(resume)
-        try:
-            with self._explained():
-                self._lock = LockFile(self.path / _LOCK)
-        except BlockingIOError as error:
-            raise MachineError(
-                f"another process is training in {self.path}",
-                remedy="wait until it is over, or run_dir=... another directory",
-            ) from error
-
-    def _check_contents(self, resume: bool) -> None:
         if (self.path / RUN_RECORD).exists():
             self.record = self._read_record()
             if not resume:
@@ -112,15 +95,23 @@ class RunDirectory:
                     f"{self.path} holds {description} already",
                     remedy="--resume auto goes on with it; run_dir=... starts another one",
                 )
-            return
-        with self._explained():
-            names = sorted(set(os.listdir(self.path)) - _MADE_BEFORE_RECORD)
-        unknown = [name for name in names if not TEMPORARY_NAME.fullmatch(name)]  # of a killed run
-        if unknown:
-            raise ConfigError(
-                f"{self.path} is not empty, and holds no run: {listed(unknown, 4)}",
-                remedy="run_dir=... a new directory",
-            )
+        else:
+            with self._explained():
+                names = sorted(set(os.listdir(self.path)) - _MADE_BEFORE_RECORD)
+            unknown = [n for n in names if not TEMPORARY_NAME.fullmatch(n)]  # of a killed run
+            if unknown:
+                raise ConfigError(
+                    f"{self.path} is not empty, and holds no run: {listed(unknown, 4)}",
+                    remedy="run_dir=... a new directory",
+                )
+        try:
+            with self._explained():
+                self._lock = LockFile(self.path / _LOCK)
+        except BlockingIOError as error:
+            raise MachineError(
+                f"another process is training in {self.path}",
+                remedy="wait until it is over, or run_dir=... another directory",
+            ) from error
 
     def close(self) -> None:
         """Close the files; idempotent."""
@@ -193,7 +184,7 @@ class RunDirectory:
         }
         with self._ranks.collective_section("begins a run"):
             self._write_record(self.record)
-        self._share_record()
+        self.record = self._ranks.all_gather_object(self.record)[0]
         try:
             yield
         except BaseException:
@@ -226,10 +217,6 @@ class RunDirectory:
                 remedy="restore it; or --resume one of its checkpoints/ in another run_dir=...",
             ) from error
         return record
-
-    def _share_record(self) -> None:
-        """Set the record of all ranks to that of rank 0."""
-        self.record = self._ranks.all_gather_object(self.record)[0]
 
     def _write_record(self, record: Mapping[str, Any]) -> None:
         if self._ranks.rank:

@@ -16,7 +16,7 @@ import os
 import secrets
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -91,10 +91,8 @@ class DurableState:
             owned = needs_owner and not ranks.rank and self._is_owner()
             if self._config.durable and resumes and not record and not ranks.local_rank:
                 self._refuse_lost_directory()
-        inode = 0 if ranks.rank else self._directory.inode
-        owned, new_id, self._inode = ranks.all_gather_object((owned, uuid.uuid4().hex[:12], inode))[
-            0
-        ]
+        facts = owned, uuid.uuid4().hex[:12], 0 if ranks.rank else self._directory.inode
+        owned, new_id, self._inode = ranks.all_gather_object(facts)[0]
         if not record.get("durable") or not self._config.durable:
             return
         number = {"state": record.get("state", 0) + 1}
@@ -119,9 +117,18 @@ class DurableState:
             return config
         resume = AUTO if resumes else NEVER
         if resumes and record.get("durable"):
-            directory = self._find_directory([path / self.name for path in config.nvme_path])
+            states = [path / self.name for path in config.nvme_path]
+            directories = run_directories(states)
+            if not directories:
+                raise CheckpointError(
+                    f"the run in {self._directory.path} has its state below "
+                    f"{', '.join(map(str, states))}, but no state exists there",
+                    because="a drive is not mounted, or the state was moved or removed",
+                    remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
+                    "another run_dir=...",
+                )
             if self.moves:
-                self.left, resume = directory, NEVER
+                self.left, resume = directories[0], NEVER
         name = state_name(record | self._replacement, self._directory.path)
         paths = tuple(path / name for path in config.nvme_path)
         for path in paths if not self._ranks.local_rank else ():
@@ -228,39 +235,21 @@ class DurableState:
 
     def _refuse_lost_directory(self) -> None:
         directory = self._directory.path
-        for path in self._config.nvme_path:
-            states = [
-                entry
-                for entry in _subdirectories(path)
-                if entry.name.startswith(f"{directory.name}-")
-            ]
-            for state in states:
-                for run_directory in run_directories([state]):
-                    try:
-                        session = _session_of(run_directory)
-                    except InfinityError:
-                        continue
-                    if session.get("run_dir") == str(directory):
-                        raise ConfigError(
-                            f"{directory} holds no run, but {state} holds the state of a run in "
-                            "that directory",
-                            because="a drive is not mounted, or the directory was moved or removed",
-                            remedy=f"restore it; or remove {state}, or start without --resume, "
-                            "for a new run",
-                        )
-
-    def _find_directory(self, paths: Sequence[Path]) -> Path:
-        """Return a directory of the state, of any rank; raise `CheckpointError` if none exists."""
-        directories = run_directories(paths)
-        if not directories:
-            raise CheckpointError(
-                f"the run in {self._directory.path} has its state below "
-                f"{', '.join(map(str, paths))}, but no state exists there",
-                because="a drive is not mounted, or the state was moved or removed",
-                remedy="mount it, or engine.nvme_path=... where it is now; a new run needs "
-                "another run_dir=...",
-            )
-        return directories[0]
+        entries = [entry for path in self._config.nvme_path for entry in _subdirectories(path)]
+        for state in [entry for entry in entries if entry.name.startswith(f"{directory.name}-")]:
+            for run_directory in run_directories([state]):
+                try:
+                    session = _session_of(run_directory)
+                except InfinityError:
+                    continue
+                if session.get("run_dir") == str(directory):
+                    raise ConfigError(
+                        f"{directory} holds no run, but {state} holds the state of a run in that "
+                        "directory",
+                        because="a drive is not mounted, or the directory was moved or removed",
+                        remedy=f"restore it; or remove {state}, or start without --resume, for a "
+                        "new run",
+                    )
 
     def _ignored_state_error(self) -> ConfigError:
         """Return the error for a run whose committed steps would be ignored."""

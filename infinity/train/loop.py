@@ -43,7 +43,6 @@ from infinity.train.windows import BatchIterator
 _TIMED_STEPS = 50  # steps from which the remaining time is estimated
 _RETRY_DIVISOR = 10  # a failed save is retried after checkpoint_every / _RETRY_DIVISOR steps
 Compute = Callable[[Any, Tensor], Tensor]  # (engine, batch of tokens) -> mean loss
-_SAVE_ERRORS = (CheckpointError, DoesNotFitError, MachineError)  # errors of a save
 
 
 @dataclass
@@ -92,7 +91,11 @@ class Loop:
         self._note_early_stop()  # a resumed run may have stopped early
         self._evaluate_if_due()
         self.evaluation_before = self.evaluation
-        while not self.ended and not self._is_stop_requested():
+        while not self.ended:
+            reported = self.engine.ranks.synchronize("begins a step", int(watcher.stopping))
+            self.stopped_by = max(signum for signum, *_ in reported)  # of any rank
+            if self.stopped_by > 0:
+                break
             self._train_step()
             self._evaluate_if_due()
             every = self._checkpoint_every
@@ -110,12 +113,6 @@ class Loop:
         """Return True if the last `early_stop` evaluations were worse than the best."""
         patience = self.prepared.config.training.early_stop
         return patience is not None and self.best.worse >= patience
-
-    def _is_stop_requested(self) -> bool:
-        """Return True if the watcher of any rank requests a stop; set `stopped_by`. Collective."""
-        reported = self.engine.ranks.synchronize("begins a step", int(self.watcher.stopping))
-        self.stopped_by = max(signum for signum, *_ in reported)
-        return self.stopped_by > 0
 
     @property
     def _checkpoint_every(self) -> int:
@@ -160,7 +157,7 @@ class Loop:
         error: InfinityError | None = None
         try:
             yield
-        except _SAVE_ERRORS as save_error:
+        except (CheckpointError, DoesNotFitError, MachineError) as save_error:
             error = save_error
         except TrainingError as propagated_error:  # of a save that failed on another rank
             if ranks.count == 1:

@@ -200,12 +200,17 @@ class Metrics:
             check_linked(self._file, self._path)
         except OSError as error:
             raise self._write_error(error) from error
+        tracked: dict[str, Any] = {}
         if record["event"] == "evaluation":
             self.evaluated.add(record["step"])
-        if record["event"] == "step":
+            tracked["evaluation/loss"] = record["loss"]
+        elif record["event"] == "step":
             self.last_step = record["step"]
-        if self._trackers is not None and (values := dict(_tracked_values(record))):
-            self._trackers.log(values, record["step"])
+            tracked |= {f"train/{name}": record[name] for name in _TRACKED if name in record}
+            for group in ("stall_s", "moved", "memory"):
+                tracked |= {f"{group}/{name}": v for name, v in record.get(group, {}).items()}
+        if self._trackers is not None and tracked:
+            self._trackers.log(tracked, record["step"])
 
     def catch_up(self, last: LastStep) -> None:
         """Write the record of a committed step that the file lacks."""
@@ -267,13 +272,3 @@ def _lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     for line, record in json_lines(path):
         if line.endswith("\n") and isinstance(record.get("step"), int):
             yield line, {"event": None, **record}
-
-
-def _tracked_values(record: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values of a record for trackers, by name."""
-    if record["event"] == "evaluation":
-        yield "evaluation/loss", record["loss"]
-    elif record["event"] == "step":
-        yield from ((f"train/{name}", record[name]) for name in _TRACKED if name in record)
-        for group in ("stall_s", "moved", "memory"):
-            yield from ((f"{group}/{name}", v) for name, v in record.get(group, {}).items())

@@ -22,13 +22,7 @@ from infinity.checkpoint.reader import CheckpointReader
 from infinity.config.optimizer import SCHEDULES
 from infinity.config.schema import Config
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
-from infinity.errors import (
-    ConfigError,
-    MachineError,
-    did_you_mean,
-    explained,
-    mistakes,
-)
+from infinity.errors import ConfigError, MachineError, did_you_mean, explained, mistakes
 from infinity.integrations.huggingface.build import build_model, load_model, read_config
 from infinity.integrations.huggingface.hub import CONFIG_NAME, find_directory
 from infinity.integrations.huggingface.meta import build_meta_model
@@ -42,12 +36,7 @@ from infinity.train.adapters import adapted
 from infinity.train.conversations import Conversations, holds_conversations, use_template
 from infinity.train.data import Corpus, CorpusSpec, Progress, prepare
 from infinity.train.directory import RunDirectory
-from infinity.train.settings import (
-    AUTO,
-    BYTES,
-    AdapterSection,
-    RunConfig,
-)
+from infinity.train.settings import AUTO, BYTES, AdapterSection, RunConfig
 from infinity.train.texts import TextSource, Tokenizer, find_sources, find_tokenizer
 from infinity.train.windows import Packed, Windows, split
 from infinity.training.run_plan import plan_input_for

@@ -79,8 +79,6 @@ from infinity.train.settings import AUTO, NEVER, RunConfig, as_yaml
 from infinity.train.trackers import Trackers, check_trackers
 from infinity.train.windows import BatchIterator
 
-_EXPLICIT_KEYS = ("precision", "gradient_clipping")
-_SCHEDULED_KEYS = ("lr", "betas", "momentum")  # of a parameter group, that a schedule may change
 _SIGNAL_INTERVAL_S = 60.0  # interval at which rank 0 signals progress to waiting ranks
 OTHER_DRIVE = Path("/other/drive")  # placeholder for a directory of the user's
 _HEADING = """\
@@ -119,24 +117,20 @@ class Run:
         )
         if self.checkpoint is not None:
             with self.ranks.collective_section("looks for checkpoints"):
-                self._refuse_other_runs(self.checkpoint)
+                last = latest(self.directory.checkpoints)
+                if last is not None and self.checkpoint.parent != self.directory.checkpoints:
+                    self.directory.close()
+                    raise ConfigError(
+                        f"{self.directory.path} has checkpoints of its own run, the last is "
+                        f"{last}; {self.checkpoint} is of another",
+                        because="--resume auto could not choose between them",
+                        remedy="run_dir=... a new directory, to go on from that checkpoint there",
+                    )
         self.prepared: Prepared | None = None
         self.chosen: ScheduleResult | None = None
         """Result of the choice of the batch schedule, if the plan made one."""
         self.trains = False
         """Whether an engine was created."""
-
-    def _refuse_other_runs(self, checkpoint: Path) -> None:
-        """Raise `ConfigError` for a checkpoint of another run if this one has checkpoints."""
-        last = latest(self.directory.checkpoints)
-        if last is not None and checkpoint.parent != self.directory.checkpoints:
-            self.directory.close()
-            raise ConfigError(
-                f"{self.directory.path} has checkpoints of its own run, the last is {last}; "
-                f"{checkpoint} is of another",
-                because="--resume auto could not choose between them",
-                remedy="run_dir=... a new directory, to go on from that checkpoint there",
-            )
 
     def prepare(self, progress: Progress | None = None) -> Prepared:
         """Check everything and prepare the corpus.
@@ -152,8 +146,10 @@ class Run:
                 check_trackers(self.config.training.report_to)
             prepared = prepare_run(self.config, directory.tokens, report, ranks.count)
         with ranks.collective_section("plans a run"):
-            if self.resumes_state:
-                prepared = self._with_known_ranges(prepared)
+            experts = directory.record.get("experts_per_unit", 0)
+            if self.resumes_state and experts and prepared.engine.experts_per_unit == "auto":
+                engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
+                prepared = replace(prepared, engine=engine)  # the layout of the state on disk
             if self.config.plans_batch_schedule:
                 prepared = self._with_batch_schedule(prepared)
             self.prepared = prepared
@@ -163,14 +159,6 @@ class Run:
             directory.write("config.yaml", as_yaml(self.config, prepared.derived(), heading))
         check_equal(ranks, "the run", prepared.decides() | {"training.steps": prepared.steps})
         return prepared
-
-    def _with_known_ranges(self, prepared: Prepared) -> Prepared:
-        """Set `experts_per_unit` to that of the state on disk, unless it is configured."""
-        experts = self.directory.record.get("experts_per_unit", 0)
-        if not experts or prepared.engine.experts_per_unit != "auto":
-            return prepared
-        engine = prepared.engine.model_copy(update={"experts_per_unit": experts})
-        return replace(prepared, engine=engine)
 
     def _with_batch_schedule(self, prepared: Prepared) -> Prepared:
         """Set the batch schedule to that chosen by the plan of rank 0."""
@@ -210,7 +198,10 @@ class Run:
                 model = build(self.config, prepared.facts, prepared.engine)
                 compute = loss_of(model)
                 # Set explicitly: `initialize` warns of these defaults only in loops of users.
-                explicit = {name: getattr(prepared.engine, name) for name in _EXPLICIT_KEYS}
+                explicit = {
+                    "precision": prepared.engine.precision,
+                    "gradient_clipping": prepared.engine.gradient_clipping,
+                }
                 config = self.state.config_for(prepared.engine).model_copy(update=explicit)
             self._engine_owns_ranks = True
             engine, _, _, _ = initialize(model, config, progress=progress, ranks=ranks)
@@ -368,8 +359,16 @@ class Run:
             watcher.note(f"model: {model}")
         if loop.unsaved is not None:
             loop.save_last()  # the cause may have been removed during the export
-        if loop.unsaved is not None and not prepared.engine.durable:
-            raise _not_saved_error(loop, loop.unsaved, model)
+        if (error := loop.unsaved) is not None and not prepared.engine.durable:
+            kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
+            raise kind(
+                f"the state after step {loop.step} was not saved: {error.what}; "
+                f"{loop.failed_saves} saves failed; {last_checkpoint_clause(loop.checkpoints)}"
+                + (f"; the model is complete: {model}" if model is not None else ""),
+                because=error.because,
+                remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from "
+                "there",
+            )
         if not stopped:
             if not directory.is_complete:
                 record_sample(loop)
@@ -428,7 +427,8 @@ class Run:
             if last is not None:
                 self._record_saved()
         done = reel.taken // prepared.windows_per_step
-        if last is not None and _step_of(last.name) > done:
+        number = "" if last is None else last.name.removeprefix("step")
+        if last is not None and number.isdigit() and int(number) > done:
             engine.load_checkpoint(last.parent, last.name)
             return str(last)
         origin = self.directory.record.get("origin")
@@ -528,24 +528,12 @@ def _rank_0_first(ranks: DistContext, progress: Progress | None) -> Iterator[Pro
         ranks.synchronize(doing, 0)
 
 
-def _not_saved_error(loop: Loop, error: InfinityError, model: Path | None) -> InfinityError:
-    """Return the error of a run whose last state could not be saved."""
-    kind = DoesNotFitError if isinstance(error, DoesNotFitError) else MachineError
-    return kind(
-        f"the state after step {loop.step} was not saved: {error.what}; {loop.failed_saves} saves "
-        f"failed; {last_checkpoint_clause(loop.checkpoints)}"
-        + (f"; the model is complete: {model}" if model is not None else ""),
-        because=error.because,
-        remedy=f"{error.remedy or 'look at that drive'}; then --resume auto goes on from there",
-    )
-
-
 def _hyperparameters(engine: Engine) -> dict[str, Any]:
     """Return the hyperparameters of the optimizer's groups by name, without scheduled ones."""
     values: dict[str, Any] = {}
     for number, group in enumerate(engine.optimizer.param_groups):
         for name, value in group.items():
-            scheduled = engine.lr_scheduler is not None and name in _SCHEDULED_KEYS
+            scheduled = engine.lr_scheduler is not None and name in ("lr", "betas", "momentum")
             if name == "initial_lr":
                 name = "lr"
             elif name in ("params", "param_names") or scheduled:
@@ -553,11 +541,6 @@ def _hyperparameters(engine: Engine) -> dict[str, Any]:
             plain_value = list(map(float, value)) if isinstance(value, list | tuple) else value
             values[f"{name} of group {number}" if number else name] = plain_value
     return values
-
-
-def _step_of(tag: str) -> int:
-    number = tag.removeprefix("step")
-    return int(number) if number.isdigit() else 0
 
 
 def _find_checkpoint(path: Path) -> Path:

@@ -196,7 +196,7 @@ def export_model(
     *,
     dtype: torch.dtype | None,
     max_shard_bytes: int,
-    merge: bool = False,
+    merge: bool,
 ) -> list[Path]:
     """Write saved state as transformers' or peft's `save_pretrained` does.
 
@@ -332,8 +332,16 @@ def _base_tensors(
     model: SavedModel, reader: StateReader, dtype: torch.dtype | None, *, merge: bool
 ) -> list[TensorToWrite]:
     """Return the tensors of the base under its names; with `merge`, add the adapters."""
-    tied, layers = _tied_names(model.module), _adapted_layers(model)
-    adapted_by = {_adapted_parameter_name(path, layer): path for path, layer in layers.items()}
+    tied = _tied_names(model.module)
+    layers: dict[str, Any] = {}  # of peft by path; those that adapt parameters may be nested
+    if model.adapter is not None:
+        layer_type = package("peft.tuners.tuners_utils").BaseTunerLayer
+        modules = model.module.get_base_model().named_modules()
+        layers = {path: module for path, module in modules if isinstance(module, layer_type)}
+    adapted_by = {}  # paths of layers by the base's name of the parameter that they adapt
+    for path, layer in layers.items():
+        parameter_name = getattr(layer, "parameter_name", "weight")
+        adapted_by[f"{_without_base_layers(path.split('.'))}.{parameter_name}"] = path
     tensors = []
     for tensor in reader.outgoing(dtype):
         names = tied.get(tensor.name, (tensor.name,))  # a buffer has one name
@@ -356,15 +364,6 @@ def _base_tensors(
     return tensors
 
 
-def _adapted_layers(model: SavedModel) -> dict[str, Any]:
-    """Return peft's layers by name; those that adapt parameters may be nested."""
-    if model.adapter is None:
-        return {}
-    layer_type = package("peft.tuners.tuners_utils").BaseTunerLayer
-    modules = model.module.get_base_model().named_modules()
-    return {name: module for name, module in modules if isinstance(module, layer_type)}
-
-
 def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
     """Return the base's name of a tensor of peft's model; None for a tensor of adapters."""
     if not layers:
@@ -379,11 +378,6 @@ def _base_name(name: str, layers: Mapping[str, Any]) -> str | None:
 def _without_base_layers(parts: Sequence[str]) -> str:
     """Return a name without peft's `base_layer` components."""
     return ".".join(part for part in parts if part != _BASE_LAYER)
-
-
-def _adapted_parameter_name(path: str, layer: Any) -> str:
-    """Return the base's name of the parameter that a peft layer adapts."""
-    return f"{_without_base_layers(path.split('.'))}.{getattr(layer, 'parameter_name', 'weight')}"
 
 
 def _merged_weight(layer: Any, path: str, dtype: torch.dtype, reader: StateReader) -> Tensor:

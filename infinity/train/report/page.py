@@ -147,14 +147,14 @@ def tooltip(**names: tuple[str, str]) -> list[Spec]:
     ]
 
 
-def hover(name: str, x: Spec, tooltips: list[Spec]) -> Spec:
+def hover(x: Spec, tooltips: list[Spec]) -> Spec:
     """Return a layer with a line and a tooltip at the point nearest to the mouse."""
     params = {
-        "name": name,
+        "name": "at",
         "select": {"type": "point", "on": "pointerover", "clear": "pointerout", "nearest": True,
                    "encodings": ["x"]},
     }  # fmt: skip
-    opacity = {"condition": {"param": name, "value": 0.6, "empty": False}, "value": 0}
+    opacity = {"condition": {"param": "at", "value": 0.6, "empty": False}, "value": 0}
     return {
         "mark": {"type": "rule", "strokeWidth": 1},
         "params": [params],

@@ -62,10 +62,9 @@ class RunFacts:
         """Number of ranks of the last start."""
         return int(self.lives[-1].get("ranks", 1)) if self.lives else 1
 
-    def all_of(self, *keys: str) -> list[Any]:
+    def all_of(self, *keys: str) -> list[float]:
         """Return the finite values of a number, given by nested keys, over all steps."""
-        values = (_nested_number(step, keys) for step in self.steps)
-        return [value for value in values if value is not None]
+        return _numbers(self.steps, *keys)
 
 
 def read_run(path: Path) -> RunFacts:
@@ -317,7 +316,7 @@ def _curve(
     y = quantitative(field, unit, "~s" if form == "~s" else "", scale={"zero": False, **scale})
     line = {"mark": {"type": "line", "strokeWidth": 2, "point": len(page.datasets["steps"]) < 3},
             "encoding": {"x": _X, "y": y}}  # fmt: skip
-    layers = [*_start_marks(page), line, *more, hover("at", _X, tip)]
+    layers = [*_start_marks(page), line, *more, hover(_X, tip)]
     page.chart(title, {"data": {"name": "steps"}, "layer": layers}, note)
 
 
@@ -343,7 +342,7 @@ def _losses(page: ReportPage, facts: RunFacts, mean: str) -> None:
              "encoding": {"x": _X, "y": y, "color": {"datum": "held out"},
                           "tooltip": tooltip(step=("step", ","), loss=("held-out loss", ".4f"))}}
         )  # fmt: skip
-    layers.append(hover("at", _X, tooltip(step=("step", ","), loss=("loss", ".4f"))))
+    layers.append(hover(_X, tooltip(step=("step", ","), loss=("loss", ".4f"))))
     page.chart("Loss", {"data": {"name": "steps"}, "layer": layers}, mean)
     norms = facts.all_of("grad_norm")
     factors = facts.all_of("clip_factor")
@@ -529,10 +528,12 @@ def _remedies(page: ReportPage, facts: RunFacts) -> None:
     """Add tables of waits with remedies, and of predicted gains of changes."""
     overall = _wait_times(facts.steps)
     total = sum(overall.values())
-    rows = [
-        (f"{seconds / total:.1%}", _label(cause), "" if cause == _NO_WAIT else _remedy(cause))
-        for cause, seconds in sorted(overall.items(), key=lambda item: -item[1])
-    ]
+    rows = []
+    for cause, seconds in sorted(overall.items(), key=lambda item: -item[1]):
+        remedy = ""
+        if cause != _NO_WAIT:
+            remedy = f"{STALLS[cause].meaning}; helps: {STALLS[cause].remedy}".replace("`", "")
+        rows.append((f"{seconds / total:.1%}", _label(cause), remedy))
     if rows:
         waited = 1 - overall[_NO_WAIT] / total
         note = f"a step takes {format_duration(total)}, {waited:.1%} of it waits"
@@ -552,10 +553,6 @@ def _remedies(page: ReportPage, facts: RunFacts) -> None:
     ]
     if ways:
         page.table("Predicted gain of changes", ways, "each planned again; predicted")
-
-
-def _remedy(cause: str) -> str:
-    return f"{STALLS[cause].meaning}; helps: {STALLS[cause].remedy}".replace("`", "")
 
 
 def _wear(page: ReportPage, facts: RunFacts) -> None:
@@ -581,7 +578,7 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
                       "color": {"datum": name}}}
         for name in ("read", "written")
     ]  # fmt: skip
-    layers = [*_start_marks(page), *lines, hover("at", _X, tip)]
+    layers = [*_start_marks(page), *lines, hover(_X, tip)]
     page.chart("Drives", {"data": {"name": "steps"}, "layer": layers},
                note + "; checkpoints come on top")  # fmt: skip
 
@@ -601,12 +598,13 @@ def _number(value: Any) -> float | None:
     return float(value) if is_finite else None
 
 
-def _nested_number(record: Mapping[str, Any], keys: Sequence[str]) -> float | None:
-    value: Any = record
-    for key in keys:
-        value = mapping(value).get(key)
-    return _number(value)
-
-
 def _numbers(records: Iterable[Mapping[str, Any]], *keys: str) -> list[float]:
-    return [value for record in records if (value := _nested_number(record, keys)) is not None]
+    """Return the finite values of a number, given by nested keys."""
+    numbers = []
+    for record in records:
+        value: Any = record
+        for key in keys:
+            value = mapping(value).get(key)
+        if (number := _number(value)) is not None:
+            numbers.append(number)
+    return numbers

@@ -288,8 +288,16 @@ class _Draft:
             return
         is_auto = isinstance(value, str) and value == "auto"
         if is_auto and name not in self.fill:
+            if key.verdict is KeyStatus.ACCEPTED:
+                note = key.note
+            elif key.verdict is KeyStatus.REFUSED:
+                note = "off"
+            elif name.startswith(("zero_optimization.", "aio.")):
+                note = "left to the plan and infinity's defaults"
+            else:
+                note = f"as in DeepSpeed, {key.default}"
             self.autos.add(name)
-            self.rows[name] = Row(path, shown, KeyStatus.ACCEPTED, f"auto: {_auto_note(key)}")
+            self.rows[name] = Row(path, shown, KeyStatus.ACCEPTED, f"auto: {note}")
             return
         try:
             read = read_value(key.kind, self.fill[name] if is_auto else value)
@@ -310,17 +318,6 @@ class _Draft:
             self.problem(path, f"{what} is refused: {key.note}; {key.remedy}")
         elif key.verdict is KeyStatus.REFUSED:
             self.note(name, "off", KeyStatus.ACCEPTED)
-
-
-def _auto_note(key: Key) -> str:
-    """Describe the value of an "auto" that `fill` lacks."""
-    if key.verdict is KeyStatus.ACCEPTED:
-        return key.note
-    if key.verdict is KeyStatus.REFUSED:
-        return "off"
-    if key.name.startswith(("zero_optimization.", "aio.")):
-        return "left to the plan and infinity's defaults"
-    return f"as in DeepSpeed, {key.default}"
 
 
 def _unknown_key(section: str, name: str) -> str:
@@ -505,17 +502,6 @@ def _batch(draft: _Draft) -> None:
             draft.note(name, f"auto: {value}, from the others", KeyStatus.DONE)
 
 
-def _autocast(draft: _Draft, precision: str) -> None:
-    enabled, dtype = "torch_autocast.enabled", draft.given.get("torch_autocast.dtype", "bfloat16")
-    if "bf" not in dtype:
-        text = f'{dtype} needs loss scaling; write "fp16": {{"enabled": true}}, or "bfloat16"'
-        draft.problem("torch_autocast.dtype", text)
-    elif precision != "fp32":
-        draft.problem(enabled, f"true, and {precision}.enabled too; keep one of them")
-    else:
-        draft.set("autocast", True, enabled)
-
-
 def _precision(draft: _Draft) -> None:
     """Translate the sections bf16, fp16 and torch_autocast; neither bf16 nor fp16 means fp32."""
     bf16, fp16 = draft.given.get("bf16.enabled"), draft.given.get("fp16.enabled")
@@ -531,8 +517,14 @@ def _precision(draft: _Draft) -> None:
     draft.set("precision", precision, "fp16.enabled" if precision == "fp16" else "bf16.enabled")
     if draft.given.get(f"{precision}.auto_cast"):
         draft.set("cast_inputs", True, f"{precision}.auto_cast")
-    if draft.given.get("torch_autocast.enabled"):
-        _autocast(draft, precision)
+    enabled, dtype = "torch_autocast.enabled", draft.given.get("torch_autocast.dtype", "bfloat16")
+    if draft.given.get(enabled) and "bf" not in dtype:
+        text = f'{dtype} needs loss scaling; write "fp16": {{"enabled": true}}, or "bfloat16"'
+        draft.problem("torch_autocast.dtype", text)
+    elif draft.given.get(enabled) and precision != "fp32":
+        draft.problem(enabled, f"true, and {precision}.enabled too; keep one of them")
+    elif draft.given.get(enabled):
+        draft.set("autocast", True, enabled)
     static_scale = draft.given.get("fp16.loss_scale", 0)  # 0: dynamic
     for key in KEYS.values():
         if key.name not in draft.given or not key.native_key.startswith(_SCALE):

@@ -139,8 +139,10 @@ def get_model_profile(
     `warm_up` calls that are not counted. `mode` is "forward" or "generate". Raises `ConfigError` if
     there is no input.
     """
-    inputs = () if input_shape is None else (_ones(model, input_shape),)
-    args, kwargs = tuple(args) or inputs, dict(kwargs or {})
+    args, kwargs = tuple(args), dict(kwargs or {})
+    if not args and input_shape is not None:
+        parameter = next(model.parameters(), torch.empty(()))
+        args = (torch.ones(input_shape, dtype=parameter.dtype, device=parameter.device),)
     if not args and not kwargs:
         remedy = "input_shape=, args= or kwargs="
         raise ConfigError("get_model_profile() got no input", remedy=remedy)
@@ -160,11 +162,6 @@ def get_model_profile(
         profiler.get_total_macs(as_string),
         profiler.get_total_params(as_string),
     )
-
-
-def _ones(model: nn.Module, shape: tuple[int, ...]) -> torch.Tensor:
-    parameter = next(model.parameters(), torch.empty(()))
-    return torch.ones(shape, dtype=parameter.dtype, device=parameter.device)
 
 
 def _format_number(number: float, unit: str = "") -> str:

@@ -106,7 +106,16 @@ def read_zero(root: Path, tag: str | None) -> ZeroFiles:
     experts = [name for name in names if _EXPERT.fullmatch(name)]
     if experts:
         files.refuse(f"{experts[0]} holds experts or layers of a pipeline")
-    states = [_read_member(path, "optimizer_state_dict") for path in optimizers]
+    states: list[Mapping[str, Any]] = []
+    for path in optimizers:
+        state = _load(path).get("optimizer_state_dict")
+        if not isinstance(state, dict):
+            raise CheckpointError(
+                f"{path} has no 'optimizer_state_dict'",
+                because="it is not a ZeRO checkpoint file",
+                remedy=_REMEDY,
+            )
+        states.append(state)
     stage = states[0].get("zero_stage")
     if not isinstance(stage, int) or stage not in (1, 2, 3):
         files.refuse(f"its ZeRO stage is {stage!r:.40}")
@@ -165,15 +174,6 @@ def _load(path: Path) -> Mapping[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds {type(content).__name__}, not a dict")
     return content
-
-
-def _read_member(path: Path, key: str) -> Mapping[str, Any]:
-    value = _load(path).get(key)
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path} has no {key!r}", because="it is not a ZeRO checkpoint file", remedy=_REMEDY
-        )
-    return value
 
 
 def flat_tensors(value: Any) -> list[Tensor] | None:
@@ -245,7 +245,7 @@ def import_deepspeed(
     try:
         for stream, tensors in streams.items():
             for chunk in (chunk for _, chunks in tensors for chunk in chunks):
-                writer.write(stream, _as_bytes(chunk))
+                writer.write(stream, chunk.view(torch.uint8))
         path = writer.finish(manifest)
     finally:
         writer.abort()
@@ -307,7 +307,7 @@ def _streams(contents: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[T
             for n, (shape, slices) in contents.frozen.items()
         ],
         BUFFERS: [
-            (TensorSpec(n, tuple(v.shape), v.dtype), iter([v.contiguous().reshape(-1)]))
+            (TensorSpec(n, tuple(v.shape), v.dtype), _chunks([v.reshape(-1)]))
             for n, v in contents.buffers.items()
         ],
         RESIDUAL: second_stream(torch.int16, torch.bfloat16),
@@ -386,10 +386,6 @@ def _chunks(tensors: Sequence[Tensor]) -> Iterator[Tensor]:
     for tensor in tensors:
         for start in range(0, tensor.numel(), _CHUNK):
             yield tensor[start : start + _CHUNK].contiguous()
-
-
-def _as_bytes(flat: Tensor) -> Tensor:
-    return flat.view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
 def _shapes(files: ZeroFiles, key: str) -> list[dict[str, tuple[int, ...]]]:

@@ -71,18 +71,11 @@ def find_source(source: Any) -> Source | None:
         path = Path(text).expanduser()
         if text.lstrip().startswith("{"):
             candidate = _parse("the JSON text", text)
-        elif _is_file(path):
+        elif os.path.isfile(path):  # False if the name is too long, or has a null byte
             candidate = _from_file(path)
         elif isinstance(source, str):
             candidate = _from_base64(text)
     return candidate if candidate is not None and is_deepspeed(candidate.raw) else None
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except (OSError, ValueError):  # name too long, or with a null byte
-        return False
 
 
 def _from_file(path: Path) -> Source | None:

@@ -140,8 +140,14 @@ class Init:
                 what = f"zero.Init({name}=...) is not supported"
                 raise ConfigError(what, because=reason, remedy=remedy)
         source = config_dict_or_path if config_dict_or_path is not None else config
-        self._seed = None if source is None else _seed_in(source)
-        self._enabled = enabled and not _is_transformers(source)
+        self._seed: int | None = None
+        self._enabled = enabled
+        if source is not None:
+            translation = find_translation(source, lenient=True, ranks=get_world_size())
+            self._seed = (load_config(source) if translation is None else translation.config).seed
+            integration: Any = sys.modules.get("transformers.integrations.deepspeed")
+            if integration is not None and integration.deepspeed_config() is source:
+                self._enabled = False  # transformers opens the block with this object
         self._undo = ExitStack()
 
     def __enter__(self) -> Self:
@@ -194,7 +200,16 @@ class GatheredParameters:
             engine = engine_of(parameter)
             if isinstance(engine, Engine) and isinstance(parameter, nn.Parameter):
                 if torch.is_grad_enabled() and engine._components.hooks.saved.depth:
-                    raise _forward_error(parameter)
+                    raise ConfigError(
+                        "zero.GatheredParameters of a parameter of shape "
+                        f"{tuple(parameter.shape)} in a forward that has a backward",
+                        because="values are available until the end of the block, but backward "
+                        "needs them later; without the block they are fetched on use, in backward "
+                        "too",
+                        remedy="remove the block; where a library opens it at stage 3, as TRL does "
+                        'around a loss, write "stage": 2 in zero_optimization: offload_param works '
+                        "at stage 2 too",
+                    )
                 if not engine.is_materialized(parameter):
                     gathered.setdefault(id(engine), (engine, []))[1].append(parameter)
             elif parameter.is_meta:
@@ -207,7 +222,10 @@ class GatheredParameters:
         with ExitStack() as undo:
             for engine, parameters in gathered.values():
                 undo.enter_context(engine.materialized(parameters))
-                undo.enter_context(_marked_available(parameters))
+                for parameter in filter(is_zero_param, parameters):
+                    facts = vars(parameter)
+                    facts["ds_status"] = ZeroParamStatus.AVAILABLE
+                    undo.callback(facts.update, ds_status=ZeroParamStatus.NOT_AVAILABLE)
             self._gathered, self._undo = list(gathered.values()), undo.pop_all()
         return self
 
@@ -230,17 +248,6 @@ class GatheredParameters:
                     value.copy_(buffer)
 
 
-def _forward_error(parameter: nn.Parameter) -> ConfigError:
-    return ConfigError(
-        f"zero.GatheredParameters of a parameter of shape {tuple(parameter.shape)} in a forward "
-        "that has a backward",
-        because="values are available until the end of the block, but backward needs them later; "
-        "without the block they are fetched on use, in backward too",
-        remedy="remove the block; where a library opens it at stage 3, as TRL does around a "
-        'loss, write "stage": 2 in zero_optimization: offload_param works at stage 2 too',
-    )
-
-
 def _broadcast_values(engine: Engine, parameters: list[nn.Parameter], source: int) -> None:
     """Broadcast materialized values from rank `source`; each rank then writes back its shard."""
     if engine.ranks.count > 1:
@@ -252,19 +259,6 @@ def _broadcast_values(engine: Engine, parameters: list[nn.Parameter], source: in
 
 
 @contextmanager
-def _marked_available(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Set `ds_status` of marked parameters to `AVAILABLE` in the block."""
-    marked = [parameter for parameter in parameters if is_zero_param(parameter)]
-    for parameter in marked:
-        vars(parameter)["ds_status"] = ZeroParamStatus.AVAILABLE
-    try:
-        yield
-    finally:
-        for parameter in marked:
-            vars(parameter)["ds_status"] = ZeroParamStatus.NOT_AVAILABLE
-
-
-@contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Yield the module of an engine, for generation between steps; weights are prefetched.
 
@@ -272,18 +266,6 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
         model: An engine, or a module.
     """
     yield getattr(model, "module", model)
-
-
-def _is_transformers(source: Any) -> bool:
-    """Return whether `source` is the configuration object that transformers builds models with."""
-    module = sys.modules.get("transformers.integrations.deepspeed")
-    return module is not None and source is not None and module.deepspeed_config() is source
-
-
-def _seed_in(source: Any) -> int | None:
-    """Return the seed of a configuration in either format; None if it has none."""
-    translation = find_translation(source, lenient=True, ranks=get_world_size())
-    return (load_config(source) if translation is None else translation.config).seed
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

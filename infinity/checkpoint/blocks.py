@@ -158,20 +158,16 @@ class BlockReader:
         self._verified_block: int | None = None
         self._buffered_fd = os.open(path, _READ_ONLY)
         try:
-            self._file = self._open()
+            info = os.fstat(self._buffered_fd)
+            _check_stat(info, nbytes)
+            self._file = _aio.File(str(path), read_only=True)
+            opened = os.fstat(self._file.fd)
+            if (opened.st_dev, opened.st_ino) != (info.st_dev, info.st_ino):
+                self._file.close()
+                raise ChangedError("it was replaced while it was opened")
         except BaseException:
             os.close(self._buffered_fd)
             raise
-
-    def _open(self) -> _aio.File:
-        info = os.fstat(self._buffered_fd)
-        _check_stat(info, self._nbytes)
-        file = _aio.File(str(self.path), read_only=True)
-        opened = os.fstat(file.fd)
-        if (opened.st_dev, opened.st_ino) != (info.st_dev, info.st_ino):
-            file.close()
-            raise ChangedError("it was replaced while it was opened")
-        return file
 
     def block(self, index: int) -> Tensor:
         """Return the bytes (uint8) of a block, valid until the next call.
@@ -215,21 +211,17 @@ class BlockReader:
         memory = self._block_view(block)
         offset = block * self._block_bytes
         if buffered:
-            self._read_buffered(memory, offset)
+            target, done = memory.numpy().data, 0
+            while done < len(target):
+                count = os.preadv(self._buffered_fd, [target[done:]], offset + done)
+                if count == 0:
+                    raise ChangedError(f"it ends at byte {offset + done}, not {self._nbytes}")
+                done += count
+            os.posix_fadvise(self._buffered_fd, offset, 0, os.POSIX_FADV_DONTNEED)
             self._tickets[block] = None
             return
         piece = self._file, offset, memory.numel(), memory.data_ptr()
         self._tickets[block] = self._engine.submit(_aio.READ, [piece], keep=memory)
-
-    def _read_buffered(self, memory: Tensor, offset: int) -> None:
-        target = memory.numpy().data
-        done = 0
-        while done < len(target):
-            count = os.preadv(self._buffered_fd, [target[done:]], offset + done)
-            if count == 0:
-                raise ChangedError(f"it ends at byte {offset + done}, not {self._nbytes}")
-            done += count
-        os.posix_fadvise(self._buffered_fd, offset, 0, os.POSIX_FADV_DONTNEED)
 
     def _cancel(self, block: int) -> None:
         """Free the slot of a block; cancel its read if it is in flight."""

@@ -19,11 +19,7 @@ from infinity.checkpoint.manifest import (
 )
 from infinity.common.files import LockFile, read_small, refused
 from infinity.common.sizes import format_size
-from infinity.errors import (
-    CheckpointError,
-    ConfigError,
-    InfinityError,
-)
+from infinity.errors import CheckpointError, ConfigError, InfinityError
 
 
 def refusal(doing: str, path: Path, error: OSError, nbytes: int | None = None) -> InfinityError:

@@ -86,21 +86,18 @@ class Durability:
         self._checksums: dict[int, int] = {}  # those of a record, by position
         try:
             if self._disk.checksums is not None:
-                self._checksum_file = self._open_checksums(stored)
+                path = self._primary.path(SUMS_NAME)
+                if stored is not None and stored.record.checksums and not path.exists():
+                    raise CheckpointError(
+                        f"{path} is missing, which holds the checksums of the state",
+                        remedy="restore it; or accept the state unverified: io.verify: false",
+                    )
+                self._checksum_file = SmallFile(path)
             if stored is not None:
                 self._resume(stored)
         except BaseException:
             self.close()
             raise
-
-    def _open_checksums(self, stored: StoredRun | None) -> SmallFile:
-        path = self._primary.path(SUMS_NAME)
-        if stored is not None and stored.record.checksums and not path.exists():
-            raise CheckpointError(
-                f"{path} is missing, which holds the checksums of the state",
-                remedy="restore it; or accept the state unverified: io.verify: false",
-            )
-        return SmallFile(path)
 
     # --- beginning and end -------------------------------------------------------------------
 
@@ -114,7 +111,8 @@ class Durability:
         directories = [scratch.directory for scratch in self._disk.scratches]
         striping = self._disk.striping
         self._ranks.synchronize("begins a durable run")
-        group, self._session = self._ranks.all_gather_object([self._run, _new_session()])[0]
+        report = self._run, secrets.token_hex(8)
+        group, self._session = self._ranks.all_gather_object(report)[0]
         facts = {**facts, "rank": self._ranks.rank, "group": group}
         path = self._primary.path(PLAN_NAME)
         self._plan_checksum = write_plan(path, self._run, facts, self.plan, striping)
@@ -359,7 +357,7 @@ class Durability:
         results = read_commits(stored.directory, stored.record.run, num_units)
         records = intact_records(stored.directory, results)
         self._ranks.synchronize("looks for the last commit")
-        reports = self._ranks.all_gather_object([sorted(records), _new_session()])
+        reports = self._ranks.all_gather_object([sorted(records), secrets.token_hex(8)])
         keys = [[CommitKey(*key) for key in rank_keys] for rank_keys, _ in reports]
         record = records[newest_common_commit(keys, stored.directory)]
         self._session = reports[0][1]
@@ -401,9 +399,7 @@ class Durability:
                 progress(min(done, total), total, f"reading the durable state: {state.layout.name}")
 
 
-def _active_copies(
-    units: Sequence[UnitState],
-) -> Iterator[tuple[ExtentCopies, Sequence[Extent]]]:
+def _active_copies(units: Sequence[UnitState]) -> Iterator[tuple[ExtentCopies, Sequence[Extent]]]:
     """Yield each unit's active copies and their extents, in the order of a record's checksums."""
     for state in units:
         for copy, copies in (
@@ -411,7 +407,3 @@ def _active_copies(
             (state.frozen_copy, [[extent] for extent in state.frozen_copies]),
         ):
             yield copy, copies[copy.active] if copies else ()
-
-
-def _new_session() -> str:
-    return secrets.token_hex(8)

@@ -44,13 +44,6 @@ from infinity.types import PAGE, Tier, round_up
 _READ_BYTES = 1 << 20  # per read; a multiple of PAGE
 
 
-def _differing(values: Mapping[str, Tensor], first_rank: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors that differ from those of the first rank."""
-    return {
-        n: v for n, v in values.items() if n not in first_rank or not torch.equal(v, first_rank[n])
-    }
-
-
 class DurableReader(StateReader):
     """Reader of a durable run's last commit: its streams, and the buffers of its document.
 
@@ -102,14 +95,17 @@ class DurableReader(StateReader):
         if len(self._rank_readers) == 1 or not self.document.run:
             return self.record.document.get("run", {})
         first_buffers = self.document.buffers
-        rank_states = [
-            {n: reader.document.run[n] for n in PER_RANK_KEYS}
-            | {"buffers": _differing(reader.document.buffers, first_buffers)}
-            for reader in self._rank_readers
-        ]
+        rank_states = []
         optimizer_state: dict[str, Any] = {}
-        # The rank with the last shard of a parameter wins, as in a save.
         for reader in self._rank_readers:
+            state = {n: reader.document.run[n] for n in PER_RANK_KEYS}
+            state["buffers"] = {
+                n: value
+                for n, value in reader.document.buffers.items()
+                if n not in first_buffers or not torch.equal(value, first_buffers[n])
+            }
+            rank_states.append(state)
+            # The rank with the last shard of a parameter wins, as in a save.
             names = {s.name for unit in reader.plan.local_units for s in unit.trained_segments}
             optimizer_state |= {n: v for n, v in reader.document.run["kept"].items() if n in names}
         return encode(

@@ -79,7 +79,12 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
 
     Raises `CheckpointError` if it is not a durable run, is damaged, or lacks a directory.
     """
-    directory = _first_directory(directory, _run_record(directory), roots)
+    remedy = "give the directory infinity-run-... below an nvme_path"
+    with run_file_errors(directory / RECORD_NAME, remedy):
+        record = read_record(directory)
+    if record.get("durable") is not True:
+        raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
+    directory = _first_directory(directory, record, roots)
     facts = read_plan(directory)
     results = read_commits(directory, facts["run"], len(facts["units"]))
     records = intact_records(directory, results)
@@ -104,7 +109,7 @@ def read_run(directory: Path, roots: Iterable[Path] = ()) -> StoredRun:
     return StoredRun(directory, facts, plan_of(facts), striping, commit, sequences)
 
 
-def read_all_ranks(directory: Path, roots: Iterable[Path] = ()) -> list[StoredRun]:
+def read_all_ranks(directory: Path, roots: Iterable[Path]) -> list[StoredRun]:
     """Read the directories of all ranks of a run, in order of rank, given any of them.
 
     Those of other ranks are searched for next to it and next to `roots`. Raises as `read_run` does.
@@ -164,15 +169,6 @@ def _check_files(striping: Striping, run: str) -> None:
             if len(tag) < PAGE:
                 reason = f"it was cut short, to less than {used + PAGE} bytes"
             raise CheckpointError(f"{path} is not part {index} of run {run}", because=reason)
-
-
-def _run_record(directory: Path) -> dict[str, Any]:
-    remedy = "give the directory infinity-run-... below an nvme_path"
-    with run_file_errors(directory / RECORD_NAME, remedy):
-        record = read_record(directory)
-    if record.get("durable") is not True:
-        raise CheckpointError(f"{directory} is not a durable run, according to its {RECORD_NAME}")
-    return record
 
 
 def _run_directories(

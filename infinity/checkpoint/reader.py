@@ -16,12 +16,7 @@ import torch
 from torch import Tensor
 
 import infinity._aio as _aio
-from infinity.checkpoint.blocks import (
-    BlockReader,
-    ChangedError,
-    WrongBytesError,
-    regular_file_size,
-)
+from infinity.checkpoint.blocks import BlockReader, ChangedError, WrongBytesError, regular_file_size
 from infinity.checkpoint.directory import refusal, remove_stale
 from infinity.checkpoint.manifest import (
     BLOCK_BYTES,
@@ -232,7 +227,16 @@ class CheckpointReader(StateReader):
         self._block_readers: dict[str, BlockReader] = {}  # at most one file of each stream
         self._headers_checked: set[str] = set()
         remove_stale(self.directory.parent)
-        self._check_directory()
+        if self.directory.is_symlink():
+            raise CheckpointError(
+                f"{self.directory} is a symbolic link, which is not followed",
+                remedy="name the directory that it leads to",
+            )
+        if not self.directory.is_dir():
+            raise CheckpointError(
+                f"there is no checkpoint {self.directory}",
+                remedy=f"list the existing ones: ls {self.directory.parent}",
+            )
         self.manifest_crc32c = 0  # distinguishes checkpoints of the same name
         self.manifest = self._read_manifest()
         self._records = {record.name: record for record in self.manifest.files}
@@ -249,18 +253,6 @@ class CheckpointReader(StateReader):
         except BaseException:
             self.close()
             raise
-
-    def _check_directory(self) -> None:
-        if self.directory.is_symlink():
-            raise CheckpointError(
-                f"{self.directory} is a symbolic link, which is not followed",
-                remedy="name the directory that it leads to",
-            )
-        if not self.directory.is_dir():
-            raise CheckpointError(
-                f"there is no checkpoint {self.directory}",
-                remedy=f"list the existing ones: ls {self.directory.parent}",
-            )
 
     def _read_manifest(self) -> Manifest:
         path = self.directory / MANIFEST_NAME
@@ -347,11 +339,13 @@ class CheckpointReader(StateReader):
 
     def _block(self, record: FileRecord, block: int) -> Tensor:
         """Return the checked bytes of a block; raises `CheckpointError` or `TransferError`."""
-        problem = None
         try:
             return self._reader(record).block(block)
         except WrongBytesError as error:
-            problem = str(error)
+            location = self._describe_block(record, block)
+            raise damaged(
+                f"{self.directory / record.name} is damaged: {location}: {error}"
+            ) from None
         except MachineError as error:
             self._close_stream(record.stream)
             raise MachineError(
@@ -366,8 +360,6 @@ class CheckpointReader(StateReader):
             self._close_stream(record.stream)
             location = self._describe_block(record, block)
             raise refusal(f"reading {location} of", self.directory / record.name, error) from error
-        location = self._describe_block(record, block)
-        raise damaged(f"{self.directory / record.name} is damaged: {location}: {problem}")
 
     def _reader(self, record: FileRecord) -> BlockReader:
         if self._engine is None:

@@ -48,7 +48,7 @@ def state_streams(plan: Plan) -> dict[str, list[TensorSpec]]:
                 streams.setdefault(kind.value, []).append(TensorSpec(name, shape, dtype))
                 if form := _scaled_format(plan, kind):
                     scales = TensorSpec(name, (form.num_scales(prod(shape)),), torch.float32)
-                    streams.setdefault(_scales_stream(kind), []).append(scales)
+                    streams.setdefault(f"{kind.value}_scales", []).append(scales)
     return {stream: tensors for stream, tensors in streams.items() if tensors}
 
 
@@ -67,7 +67,7 @@ def pieces(plan: Plan, layout: UnitLayout, chunk: int, kind: Kind) -> Iterator[S
         if form:
             assert first % MOMENT_BLOCK == element % MOMENT_BLOCK == 0, segment
             yield StreamRange(
-                _scales_stream(kind),
+                f"{kind.value}_scales",
                 segment.name,
                 element // MOMENT_BLOCK * _SCALE_BYTES,
                 count * size + first // MOMENT_BLOCK * _SCALE_BYTES,
@@ -111,7 +111,3 @@ def _scaled_format(plan: Plan, kind: Kind) -> MomentFormat | None:
         return None
     form = plan.precision.format_of(kind)
     return form if form.num_scales(1) else None
-
-
-def _scales_stream(kind: Kind) -> str:
-    return f"{kind.value}_scales"

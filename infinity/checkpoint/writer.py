@@ -267,8 +267,10 @@ class CheckpointWriter:
             self._check_complete(manifest)
             records = self._finish_files()
             files = {r.name: identity(os.lstat(self._temporary / r.name)) for r in records}
-            if index := _index_text(manifest, self._streams):
-                records.append(self._write_index(index))
+            if index := _index_text(manifest, self._streams).encode():
+                write_new(self._temporary / INDEX_NAME, index, FILE_MODE)
+                sums = checksums(torch.frombuffer(bytearray(index), dtype=torch.uint8))
+                records.append(FileRecord(INDEX_NAME, INDEX, len(index), BLOCK_BYTES, sums))
             data = replace(manifest, files=tuple(records)).to_bytes()
             if len(data) > MAX_MANIFEST_BYTES:
                 raise ConfigError(
@@ -320,12 +322,6 @@ class CheckpointWriter:
                 record = FileRecord(shard.name, name, shard.nbytes, BLOCK_BYTES, tuple(crc32c))
                 records.append(record)
         return records
-
-    def _write_index(self, text: str) -> FileRecord:
-        data = text.encode()
-        write_new(self._temporary / INDEX_NAME, data, FILE_MODE)
-        sums = checksums(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-        return FileRecord(INDEX_NAME, INDEX, len(data), BLOCK_BYTES, sums)
 
     def _publish(self, *, save_latest: bool) -> None:
         if _identity(self._temporary) != self._identity or os.path.lexists(self.path):

@@ -62,10 +62,6 @@ class RunFacts:
         """Number of ranks of the last start."""
         return int(self.lives[-1].get("ranks", 1)) if self.lives else 1
 
-    def all_of(self, *keys: str) -> list[float]:
-        """Return the finite values of a number, given by nested keys, over all steps."""
-        return _numbers(self.steps, *keys)
-
 
 def read_run(path: Path) -> RunFacts:
     """Read a run directory; raise `ConfigError` if it holds no run, or `MachineError`."""
@@ -224,14 +220,14 @@ def _last_start(facts: RunFacts) -> Iterable[tuple[str, str]]:
 
 def _key_figures(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
     """Yield the tiles: (label, number, remark)."""
-    losses, held_out = facts.all_of("loss"), _numbers(facts.evaluations, "loss")
+    losses, held_out = _numbers(facts.steps, "loss"), _numbers(facts.evaluations, "loss")
     if losses:
         last = _number(facts.steps[-1].get("loss"))
         shown = "not finite" if last is None else f"{last:.4f}"
         yield "loss of the last step", shown, f"{losses[0]:.4f} at first"
     if held_out:
         yield "held-out loss", f"{held_out[-1]:.4f}", f"{min(held_out):.4f} at best"
-    speeds, times = facts.all_of("tokens_per_s"), facts.all_of("step_s")
+    speeds, times = _numbers(facts.steps, "tokens_per_s"), _numbers(facts.steps, "step_s")
     if speeds:
         yield "tokens/s", f"{median(speeds):,.0f}", "median of steps"
         share = model_flop_share(facts.plan, median(speeds))
@@ -245,7 +241,7 @@ def _key_figures(facts: RunFacts) -> Iterable[tuple[str, str, str]]:
     tokens = [s["tokens"] for s in facts.steps if "tokens" in s]
     if tokens:
         yield "tokens", format_count(tokens[-1]), ""
-    peaks = facts.all_of("memory", "peak")
+    peaks = _numbers(facts.steps, "memory", "peak")
     if peaks:
         tier, budget = _peak_memory(facts.plan)
         more = f"of {format_size(budget)}, the budget" if budget else ""
@@ -344,8 +340,8 @@ def _losses(page: ReportPage, facts: RunFacts, mean: str) -> None:
         )  # fmt: skip
     layers.append(hover(_X, tooltip(step=("step", ","), loss=("loss", ".4f"))))
     page.chart("Loss", {"data": {"name": "steps"}, "layer": layers}, mean)
-    norms = facts.all_of("grad_norm")
-    factors = facts.all_of("clip_factor")
+    norms = _numbers(facts.steps, "grad_norm")
+    factors = _numbers(facts.steps, "clip_factor")
     clipped = sum(factor < 1 for factor in factors)
     note = f"clipped in {clipped:,} of {len(factors):,} steps" if factors else ""
     wide = norms and min(norms) > 0 and max(norms) > 50 * min(norms)
@@ -376,7 +372,8 @@ def _memory(page: ReportPage, facts: RunFacts) -> None:
     """Add a chart of planned tiers with budgets and measured peaks, and one of peaks."""
     planned, (memory_name, budget) = mapping(facts.plan.get("plan")), _peak_memory(facts.plan)
     unified = memory_name == "RAM"
-    peaks, process = facts.all_of("memory", "peak"), facts.all_of("memory", "process")
+    peaks = _numbers(facts.steps, "memory", "peak")
+    process = _numbers(facts.steps, "memory", "process")
     highest = {"RAM": max(peaks if unified else process, default=None),
                "device": None if unified else max(peaks, default=None)}  # fmt: skip
     bars, marks = [], []
@@ -563,7 +560,7 @@ def _wear(page: ReportPage, facts: RunFacts) -> None:
         return
     ranks = f" by each of {facts.ranks} ranks" if facts.ranks > 1 else ""
     note = f"{format_size(int(read))} read and {format_size(int(written))} written{ranks}"
-    wear, seconds = mapping(facts.plan.get("wear")), math.fsum(facts.all_of("step_s"))
+    wear, seconds = mapping(facts.plan.get("wear")), math.fsum(_numbers(facts.steps, "step_s"))
     if written and wear.get("rated_bytes") and seconds:
         share = written * facts.ranks / wear["rated_bytes"]
         days = seconds / share / 86400

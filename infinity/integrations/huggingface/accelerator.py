@@ -55,9 +55,8 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     _is_boundary = True  # the current micro-batch is the last of its window
     max_norm: float | None = None  # TrainingArguments.max_grad_norm when the engine was created
     _default_clipping = 0.0  # engine.gradient_clipping when the engine was created
-    more_micro_batches = (
-        False  # further micro-batches of the window follow; overrides sync_gradients
-    )
+    # Further micro-batches of the window follow; overrides sync_gradients.
+    more_micro_batches = False
 
     def attach(self, engine: Engine) -> None:
         """Use the engine for backward passes, clipping and steps."""

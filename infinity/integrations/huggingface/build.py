@@ -56,7 +56,11 @@ def load_model(
     if settings.seed is not None:
         torch.manual_seed(settings.seed)
     facts = read_config(directory, model_class) if model_config is None else model_config
-    resolved_class, facts = _resolve_auto_class(class_for(facts, model_class), facts)
+    resolved_class = class_for(facts, model_class)
+    if hasattr(resolved_class, "from_config"):  # an AutoModel...: find the class that it chooses
+        with explained(f"{resolved_class.__name__} does not find the class"), torch.device("meta"):
+            model = resolved_class.from_config(facts, **_NO_REMOTE_CODE)
+        resolved_class, facts = type(model), model.config
     facts, options = _split_kwargs(facts, dict(model_kwargs or {}))
     files = WeightFiles(directory)
     if files.quantized:
@@ -104,7 +108,11 @@ def fill_model(
             output_loading_info=True,
             **options,
         )
-    if not _num_lazy_parameters(model):
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                module._buffers[name] = buffer.read().to(buffer.dtype)
+    if not any(isinstance(parameter, LazyTensor) for parameter in model.parameters()):
         raise ConfigError(
             f"{source} holds no weight of {type(model).__name__}",
             because=f"unexpected: {', '.join(map(repr, sorted(info['unexpected_keys'])[:4]))}",
@@ -212,15 +220,6 @@ def class_for(config: Any, wanted: Any) -> Any:
     return cls
 
 
-def _resolve_auto_class(cls: Any, config: Any) -> tuple[Any, Any]:
-    """Return the class that an `AutoModel...` chooses for a config, and its config."""
-    if not hasattr(cls, "from_config"):
-        return cls, config
-    with explained(f"{cls.__name__} does not find the class"), torch.device("meta"):
-        model = cls.from_config(config, **_NO_REMOTE_CODE)
-    return type(model), model.config
-
-
 # Arguments of `from_pretrained` that are refused in `model_kwargs`, with their replacements here.
 _REFUSED_KWARGS = {
     **dict.fromkeys(("dtype", "torch_dtype"), "precision in the configuration"),
@@ -249,12 +248,3 @@ def _split_kwargs(config: Any, options: dict[str, Any]) -> tuple[Any, dict[str, 
     for name in config_keys:
         setattr(config, name, options.pop(name))
     return config, options
-
-
-def _num_lazy_parameters(model: nn.Module) -> int:
-    """Materialize lazy buffers; return the number of lazy parameters."""
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if isinstance(buffer, LazyTensor):
-                module._buffers[name] = buffer.read().to(buffer.dtype)
-    return sum(isinstance(parameter, LazyTensor) for parameter in model.parameters())

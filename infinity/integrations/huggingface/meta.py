@@ -83,7 +83,15 @@ def find_target(text: str, model_class: str | None = None, lora: int | None = No
     if from_hub:
         path = find_directory(text, wanted=[CONFIG_NAME])
     file = path / CONFIG_NAME if path.is_dir() else path
-    _check_num_layers(read_model_config(file))
+    raw = read_model_config(file)
+    for section in (raw, *raw.values()):
+        for key in _LAYER_KEYS if isinstance(section, Mapping) else ():
+            if isinstance(section.get(key), int) and section[key] > MAX_LAYERS:
+                raise ConfigError(
+                    f"the model's config has {key}={section[key]}",
+                    because=f"more than {MAX_LAYERS} layers take minutes",
+                    remedy="look for an extra digit in its numbers",
+                )
     config = read_config(file, model_class)
     target = target_of(text, build_meta_model(config, model_class), config.to_dict(), lora)
     return replace(target, from_files=from_hub or holds_weights(file.parent))
@@ -97,15 +105,3 @@ def published_target(name: str, lora: int | None = None) -> Target:
         config = AutoConfig.for_model(**PUBLISHED[name.lower()])
     target = target_of(name, build_meta_model(config), config.to_dict(), lora)
     return replace(target, from_files=True)
-
-
-def _check_num_layers(raw: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a number of layers above `MAX_LAYERS`."""
-    for section in (raw, *raw.values()):
-        for key in _LAYER_KEYS if isinstance(section, Mapping) else ():
-            if isinstance(section.get(key), int) and section[key] > MAX_LAYERS:
-                raise ConfigError(
-                    f"the model's config has {key}={section[key]}",
-                    because=f"more than {MAX_LAYERS} layers take minutes",
-                    remedy="look for an extra digit in its numbers",
-                )

@@ -68,7 +68,16 @@ def save_pretrained(
             ranks, state, lambda values: save_adapters(module, target, values, tokenizer)
         )
         return sorted(target.glob("*.safetensors"))
-    _check_supported(module)
+    if not isinstance(module, transformers().PreTrainedModel):
+        raise ConfigError(
+            f"save_pretrained takes models of transformers and peft, not {type(module).__name__}",
+            remedy="engine.save_weights(directory)",
+        )
+    if getattr(module, "hf_quantizer", None) is not None:
+        raise ConfigError(
+            "a quantized model cannot be saved by save_pretrained",
+            remedy="engine.save_weights(directory), or save its adapters",
+        )
     outgoing = tensors_to_save(
         module, state.outgoing(dtype, partial(tied_weight_name, module)), original_format
     )
@@ -94,7 +103,8 @@ def save_adapters(
         with suppress(FileNotFoundError):  # peft edits an existing model card
             shutil.copyfile(target / "README.md", folder / "README.md")
         module.save_pretrained(os.fspath(folder), state_dict=values)
-        _save_tokenizer(tokenizer, folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(os.fspath(folder))
 
 
 def write_model(
@@ -115,28 +125,16 @@ def write_model(
     """
 
     def save_others(folder: Path) -> None:
-        _save_configs(module, folder, next((t.dtype for t in tensors), torch.float32))
-        _save_tokenizer(tokenizer, folder)
+        config = copy.deepcopy(module.config)
+        config.dtype = next((t.dtype for t in tensors), torch.float32)
+        config.architectures = [type(module).__name__]
+        config.save_pretrained(os.fspath(folder))
+        if module.can_generate():
+            module.generation_config.save_pretrained(os.fspath(folder))
+        if tokenizer is not None:
+            tokenizer.save_pretrained(os.fspath(folder))
 
     return write_shards(target, tensors, max_shard_bytes, write_extra=save_others)
-
-
-def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
-    if tokenizer is not None:
-        tokenizer.save_pretrained(os.fspath(folder))
-
-
-def _check_supported(module: Any) -> None:
-    if not isinstance(module, transformers().PreTrainedModel):
-        raise ConfigError(
-            f"save_pretrained takes models of transformers and peft, not {type(module).__name__}",
-            remedy="engine.save_weights(directory)",
-        )
-    if getattr(module, "hf_quantizer", None) is not None:
-        raise ConfigError(
-            "a quantized model cannot be saved by save_pretrained",
-            remedy="engine.save_weights(directory), or save its adapters",
-        )
 
 
 def tied_weight_name(module: Any, names: tuple[str, ...]) -> str:
@@ -156,11 +154,21 @@ def tensors_to_save(
         original_format: Revert the renames, fusions and splits that transformers does on loading.
     """
     ignored = set(module._keys_to_ignore_on_save or ())
-    cache = _LastTensor()
+    last_name, last_value = "", torch.empty(0)
     lazy_tensors: dict[str, Tensor] = {}
+
+    def read_cached(name: str, read: Callable[[], Tensor]) -> Tensor:
+        """Return the last tensor again: its slices are written one after the other."""
+        nonlocal last_name, last_value
+        if name != last_name:
+            last_name, last_value = "", torch.empty(0)  # free the previous one first
+            last_value = read()
+            last_name = name
+        return last_value
+
     for tensor in tensors:
         if tensor.name not in ignored:
-            read = partial(cache.read, tensor.name, tensor.read)
+            read = partial(read_cached, tensor.name, tensor.read)
             lazy_tensors[tensor.name] = LazyTensor(tensor.shape, tensor.dtype, read)
     if original_format:
         conversions = importlib.import_module("transformers.core_model_loading")
@@ -170,28 +178,3 @@ def tensors_to_save(
         assert isinstance(value, LazyTensor)
         outgoing.append(TensorToWrite(name, tuple(value.shape), value.dtype, value.read))
     return outgoing
-
-
-def _save_configs(module: Any, target: Path, dtype: torch.dtype) -> None:
-    config = copy.deepcopy(module.config)
-    config.dtype = dtype
-    config.architectures = [type(module).__name__]
-    config.save_pretrained(os.fspath(target))
-    if module.can_generate():
-        module.generation_config.save_pretrained(os.fspath(target))
-
-
-class _LastTensor:
-    """Cache of the last tensor read, for tensors whose slices are written one after the other."""
-
-    def __init__(self) -> None:
-        self._name = ""
-        self._value = torch.empty(0)
-
-    def read(self, name: str, read: Callable[[], Tensor]) -> Tensor:
-        """Return the tensor `name`; a cached tensor of another name is freed first."""
-        if name != self._name:
-            self._name, self._value = "", torch.empty(0)
-            self._value = read()
-            self._name = name
-        return self._value

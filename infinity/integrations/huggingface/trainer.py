@@ -205,13 +205,13 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _choose_schedule(self, config: Config, ranks: DistContext) -> Config:
         """Return `config` with a batch schedule and set `_step_batches` if the plan may choose."""
         self._step_batches = None
-        base_methods = [(name, _Trainer) for name in ("compute_loss", "_prepare_inputs")]
-        engine_methods = [
-            (name, InfinityTrainer) for name in ("training_step", "get_batch_samples")
+        methods = [
+            ("training_step", InfinityTrainer),
+            ("get_batch_samples", InfinityTrainer),
+            ("compute_loss", _Trainer),
+            ("_prepare_inputs", _Trainer),
         ]
-        if config.activations.tokens is None or not is_sum_over_samples(
-            self, [*engine_methods, *base_methods]
-        ):
+        if config.activations.tokens is None or not is_sum_over_samples(self, methods):
             return config
         decided: Decided = (None, None)
         if self._resume_folder is not None:
@@ -242,20 +242,15 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
             optimizer_class, options = self.optimizer_cls_and_kwargs
         else:
             optimizer_class, options = self.get_optimizer_cls_and_kwargs(self.args, self.model)
-        groups = self._parameter_groups()
-        if settings.sets_optimizer:
-            return OptimizerChoice(config, groups)
-        return choose_class(config, optimizer_class, options, groups)
-
-    def _parameter_groups(self) -> list[dict[str, Any]]:
-        """Return the parameter groups of `Trainer`, with and without weight decay."""
         before = self.optimizer_cls_and_kwargs
         self.optimizer_cls_and_kwargs = (ParameterGroupsOptimizer, {})
-        try:
+        try:  # the groups of Trainer, with and without weight decay
             groups: list[dict[str, Any]] = super().create_optimizer().param_groups
         finally:
             self.optimizer, self.optimizer_cls_and_kwargs = None, before
-        return groups
+        if settings.sets_optimizer:
+            return OptimizerChoice(config, groups)
+        return choose_class(config, optimizer_class, options, groups)
 
     def _current_settings(self, num_training_steps: int = 1) -> TrainerSettings:
         if self._settings is None or num_training_steps > 1:

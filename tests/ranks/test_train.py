@@ -78,7 +78,8 @@ def test_run_of_two_ranks_resumed_on_one_matches_single_rank(
     with start_train(tmp_path, raw, "--gpus", "2") as program:
         until_step(tmp_path, 2)
         if durable:  # as a system's memory guard, which ends one process
-            psutil.Process(program.process.pid).children()[-1].terminate()
+            workers = psutil.Process(program.process.pid).children()
+            next(worker for worker in workers if worker.environ().get("RANK") == "1").terminate()
         else:
             program.signal(signal.SIGINT)
         code, out, error = program.end()

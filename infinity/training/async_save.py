@@ -35,6 +35,8 @@ from infinity.profiling.trace_recorder import Laps
 from infinity.storage.staging import BufferPool
 from infinity.training.frozen_bytes import FrozenBytes, WriteRange
 
+Publish = Callable[[CheckpointWriter], object]
+
 
 @dataclass
 class _ChunkRead:
@@ -51,7 +53,7 @@ class _RangeSave:
 
     writer: CheckpointWriter | None
     ranges: RangeWriter
-    publish: Callable[[], object]
+    publish: Publish
 
 
 class Saver:
@@ -81,9 +83,9 @@ class Saver:
         self,
         writer: CheckpointWriter | None,
         ranges: RangeWriter | None,
-        publish: Callable[[], object],
+        publish: Publish,
     ) -> None:
-        """Start a thread that copies all stored state and then calls `publish`.
+        """Start a thread that copies all stored state and then calls `publish` with the writer.
 
         No update may be pending. With `ranges`, each rank writes its local state to them, only
         rank 0 has the `writer`, and `poll` publishes when all ranks have finished writing.
@@ -153,7 +155,7 @@ class Saver:
             with ranks.collective_section("saves a checkpoint"):
                 if save.writer is not None:
                     save.writer.adopt(combine_file_records(ranges, save.ranges.streams))
-                    save.publish()
+                    save.publish(save.writer)
             writer = save.writer
             self.frozen.published(None if writer is None else writer.written)
         except Exception as error:
@@ -197,12 +199,12 @@ class Saver:
                 self._uncopied.clear()
                 self._changed.notify_all()
 
-    def _write(self, writer: CheckpointWriter, publish: Callable[[], object]) -> None:
+    def _write(self, writer: CheckpointWriter, publish: Publish) -> None:
         self.frozen.check(writer)
         frozen = not writer.shares(FROZEN)
         self._copy(lambda piece, data: writer.write(piece.stream, data), frozen=frozen)
         laps = Laps(self._transfers.trace)
-        publish()
+        publish(writer)
         self.frozen.published(writer.written)
         laps.lap("saving", "publish the checkpoint")
 
@@ -214,7 +216,12 @@ class Saver:
         ranges.finish()
 
     def _copy(self, write_range: WriteRange, *, frozen: bool) -> None:
-        buffers = self._buffers()
+        buffers = self._pinned
+        if buffers is None:
+            # A copy from the device to pageable memory would block the stream of gradient copies.
+            pinned_for = None if self._device.unified else self._device
+            buffers = BufferPool(NUM_COPY_BUFFERS, copy_buffer_bytes(self._plan), pinned_for)
+            self._pinned = None if self._device.unified else buffers
         order = [
             (layout, chunk)
             for layout in self._plan.local_units
@@ -251,7 +258,11 @@ class Saver:
                 for piece in pieces(self._plan, layout, read.chunk, kind):
                     write_range(piece, view[piece.byte_range])
         elif frozen and layout.frozen_bytes:
-            self._write_frozen(write_range, layout)
+            frozen_bytes = self.frozen.read(layout)
+            self.frozen.note(layout, frozen_bytes)
+            rank = self._plan.rank if self._plan.ranks > 1 else None
+            for piece in frozen_ranges(self._plan.units[layout.index], rank):
+                write_range(piece, frozen_bytes[piece.byte_range])
         views = read.staged.views.values()
         laps.lap("saving", "save: write", sum(view.numel() for view in views))
         if read.chunk is None:
@@ -263,29 +274,12 @@ class Saver:
         """Free the retained buffers."""
         self._pinned = None
 
-    def _buffers(self) -> BufferPool:
-        if self._pinned is not None:
-            return self._pinned
-        nbytes, device = copy_buffer_bytes(self._plan), self._device
-        if device.unified:
-            return BufferPool(NUM_COPY_BUFFERS, nbytes)
-        # A copy from the device to pageable memory would block the stream of gradient copies.
-        self._pinned = BufferPool(NUM_COPY_BUFFERS, nbytes, device)
-        return self._pinned
-
     def _start_read(self, layout: UnitLayout, chunk: int | None, buffers: BufferPool) -> _ChunkRead:
         """Start reading the kinds of a chunk into memory that the host can access."""
         if chunk is None:
             return _ChunkRead(None, Staged({}, []))
         buffer = buffers.take()
         return _ChunkRead(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
-
-    def _write_frozen(self, write_range: WriteRange, layout: UnitLayout) -> None:
-        plan, frozen = self._plan, self.frozen.read(layout)
-        self.frozen.note(layout, frozen)
-        rank = plan.rank if plan.ranks > 1 else None
-        for piece in frozen_ranges(plan.units[layout.index], rank):
-            write_range(piece, frozen[piece.byte_range])
 
 
 class _StoppedError(Exception):

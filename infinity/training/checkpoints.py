@@ -163,8 +163,9 @@ class Checkpoints:
                     del files[FROZEN]
                 with ranks.collective_section("opens a checkpoint's files"):
                     ranges = RangeWriter(temporary_directory(root, tag), files)
+            finish = CheckpointWriter.finish
             publish = partial(
-                _finish, writer, manifest, save_latest=save_latest, keep_last=keep_last
+                finish, manifest=manifest, save_latest=save_latest, keep_last=keep_last
             )
             self._saver.start(writer, ranges, publish)
         except BaseException:
@@ -178,11 +179,13 @@ class Checkpoints:
 
     def _manifest(self, client_state: Mapping[str, Any], buffers: Sequence[Buffer]) -> Manifest:
         plan, steps = self._plan, self._step_runner.steps
-        aliases = self._aliases()
+        names: dict[int, list[str]] = {}  # in `state_dict()`; a tied parameter has several
+        for name, parameter in self._module.named_parameters(remove_duplicate=False):
+            names.setdefault(self._index_of[id(parameter)], []).append(name)
         parameters = [
             ParameterRecord(
                 s.name,
-                aliases[s.origin],
+                tuple(name for name in names[s.origin] if name != s.name),
                 s.full_shape,
                 s.dtype,
                 s.trained,
@@ -248,16 +251,6 @@ class Checkpoints:
             stacklevel=6,
         )
         return {}
-
-    def _aliases(self) -> dict[int, tuple[str, ...]]:
-        """Return the additional names of tied parameters in `state_dict()`, by index."""
-        names: dict[int, list[str]] = {}
-        for name, parameter in self._module.named_parameters(remove_duplicate=False):
-            names.setdefault(self._index_of[id(parameter)], []).append(name)
-        return {
-            index: tuple(n for n in all_names if n != self._segments[index].name)
-            for index, all_names in names.items()
-        }
 
     # --- loading -----------------------------------------------------------------------------
 
@@ -354,7 +347,12 @@ class Checkpoints:
         self._window.clear()
         self._gradients.reset()
         if full:
-            self._load_all(reader)
+            prefetcher = self._components.prefetcher
+            for layout in self._plan.units:
+                prefetcher.drop(layout.index)
+            load_state(reader, self._plan, self._store)
+            for layout in self._plan.units:
+                prefetcher.ledger.record_edit(layout.index)
             self._load_gradients(reader)
         else:
             self._load_weights(reader)
@@ -414,14 +412,6 @@ class Checkpoints:
                 if strict
                 else None,
             )
-
-    def _load_all(self, reader: StateReader) -> None:
-        prefetcher = self._components.prefetcher
-        for layout in self._plan.units:
-            prefetcher.drop(layout.index)
-        load_state(reader, self._plan, self._store)
-        for layout in self._plan.units:
-            prefetcher.ledger.record_edit(layout.index)
 
     def _load_weights(self, reader: StateReader) -> None:
         saved_names = {p.name for p in reader.manifest.parameters}
@@ -519,11 +509,6 @@ def check_buffer_sizes(module: nn.Module) -> None:
 
 def _is_large(buffer: Buffer) -> bool:
     return buffer.value.nbytes > MAX_ARRAY_BYTES
-
-
-def _finish(writer: CheckpointWriter | None, manifest: Manifest, **options: Any) -> None:
-    if writer is not None:
-        writer.finish(manifest, **options)
 
 
 def _open_checkpoint(window: OpenWindow) -> CheckpointReader:

@@ -96,7 +96,14 @@ class ParameterValues:
         With `master` a trained parameter's fp32 master.
         """
         if parameter in self.pieces:
-            return self._read_stack(parameter, master=master)
+            full: Tensor | None = None
+            for piece, rows in self.rows(parameter):
+                value = self.read(piece, master=master)
+                if full is None:
+                    full = torch.empty(self.shape(parameter), dtype=value.dtype, device="cpu")
+                full[rows] = value
+            assert full is not None
+            return full
         layout, segment = self._locations[parameter]
         weight, residual = self._views(self._load(layout), segment, with_master=master)
         if residual is None:
@@ -104,16 +111,6 @@ class ParameterValues:
         joined = torch.empty(segment.numel, dtype=torch.float32, device="cpu")
         self.kernels.join(weight, residual, joined)
         return joined.view(segment.shape)
-
-    def _read_stack(self, parameter: int, *, master: bool) -> Tensor:
-        full: Tensor | None = None
-        for piece, rows in self.rows(parameter):
-            value = self.read(piece, master=master)
-            if full is None:
-                full = torch.empty(self.shape(parameter), dtype=value.dtype, device="cpu")
-            full[rows] = value
-        assert full is not None
-        return full
 
     def rows(self, parameter: int) -> Iterator[tuple[int, slice]]:
         """Yield the index of each range of a cut stack, and its rows in the stack.
@@ -192,10 +189,19 @@ class ParameterValues:
             return
         for start in range(0, segment.numel, _BLOCK):
             block = slice(start, start + _BLOCK)
+            old, new = weight[block], flat[block]
             if residual is None:
-                cached.replace(weight[block], flat[block].to(weight.dtype))
-            else:
-                self._write_split(cached, weight[block], residual[block], flat[block])
+                cached.replace(old, new.to(old.dtype))
+                continue
+            old_residual = residual[block]
+            new_weight, new_residual = torch.empty_like(old), torch.empty_like(old_residual)
+            self.kernels.split(new.float(), new_weight, new_residual)
+            if new.dtype is old.dtype:
+                unchanged = new.view(torch.int16) == old.view(torch.int16)
+                new_weight = torch.where(unchanged, old, new_weight)
+                new_residual = torch.where(unchanged, old_residual, new_residual)
+            cached.replace(old, new_weight)
+            cached.replace(old_residual, new_residual)
 
     @engine_call
     def write_packed(self, parameter: int, packed: Tensor) -> None:
@@ -203,18 +209,6 @@ class ParameterValues:
         layout, segment = self._locations[parameter]
         cached = self._load(layout)
         cached.replace(self._views(cached, segment, with_master=False)[0], packed)
-
-    def _write_split(
-        self, cached: _CachedUnit, weight: Tensor, residual: Tensor, value: Tensor
-    ) -> None:
-        new_weight, new_residual = torch.empty_like(weight), torch.empty_like(residual)
-        self.kernels.split(value.float(), new_weight, new_residual)
-        if value.dtype is weight.dtype:
-            unchanged = value.view(torch.int16) == weight.view(torch.int16)
-            new_weight = torch.where(unchanged, weight, new_weight)
-            new_residual = torch.where(unchanged, residual, new_residual)
-        cached.replace(weight, new_weight)
-        cached.replace(residual, new_residual)
 
     def _dequantized(self, segment: Segment, packed: Tensor) -> Tensor:
         value = torch.empty(segment.shape, dtype=self.dtype(segment.parameter), device="cpu")

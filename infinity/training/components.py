@@ -292,16 +292,8 @@ class EngineComponents:
 
         A buffer stays allocated while a tensor of the user is a view of it.
         """
-        names = (
-            *(("store",) if state else ()),
-            "gradients",
-            "prefetcher",
-            "optimizer_pass",
-            "commits",
-            "activations",
-            "saver",
-        )
-        for name in names:
+        names = ("gradients", "prefetcher", "optimizer_pass", "commits", "activations", "saver")
+        for name in ("store", *names) if state else names:
             component = getattr(self, name, None)  # None if it was not created
             if component is not None:
                 component.free()

@@ -52,13 +52,14 @@ class InitialWrite:
         kernels: CpuKernels,
         initial: Mapping[int, tuple[float, ...]],
         initial_values: InitialValues,
-        folder: Path | None = None,
+        folder: Path | None,
     ) -> None:
         self.plan = plan
         self.transfers = transfers
         self.store = store
         self.kernels = kernels
         self.initial = initial
+        self._initial_values = initial_values
         self._values = _ValueSource(initial_values, folder)
         self._chunk = min(plan.chunk_elements, max((u.numel for u in plan.local_units), default=0))
         record = Record(plan.precision.kinds, plan.precision)
@@ -75,9 +76,9 @@ class InitialWrite:
         sizes = [_initial_write_bytes(self.plan, layout) for layout in self.plan.units]
         written_bytes = 0
         row_segments = [s for unit in self.plan.units for s in unit.segments if s.is_rows]
-        self._values.store_stacks(
-            {id(parameters[s.origin]) for s in row_segments if not s.ends_stack}
-        )
+        self._values.stacks_to_store = {
+            id(parameters[s.origin]) for s in row_segments if not s.ends_stack
+        }
         for layout, shard in zip(self.plan.units, self.plan.local_units, strict=True):
             zero = self._zero_kinds(shard)
             for index in range(shard.num_chunks(self.plan.chunk_elements)):
@@ -105,8 +106,13 @@ class InitialWrite:
         state = self.store.units[layout.index]
         start, count = layout.chunk(index, self.plan.chunk_elements)
         buffer, used = self._buffers.take(), 0
-        master = self._master[:count]
-        self._fill_master(layout, start, master, parameters)
+        master = self._master[:count].zero_()  # zeros in gaps between parameters
+        for segment in layout.trained_segments:
+            first, last = segment.within(start, count)
+            if first < last:
+                skipped = start - segment.offset + segment.first_element
+                parameter = parameters[segment.origin]
+                self._values.fill(master[first:last], parameter, first + skipped)
         views: dict[Kind, Tensor] = {}
         on_disk = state.record.kinds  # in a durable run all, for the first commit
         kinds = [kind for kind in self.plan.precision.kinds if kind not in zero]
@@ -127,19 +133,6 @@ class InitialWrite:
         in_memory = (kind for kind in state.memory if kind in views)
         pieces += [(store.chunk(unit, kind, index), views[kind]) for kind in in_memory]
         self._buffers.give_back(buffer, self.transfers.write(pieces))
-
-    def _fill_master(
-        self, layout: UnitLayout, start: int, master: Tensor, parameters: Sequence[nn.Parameter]
-    ) -> None:
-        """Fill `master` with fp32 values of a chunk of the trained range, and gaps with zeros."""
-        master.zero_()
-        count = master.numel()
-        for segment in layout.trained_segments:
-            first, last = segment.within(start, count)
-            if first < last:
-                skipped = start - segment.offset + segment.first_element
-                parameter = parameters[segment.origin]
-                self._values.fill(master[first:last], parameter, first + skipped)
 
     def _zero_kinds(self, layout: UnitLayout) -> set[Kind]:
         """Return the moments that need no write: they start at zero in a fresh mapping of RAM.
@@ -219,7 +212,7 @@ class InitialWrite:
         shape = segment.shape[-2:]
         numel = math.prod(shape)
         index += segment.first_element // numel
-        reads = self._values.pieces(parameter, index * numel, numel)
+        reads = self._initial_values.pieces(parameter, index * numel, numel)
         packed_rows = _packed_rows(reads or (), form)
         if packed_rows:
             try:
@@ -270,14 +263,11 @@ class _ValueSource:
     def __init__(self, initial_values: InitialValues, folder: Path | None) -> None:
         self._initial_values = initial_values
         self._folder = folder
-        self._stacks_to_store: Collection[int] = ()  # ids of stacks to store in files
+        # Ids of stacks whose values are stored from their first use until `free_stack`.
+        self.stacks_to_store: Collection[int] = ()
         self._files: dict[int, _ValuesFile] = {}
         self._parameter: nn.Parameter | None = None
         self._flat = torch.empty(0)
-
-    def store_stacks(self, stacks: Collection[int]) -> None:
-        """Store the values of these parameters (ids) from their first use until `free_stack`."""
-        self._stacks_to_store = stacks
 
     def free_stack(self, stack: nn.Parameter) -> None:
         """Free the stored values of a stack."""
@@ -296,7 +286,7 @@ class _ValueSource:
             self._flat = self._initial_values.value(parameter).detach().reshape(-1)
             self._parameter = parameter
             is_computed = self._initial_values.makes(parameter)
-            if self._folder is not None and is_computed and id(parameter) in self._stacks_to_store:
+            if self._folder is not None and is_computed and id(parameter) in self.stacks_to_store:
                 with contextlib.suppress(OSError):
                     self._files[id(parameter)] = _ValuesFile(self._folder, self._flat)
         return self._flat[first : first + count]
@@ -313,10 +303,6 @@ class _ValueSource:
                 target_slice[done : done + values.numel()].copy_(values)
                 done += values.numel()
             first += target_slice.numel()
-
-    def pieces(self, parameter: nn.Parameter, first: int, count: int) -> list[Read] | None:
-        """See `InitialValues.pieces`."""
-        return self._initial_values.pieces(parameter, first, count)
 
     def free(self) -> None:
         """Free the values of the current parameter."""

@@ -111,8 +111,15 @@ class Inputs:
             )
 
     def _tensors_of_other_dtype(self, arguments: Any) -> list[Tensor]:
-        tensors = _tensors_in(arguments)
-        return [t for t in tensors if t.is_floating_point() and t.dtype is not self._dtype]
+        tensors = []
+
+        def collect(tensor: Tensor) -> Tensor:
+            if tensor.is_floating_point() and tensor.dtype is not self._dtype:
+                tensors.append(tensor)
+            return tensor
+
+        _map_tensors(arguments, collect)
+        return tensors
 
 
 def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
@@ -132,14 +139,3 @@ def _map_tensors(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
         if any(a is not b for a, b in zip(items, value, strict=True)):
             return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     return value
-
-
-def _tensors_in(value: Any) -> list[Tensor]:
-    tensors = []
-
-    def collect(tensor: Tensor) -> Tensor:
-        tensors.append(tensor)
-        return tensor
-
-    _map_tensors(value, collect)
-    return tensors

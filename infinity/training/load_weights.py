@@ -220,7 +220,7 @@ def _mismatch_error(source: str | os.PathLike[str], match: _Match, *, strict: bo
         remedy = "strict=False ignores missing and unexpected names" if match.matched else None
         change = _best_prefix_change(missing, unexpected, match.shapes)
         if change is not None:
-            example = next(name for name in unexpected if change.explains(name))
+            example = next(name for name in unexpected if name in change.pairs)
             because = f"names differ at their beginning, as in {unexpected[example]!r}"
             remedy = f"rename=lambda name: {change.new!r} + name.removeprefix({change.old!r})"
             problems.append(
@@ -229,9 +229,13 @@ def _mismatch_error(source: str | os.PathLike[str], match: _Match, *, strict: bo
             )
             explained = set(change.pairs.values())
             missing = [entry for entry in missing if explained.isdisjoint(entry.names)]
-            unexpected = {n: f for n, f in unexpected.items() if not change.explains(n)}
+            unexpected = {n: f for n, f in unexpected.items() if n not in change.pairs}
         else:
-            because = _closest_names(missing, unexpected)
+            candidates = list(unexpected)[:_NUM_COMPARED]
+            names = [entry.names[0] for entry in missing[:_NUM_NEAREST]]
+            closest = {name: difflib.get_close_matches(name, candidates, 1) for name in names}
+            pairs = [f"{name!r} may be {found[0]!r}" for name, found in closest.items() if found]
+            because = f"in the file {', '.join(pairs)}" if pairs else None
         if missing:
             listed = ", ".join(" or ".join(map(repr, entry.names)) for entry in missing)
             problems.append(f"{len(missing)} missing: {listed}")
@@ -250,9 +254,6 @@ class _PrefixChange:
     old: str
     new: str
     pairs: dict[str, str] = field(default_factory=dict)
-
-    def explains(self, name: str) -> bool:
-        return name in self.pairs
 
 
 def _best_prefix_change(
@@ -292,11 +293,3 @@ def _num_common_components(name: str, other: str) -> int:
             break
         count += 1
     return count
-
-
-def _closest_names(missing: Sequence[StateEntry], unexpected: Mapping[str, str]) -> str | None:
-    candidates = list(unexpected)[:_NUM_COMPARED]
-    names = [entry.names[0] for entry in missing[:_NUM_NEAREST]]
-    matches = {name: difflib.get_close_matches(name, candidates, 1) for name in names}
-    pairs = [f"{name!r} may be {matched[0]!r}" for name, matched in matches.items() if matched]
-    return f"in the file {', '.join(pairs)}" if pairs else None

@@ -19,7 +19,7 @@ overflow, and at the start, a window is one step longer than between two doublin
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from infinity.config.optimizer import LossScaleConfig
@@ -96,16 +96,13 @@ class ScaleRules:
     def restored(self, saved: Mapping[str, Any]) -> ScaleState:
         """Return the state saved by `state_to_dict`; a constant scale is the configured one."""
         history = tuple((int(step), float(scale)) for step, scale in saved["history"])
-        state = ScaleState(
-            float(saved["scale"]),
-            int(saved["patience"]),
+        return ScaleState(
+            float(saved["scale"]) if self.dynamic else self.initial,
+            max(1, min(int(saved["patience"]), self.hysteresis)),
             int(saved["steps"]),
             int(saved["last_overflow"]),
             history,
         )
-        if not self.dynamic and state.scale != self.initial:
-            state = replace(state, scale=self.initial)
-        return replace(state, patience=max(1, min(state.patience, self.hysteresis)))
 
 
 def state_to_dict(state: ScaleState) -> dict[str, Any]:

@@ -12,10 +12,6 @@ from torch import nn
 from infinity.errors import ResidencyError
 from infinity.training.parameter_values import ParameterValues
 
-# Methods of a layer with adapters, and of the tuner that inserted them.
-_MERGE = ("merge", "unmerge")
-_UNLOAD = ("merge_and_unload", "unload")
-
 
 class MergeGuard:
     """Guard of the peft methods that would lose edits of adapters; they raise before any change.
@@ -36,8 +32,9 @@ class MergeGuard:
         # If peft is not imported, the module has no peft adapters.
         peft = sys.modules.get("peft.tuners.tuners_utils")
         if peft is not None:
-            self._guard(module, peft.BaseTunerLayer, _MERGE, self._check_merge)
-            self._guard(module, peft.BaseTuner, _UNLOAD, self._refuse_unload)
+            layer, tuner = peft.BaseTunerLayer, peft.BaseTuner
+            self._guard(module, layer, ("merge", "unmerge"), self._check_merge)
+            self._guard(module, tuner, ("merge_and_unload", "unload"), self._refuse_unload)
 
     def remove(self) -> None:
         """Remove the guards."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def share_non_moment_state(
     provides the value.
     """
     ranks, plan = store.ranks, store.plan
-    if ranks.count == 1 or _is_built_in(updater):  # it has that of all parameters
+    if ranks.count == 1 or isinstance(updater, KernelUpdater):  # it has that of all parameters
         return
     doing = "reports the state of the optimizer"
     local = {s.parameter for u in plan.local_units for s in u.trained_segments}.intersection(
@@ -114,12 +114,13 @@ def write_state(
     No update may be pending. Raises `ConfigError` if the parameter has no such moment.
     """
     layout, segment = location
-    names = updater.moment_names(segment.parameter, rule_params) if _is_built_in(updater) else ()
+    is_built_in = isinstance(updater, KernelUpdater)
+    names = updater.moment_names(segment.parameter, rule_params) if is_built_in else ()
     if name not in names:
         raise ConfigError(
             f"{segment.name!r} has no optimizer state {name!r} that can be written",
             because="the state of adapted torch optimizers is not accessible"
-            if not _is_built_in(updater)
+            if not is_built_in
             else None,
             remedy=f"one of {', '.join(names)}" if names else None,
         )
@@ -134,7 +135,3 @@ def write_state(
         done += count
     store.ranks.synchronize_write(f"{name} of {segment.name!r}", flat)
     store.write(layout.index, kind, flat)
-
-
-def _is_built_in(updater: Updater) -> TypeGuard[KernelUpdater]:
-    return isinstance(updater, KernelUpdater)

@@ -129,9 +129,7 @@ def facts_of(rule: Rule, layouts: Iterable[UnitLayout]) -> RuleFacts:
     )
 
 
-def machine_rates(
-    config: Config, device: Device, ranks: DistContext = SINGLE_PROCESS
-) -> KnownRates:
+def machine_rates(config: Config, device: Device, ranks: DistContext) -> KnownRates:
     """Return cached or nominal rates of this machine; measuring is left to `infinity plan`.
 
     They are totals of the machine's ranks, except rates of links; see `rates_per_rank`.
@@ -173,8 +171,8 @@ def plan_input_for(
     tokens: int,
     length: int,
     *,
-    recompute: bool = False,
-    ranks: DistContext = SINGLE_PROCESS,
+    recompute: bool,
+    ranks: DistContext,
 ) -> tuple[PlanInput, Target, Partition]:
     """Return the planner's input for a model on this machine, its target and its partition.
 

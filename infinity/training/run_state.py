@@ -110,7 +110,13 @@ class RunState:
             "progress": {name: getattr(counters, name) for name in _COUNTERS} | position,
             "loss_scale": None if scale is None else state_to_dict(scale),
             "steps": dict(zip(self._names, self._step_runner.steps, strict=True)),
-            "groups": self._groups(),
+            "groups": [
+                {
+                    "parameters": self._members(group),
+                    "values": {key: v for key, v in group.items() if key not in _MEMBER_KEYS},
+                }
+                for group in self._optimizer.param_groups
+            ],
             "kept": {self._names[i]: kept for i, kept in self._updater.extra_state().items()},
             "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
@@ -248,15 +254,6 @@ class RunState:
         self._step_runner.steps[:] = [steps.get(name, 0) for name in self._names]
         if global_steps:
             self._optimizer.mark_stepped()
-
-    def _groups(self) -> list[dict[str, Any]]:
-        return [
-            {
-                "parameters": self._members(group),
-                "values": {key: value for key, value in group.items() if key not in _MEMBER_KEYS},
-            }
-            for group in self._optimizer.param_groups
-        ]
 
     def _members(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[self._index_of[id(p)]] for p in group["params"]]

@@ -217,7 +217,13 @@ class StepRunner:
         params_by_index = self._optimizer.params_by_index(self._index_of)
         self._updater.check(params_by_index)
         self._check_gradients(params_by_index)
-        equal_values = self._equal_values(clipping) if self._ranks.count > 1 else {}
+        equal_values: dict[str, int] = {}  # must be equal on all ranks
+        if self._ranks.count > 1:
+            values = as_json(self._optimizer.group_values()).encode()
+            equal_values = self._window.position | {
+                "values of the optimizer's groups": zlib.crc32(values),
+                "gradient_clipping": zlib.crc32(repr(clipping).encode()),
+            }
         with self._transfers.stall("norm"):
             norm = math.sqrt(self._gradients.square_sum(equal_values))
         scale = self.counters.loss_scale
@@ -240,14 +246,6 @@ class StepRunner:
         if culprits:
             self._check_skipped(scale, culprits)
             self._warn_skipped(scale, culprits)
-
-    def _equal_values(self, clipping: float) -> dict[str, int]:
-        """Return values that must be equal on all ranks at a step."""
-        values = as_json(self._optimizer.group_values()).encode()
-        return self._window.position | {
-            "values of the optimizer's groups": zlib.crc32(values),
-            "gradient_clipping": zlib.crc32(repr(clipping).encode()),
-        }
 
     def _check_skipped(self, scale: ScaleState | None, culprits: Sequence[str]) -> None:
         """Raise `TrainingError` if later steps would be skipped like the last one."""

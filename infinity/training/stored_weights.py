@@ -72,7 +72,15 @@ class StoredWeights:
             self._guard.check()
             if self._components.closed and self._unread:
                 raise released_error()
-            self._check_fits()
+            needed, available = self._sizes()
+            if needed > available:
+                raise DoesNotFitError(
+                    f"the module's weights take {format_size(needed)} more RAM, and "
+                    f"{format_size(available)} are available",
+                    because="its engine was released, and left them in their tiers",
+                    remedy="free RAM and use the module again; or train, evaluate and save with "
+                    "one engine: engine.save_weights() before it is released",
+                )
             while self._unread:
                 self._binding.restore(self._values.take(self._unread[-1]))
                 self._unread.pop()
@@ -165,17 +173,6 @@ class StoredWeights:
             peak = max(peak, current + nbytes)
             current += nbytes - store.reclaimable_bytes(unit.index)
         return peak, read_machine().host_available_bytes
-
-    def _check_fits(self) -> None:
-        needed, available = self._sizes()
-        if needed > available:
-            raise DoesNotFitError(
-                f"the module's weights take {format_size(needed)} more RAM, and "
-                f"{format_size(available)} are available",
-                because="its engine was released, and left them in their tiers",
-                remedy="free RAM and use the module again; or train, evaluate and save with one "
-                "engine: engine.save_weights() before it is released",
-            )
 
 
 def take_over_stored_weights(

@@ -249,7 +249,11 @@ class AdaptedOptimizer:
         try:
             for small_tile in [tile] if self.facts.needs_full else _split_tile(tile):
                 after = self._run(small_tile, before, grad_scale)
-            self._check_attributes()
+            current, expected = _attributes(self._worker), self._attributes
+            if not same(current, expected):
+                names = {**expected, **current}
+                changed = [k for k in names if not same(current.get(k), expected.get(k))]
+                raise _CouplingError(f"it changes its attribute {changed[0]!r}")
         except InfinityError:
             raise
         except Exception as error:
@@ -288,7 +292,13 @@ class AdaptedOptimizer:
         parameter = nn.Parameter(master.view(shape))
         parameter.grad = gradient.view(shape)
         group = self._step_groups[id(tile.rule_params)]
-        state = self._load(before, tile, parameter, group.given)
+        if before is None:
+            state = self._fresh(group.given, parameter)
+        else:  # state tensors are views of the moments; steps modify other values in place
+            state = copied(before.scalars)
+            for moment, (name, full) in zip(tile.moments, before.shapes.items(), strict=False):
+                state_shape = full if self.facts.needs_full else shape
+                state[name] = moment.values[: math.prod(state_shape)].view(state_shape)
         entries, new_state = self._step(group.given, parameter, state)
         group.write(entries)
         if parameter.data_ptr() != master.data_ptr():  # the optimizer replaced .data
@@ -298,14 +308,6 @@ class AdaptedOptimizer:
             assert self.kernels is not None
             self.kernels.split(master, tile.weight, tile.master_state)
         return after
-
-    def _check_attributes(self) -> None:
-        current, expected = _attributes(self._worker), self._attributes
-        if not same(current, expected):
-            changed = [
-                k for k in {**expected, **current} if not same(current.get(k), expected.get(k))
-            ]
-            raise _CouplingError(f"it changes its attribute {changed[0]!r}")
 
     def _failure(self, tile: Tile, error: Exception) -> TrainingError:
         name = repr(self._names[tile.parameter]) if self._names else "a small parameter"
@@ -343,18 +345,6 @@ class AdaptedOptimizer:
         finally:
             self._worker.param_groups = []
             self._worker.state = defaultdict(dict)
-
-    def _load(
-        self, before: _State | None, tile: Tile, parameter: nn.Parameter, group: Mapping[str, Any]
-    ) -> dict[str, Any]:
-        """Return the optimizer's state of this tile; state tensors are views of the moments."""
-        if before is None:
-            return self._fresh(group, parameter)
-        state = copied(before.scalars)  # steps modify them in place
-        for moment, (name, state_shape) in zip(tile.moments, before.shapes.items(), strict=False):
-            shape = state_shape if self.facts.needs_full else tuple(parameter.shape)
-            state[name] = moment.values[: math.prod(shape)].view(shape)
-        return state
 
     def _fresh(self, group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
         return self.facts.make_state(group, parameter) if self.facts.make_state else {}

@@ -15,6 +15,7 @@ import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
@@ -31,7 +32,6 @@ from infinity.optim.adapter import (
     AdaptedOptimizer,
     AdapterFacts,
     Captured,
-    MakeState,
     copied,
     is_per_element,
     on_cpu,
@@ -84,9 +84,9 @@ def probe_optimizer(
     name = _name_of(type(instance))
     made_groups = instance.param_groups  # the instance's objects, which schedulers hold
     if not isinstance(given, torch.optim.Optimizer):
-        made_groups = [
-            {**g, "params": [_parameter_of(p, by_id) for p in g["params"]]} for g in made_groups
-        ]
+        if not all(id(p) in by_id for g in made_groups for p in g["params"]):
+            raise ConfigError("the optimizer holds a parameter that was not given to it")
+        made_groups = [{**g, "params": [by_id[id(p)] for p in g["params"]]} for g in made_groups]
     has_state = any(instance.state.values())
     if has_state and (make is None or given is instance):
         raise ConfigError(
@@ -95,7 +95,7 @@ def probe_optimizer(
             remedy="pass the class, or a function of groups: optimizer=lambda groups: ...",
         )
     worker = _without_parameters(instance, by_id.values())
-    make_state = _state_maker(make, instance) if has_state and make is not None else None
+    make_state = partial(_made_state, make) if has_state and make is not None else None
     facts = AdapterFacts(name, worker, made_groups, instance.defaults, make_state=make_state)
     with torch.random.fork_rng(devices=[]), on_cpu():
         return _run_trials(facts)
@@ -147,12 +147,6 @@ def _call_maker(maker: OptimizerMaker, groups: list[dict[str, Any]]) -> torch.op
     return optimizer
 
 
-def _parameter_of(parameter: Tensor, by_id: Mapping[int, nn.Parameter]) -> nn.Parameter:
-    if id(parameter) not in by_id:
-        raise ConfigError("the optimizer holds a parameter that was not given to it")
-    return by_id[id(parameter)]
-
-
 def _without_parameters(
     instance: torch.optim.Optimizer, parameters: Iterable[Tensor]
 ) -> torch.optim.Optimizer:
@@ -169,12 +163,11 @@ def _without_parameters(
     return worker
 
 
-def _state_maker(make: OptimizerMaker, instance: torch.optim.Optimizer) -> MakeState:
-    def make_state(group: Mapping[str, Any], parameter: nn.Parameter) -> dict[str, Any]:
-        fresh = make([{**group, "params": [parameter]}])
-        return dict(fresh.state.get(parameter, {}))
-
-    return make_state
+def _made_state(
+    make: OptimizerMaker, group: Mapping[str, Any], parameter: nn.Parameter
+) -> dict[str, Any]:
+    fresh = make([{**group, "params": [parameter]}])
+    return dict(fresh.state.get(parameter, {}))
 
 
 # --- the trial -------------------------------------------------------------------------------

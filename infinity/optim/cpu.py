@@ -101,15 +101,6 @@ def check_moment(name: str, moment: Moment, n: int, device: torch.device) -> Non
     check_tensor(f"{name}'s scales", moment.scales, num_scales, (torch.float32,), device)
 
 
-def checked_numel(target: torch.Tensor, source: torch.Tensor, device: torch.device) -> int:
-    """Return the number of elements; raises unless the tensors match and do not overlap."""
-    n = target.numel()
-    check_tensor("target", target, n, FLOATS, device)
-    check_tensor("source", source, n, FLOATS, device)
-    check_apart(target, source)
-    return n
-
-
 def check_apart(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raise if two tensors share memory."""
     first, second = target.data_ptr(), source.data_ptr()
@@ -336,7 +327,10 @@ class CpuKernels:
         self, kernel: Callable[..., None], target: torch.Tensor, source: torch.Tensor
     ) -> None:
         self._require_open()
-        n = checked_numel(target, source, _HOST)
+        n = target.numel()
+        check_tensor("target", target, n, FLOATS, _HOST)
+        check_tensor("source", source, n, FLOATS, _HOST)
+        check_apart(target, source)
         kernel(
             n=n,
             target=target.data_ptr(),

@@ -164,12 +164,10 @@ def _fill(segment: _KernelSegment, piece: Piece) -> None:
     segment.n = piece.weight.numel()
     segment.first = piece.first
     segment.key = piece.key
-    segment.wide = all(map(_is_wide, present.values()))
-
-
-def _is_wide(tensor: torch.Tensor) -> bool:
-    """Return True if the address allows loads of four elements as one vector."""
-    return tensor.data_ptr() % (_PER_THREAD * tensor.element_size()) == 0
+    segment.wide = all(  # addresses allow loads of four elements as one vector
+        tensor.data_ptr() % (_PER_THREAD * tensor.element_size()) == 0
+        for tensor in present.values()
+    )
 
 
 def num_square_tiles(tensors: Sequence[torch.Tensor]) -> int:

@@ -60,12 +60,23 @@ def _step_matrix(
     del gradient
     update = orthogonal(ahead, rule_params)
     del ahead
-    master = _join_master(weight, master_state)
+    if master_state is None:
+        master = weight
+    elif master_state.dtype is torch.float32:
+        master = master_state
+    else:
+        upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
+        master = upper.add_(master_state).view(torch.float32)
     view = master.view(shape)
     view.mul_(1 - rule_params.lr * rule_params.weight_decay)
     view.add_(update, alpha=-rule_params.adjusted_lr)
-    if master_state is not None:
-        _split_master(master, weight, master_state)
+    if master is master_state:
+        weight.copy_(master)
+    elif master_state is not None:  # bf16 rounds half up, and NaN stays NaN
+        bits = master.view(torch.int32).masked_fill_(master.isnan(), _NAN)
+        upper = bits.add(0x8000).bitwise_right_shift_(16)
+        weight.view(torch.int16).copy_(upper)
+        master_state.copy_(bits.sub_(upper.bitwise_left_shift_(16)))
 
 
 def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
@@ -84,24 +95,3 @@ def orthogonal(matrix: Tensor, rule_params: Muon) -> Tensor:
         gram = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         result = torch.addmm(result, gram, result, beta=a)
     return result.T if tall else result
-
-
-def _join_master(weight: Tensor, master_state: Tensor | None) -> Tensor:
-    """Return the fp32 master: the stored tensor if there is one, else a new one."""
-    if master_state is None:
-        return weight
-    if master_state.dtype is torch.float32:
-        return master_state
-    upper = weight.view(torch.int16).int().bitwise_left_shift_(16)
-    return upper.add_(master_state).view(torch.float32)
-
-
-def _split_master(master: Tensor, weight: Tensor, master_state: Tensor) -> None:
-    """Store a master as weight and master state; bf16 rounds half up, and NaN stays NaN."""
-    if master_state.dtype is torch.float32:  # `master` is `master_state`
-        weight.copy_(master)
-        return
-    bits = master.view(torch.int32).masked_fill_(master.isnan(), _NAN)
-    upper = bits.add(0x8000).bitwise_right_shift_(16)
-    weight.view(torch.int16).copy_(upper)
-    master_state.copy_(bits.sub_(upper.bitwise_left_shift_(16)))

@@ -130,10 +130,6 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             raise ConfigError("this optimizer belongs to no engine", remedy="call initialize()")
         return self._read_state(parameter)
 
-    def mark_stepped(self) -> None:
-        """Mark this optimizer as stepped; see the function `mark_stepped`."""
-        mark_stepped(self)
-
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the accumulation window, if a backward pass ran since the last `step()`.
 

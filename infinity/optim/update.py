@@ -136,7 +136,7 @@ class BuiltInRule:
         if (
             (use_muon or matrices)
             and self._reserved
-            and any((id(p) in matrices) != use_muon for p in _parameters_of(group))
+            and any((id(p) in matrices) != use_muon for p in group.get("params", ()))
         ):
             raise ConfigError(
                 f"use_muon is {use_muon} for parameters that began with {not use_muon}",
@@ -150,7 +150,7 @@ class BuiltInRule:
         self.moments = reserved_moments(self.name, groups, self._format)
         self.matrix_steps = matrix_steps(self.name, groups)
         matrices = [group for group in groups if not self.capture(group).kernel]
-        self._matrices = {id(p) for group in matrices for p in _parameters_of(group)}
+        self._matrices = {id(p) for group in matrices for p in group.get("params", ())}
         self._reserved = True
 
     def tile_elements(self, largest: int) -> int:
@@ -166,12 +166,6 @@ class BuiltInRule:
     ) -> KernelUpdater:
         """Return an updater that uses the kernels."""
         return KernelUpdater(kernels, names, seed)
-
-
-def _parameters_of(group: Mapping[str, Any]) -> Sequence[Any]:
-    """Return the parameters of a group, which may lack the key."""
-    parameters: Sequence[Any] = group.get("params", ())
-    return parameters
 
 
 class KernelUpdater:

@@ -15,7 +15,7 @@ import torch
 
 from infinity.errors import CheckpointError, InfinityWarning, first_lines
 from infinity.offload.window import AccumulationWindow
-from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.optim.update import KernelUpdater, Updater
 from infinity.training.loss_scale import state_to_dict
 from infinity.training.rng_state import capture_rng, changed_generators, restore_rng
@@ -212,7 +212,7 @@ class RunState:
         if scheduler and schedule is not None:
             schedule.load_state_dict(state["scheduler"])
         if progress.global_steps:
-            self._optimizer.mark_stepped()
+            mark_stepped(self._optimizer)
         self._loaded = dict(state["registered"])
         for name, item in self._registered.items():
             self._load(name, item)
@@ -253,7 +253,7 @@ class RunState:
         self._step_runner.counters = TrainingCounters(global_steps=global_steps, loss_scale=scale)
         self._step_runner.steps[:] = [steps.get(name, 0) for name in self._names]
         if global_steps:
-            self._optimizer.mark_stepped()
+            mark_stepped(self._optimizer)
 
     def _members(self, group: Mapping[str, Any]) -> list[str]:
         return [self._names[self._index_of[id(p)]] for p in group["params"]]

@@ -38,7 +38,7 @@ from infinity.errors import (
     TransferError,
 )
 from infinity.model.torch_private import close_checkpoints
-from infinity.optim.offloaded import OffloadedOptimizer
+from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import Meter, StepReport
 from infinity.storage.device import Event
@@ -352,7 +352,7 @@ class StepRunner:
             else:
                 job = replace(job, copies=self._gradients.take_copies())
             self._report(norm, clip_factor, culprits, scale)
-            self._optimizer.mark_stepped()
+            mark_stepped(self._optimizer)
             if not skipped and self.lr_scheduler is not None:
                 self.lr_scheduler.step(**inputs.lr_kwargs)
             if job is not None and inputs.document is not None:

@@ -110,23 +110,19 @@ def state_to_dict(state: ScaleState) -> dict[str, Any]:
     return asdict(state) | {"history": [list(change) for change in state.history]}
 
 
-def format_history(state: ScaleState) -> str:
-    """Format the latest scales: "65536, 32768 after step 3, ..."; skipped steps count."""
-    return ", ".join(
-        f"{scale:g}" + (f" after step {step}" if step else "") for step, scale in state.history
-    )
-
-
 def exhausted_scale_error(state: ScaleState, culprits: Sequence[str]) -> TrainingError:
     """Return the error for gradients that overflow at the smallest scale in these parameters."""
     first, last = culprits[0], culprits[-1]
     module = first.rpartition(".")[0]
+    history = ", ".join(
+        f"{scale:g}" + (f" after step {step}" if step else "") for step, scale in state.history
+    )
     where = f"first in {first!r}" + (f" of the module {module!r}" if module else "")
     if len(culprits) > 1:
         where += f", and in {len(culprits) - 1} more up to {last!r}"
     return TrainingError(
         f"gradients are not finite at the smallest loss scale, {state.scale:g}: {where}",
-        because=f"the scale went {format_history(state)}; values above 65504 are infinite in fp16, "
+        because=f"the scale went {history}; values above 65504 are infinite in fp16, "
         "and backward carries infinities from later layers to earlier ones",
         remedy='write precision: bf16 (DeepSpeed: "bf16": {"enabled": true}), above all for models '
         "that were trained in bf16; or lower the learning rate, look at the loss and the data, or "

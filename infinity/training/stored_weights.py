@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -108,9 +108,17 @@ class StoredWeights:
                 for p in module._parameters.values()
                 if p is not None
             }
-            undo = partial(
-                self._undo_materialize, {module: module._parameters for module in modules}
-            )
+            parameters_of = {module: module._parameters for module in modules}
+
+            def undo() -> None:
+                binding.offload_from_meta()
+                binding.settle()
+                for unit in self._values.store.plan.units:
+                    binding.free(unit.index)
+                for module, parameters in parameters_of.items():
+                    module.__dict__["_parameters"] = parameters
+                self.answer()
+
             try:
                 for module in modules:
                     module.__dict__["_parameters"] = dict(dict.items(module._parameters))
@@ -119,17 +127,6 @@ class StoredWeights:
                 undo()
                 raise
             return reads, undo
-
-    def _undo_materialize(
-        self, parameters: Mapping[nn.Module, dict[str, nn.Parameter | None]]
-    ) -> None:
-        self._binding.offload_from_meta()
-        self._binding.settle()
-        for unit in self._values.store.plan.units:
-            self._binding.free(unit.index)
-        for module, original in parameters.items():
-            module.__dict__["_parameters"] = original
-        self.answer()
 
     def _stored_modules(self) -> list[nn.Module]:
         modules = (reference() for reference in self._modules)

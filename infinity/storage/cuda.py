@@ -63,16 +63,6 @@ def _order(stream: torch.cuda.Stream, after: Event) -> None:
             event.wait()
 
 
-def _unpinned_warning(nbytes: int, total: int, code: int) -> str:
-    return (
-        f"{format_size(nbytes)} of RAM could not be pinned (CUDA error {code}; "
-        f"{format_size(total - nbytes)} of this range are): copies to and from the GPU go through "
-        "a staging buffer of the driver, are slower and block the host; the likely cause is a "
-        "limit of the container or too little free memory: try --ulimit memlock=-1, or a lower "
-        "budget.host"
-    )
-
-
 class _CudaArena:
     """One device allocation; each view has a separate torch storage over the same memory."""
 
@@ -99,18 +89,6 @@ class _ArrayInterface:
             "version": 3,
             "stream": None,
         }
-
-
-def _node_of(device: torch.device) -> int | None:
-    """Return the NUMA node of a GPU; None if unknown, or if there is only one node."""
-    # Any, because the type stub lacks the PCI attributes.
-    properties: Any = torch.cuda.get_device_properties(device)
-    try:
-        return node_of_pci(
-            properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
-        )
-    except AttributeError:  # older versions of torch
-        return None
 
 
 class CudaDevice(Device):
@@ -147,7 +125,13 @@ class CudaDevice(Device):
         self._pinned_ranges: list[tuple[int, int]] = []  # sorted (start, end) addresses
         self.warnings: list[str] = []
         self._clock: CudaClock | None = None  # while a trace is recorded
-        self._node = _node_of(self.torch_device)
+        self._node: int | None = None  # NUMA node of the GPU, if there are several nodes
+        # Any, because the type stub lacks the PCI attributes, as do older versions of torch.
+        properties: Any = torch.cuda.get_device_properties(self.torch_device)
+        with contextlib.suppress(AttributeError):
+            self._node = node_of_pci(
+                properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
+            )
 
     def _stream(self, priority: int) -> torch.cuda.Stream:
         return torch.cuda.Stream(  # type: ignore[no-untyped-call]
@@ -319,10 +303,6 @@ class CudaDevice(Device):
 
         Memory that cannot be registered is used unpinned, with a warning.
         """
-        with torch.cuda.device(self.torch_device):  # avoid creating a context on the current GPU
-            self._pin(arena)
-
-    def _pin(self, arena: HostArena) -> None:
         cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         base = arena.view(0, arena.nbytes).data_ptr()
         if self._node is not None:
@@ -332,16 +312,25 @@ class CudaDevice(Device):
             for start in range(0, arena.nbytes, self._PIN_SLICE)
         ]
         # The driver registers with one thread; the pages of the next slice are faulted in
-        # concurrently.
-        with ThreadPoolExecutor(1, "infinity-pin") as executor:
+        # concurrently. The context is that of the GPU: none is created on the current one.
+        with (
+            torch.cuda.device(self.torch_device),
+            ThreadPoolExecutor(1, "infinity-pin") as executor,
+        ):
             prefaulted = executor.submit(prefault, *slices[0])
             for (address, size), following in zip_longest(slices, slices[1:]):
                 prefaulted.result()
                 if following is not None:
                     prefaulted = executor.submit(prefault, *following)
                 if code := self._register(cudart, address, size):
-                    remaining = base + arena.nbytes - address
-                    self.warnings.append(_unpinned_warning(remaining, arena.nbytes, code))
+                    unpinned = base + arena.nbytes - address
+                    self.warnings.append(
+                        f"{format_size(unpinned)} of RAM could not be pinned (CUDA error {code}; "
+                        f"{format_size(arena.nbytes - unpinned)} of this range are): copies to "
+                        "and from the GPU go through a staging buffer of the driver, are slower "
+                        "and block the host; the likely cause is a limit of the container or too "
+                        "little free memory: try --ulimit memlock=-1, or a lower budget.host"
+                    )
                     return
                 self._pinned_ranges = sorted([*self._pinned_ranges, (address, address + size)])
 

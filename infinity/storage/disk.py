@@ -123,18 +123,6 @@ def wrong_pages(pages: Tensor, stored: bytes) -> list[int]:
     return [int(page) for page in (actual != expected).nonzero()]
 
 
-def first_difference(buffer: Tensor, expected: Tensor) -> tuple[int, int, int] | None:
-    """Return (byte offset in the buffer, found, expected checksum) of the first wrong page; None if
-    all are right.
-    """
-    actual = torch.empty_like(expected)
-    _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, actual.data_ptr())
-    if torch.equal(actual, expected):
-        return None
-    page = int((actual != expected).nonzero()[0])
-    return page * PAGE, int(actual[page]) & 0xFFFFFFFF, int(expected[page]) & 0xFFFFFFFF
-
-
 STATE_NAME = "state.bin"
 # Share and maximum of the bytes left free on each of several paths, for file system metadata.
 _SPARE_DIVISOR = 64
@@ -200,46 +188,41 @@ class DiskTicket:
 
     def __init__(
         self,
-        raw: _aio.Ticket,
+        request: _aio.Ticket,
         disk: Disk,
         pieces: Sequence[tuple[Extent, Tensor]],
         expected: Sequence[Tensor],
     ) -> None:
-        self._raw: _aio.Ticket | None = raw  # None: completed and verified
+        self.request: _aio.Ticket | None = request  # None: completed and verified
         self._disk = disk
         self._pieces = pieces
         self._expected = expected  # checksums of the pages read; empty: not verified
         self._failure: TransferError | None = None
 
-    @property
-    def request(self) -> _aio.Ticket | None:
-        """The native ticket; None after a successful `wait`."""
-        return self._raw
-
     def done(self) -> bool:
-        raw = self._raw
-        return raw is None or raw.done()
+        request = self.request  # another waiting thread may clear it
+        return request is None or request.done()
 
     def wait(self) -> None:
         """Block until the request has ended; every call after a failure raises `TransferError`."""
-        raw = self._raw  # another waiting thread may clear it
-        if raw is None:
+        request = self.request
+        if request is None:
             return
         if self._failure is not None:
             raise self._failure.untraced()
         try:
-            raw.wait()
+            request.wait()
         except _aio.AioError as error:
             owner = self._disk.owner_at(self._pieces, str(error.filename), error.offset)
             failure = transfer_error(error, owner)
-            if not raw.done():
+            if not request.done():
                 self._disk.stuck = self._disk.stuck or failure.untraced()
             raise failure from error
         if self._expected:
             self._failure = self._disk.first_corruption(self._pieces, self._expected)
             if self._failure is not None:
                 raise self._failure.untraced()
-        self._raw = None
+        self.request = None
         self._pieces = self._expected = ()
 
 
@@ -323,7 +306,14 @@ class Disk:
 
         Raises `DoesNotFitError` with the missing bytes, `TransferError` or `MachineError`.
         """
-        self._open_files()
+        create = self._stored is None
+        for scratch in self.scratches:
+            try:
+                self._files.append(_aio.File(str(scratch.path(STATE_NAME)), create=create))
+            except _aio.AioError as error:
+                raise transfer_error(error) from error
+            except OSError as error:
+                raise MachineError(f"cannot open the state file: {error}") from error
         if self._stored is not None:
             self.speeds = self._stored.speeds
         elif len(self.paths) > 1 and not self.speeds:
@@ -340,16 +330,6 @@ class Disk:
             self.checksums = Checksums(self._stripes.total)
         for path, file, size in zip(self.paths, self._files, self.used, strict=True):
             self.warnings += drives.file_system_warnings(path, file, size)
-
-    def _open_files(self) -> None:
-        create = self._stored is None
-        for scratch in self.scratches:
-            try:
-                self._files.append(_aio.File(str(scratch.path(STATE_NAME)), create=create))
-            except _aio.AioError as error:
-                raise transfer_error(error) from error
-            except OSError as error:
-                raise MachineError(f"cannot open the state file: {error}") from error
 
     def _distribute(self) -> None:
         total = self._stripes.total
@@ -431,8 +411,8 @@ class Disk:
                 file = self._files[file_range.path_index]
                 segments.append((file, file_range.offset, file_range.nbytes, address))
                 address += file_range.nbytes
-        raw = self._engine.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
-        return DiskTicket(raw, self, pieces, expected)
+        request = self._engine.submit(op, segments, priority=priority, keep=[b for _, b in pieces])
+        return DiskTicket(request, self, pieces, expected)
 
     # --- errors ------------------------------------------------------------------------------
 
@@ -450,12 +430,14 @@ class Disk:
     ) -> TransferError | None:
         """Return the error for the first page with a wrong checksum; None if all are right."""
         for (extent, buffer), sums in zip(pieces, expected, strict=True):
-            difference = first_difference(buffer, sums)
-            if difference is not None:
-                start, actual, wanted = difference
-                (file_range,) = self._stripes.pieces(extent.offset + start, PAGE)
+            actual = torch.empty_like(sums)
+            _aio.crc32c_blocks(buffer.data_ptr(), buffer.numel(), PAGE, actual.data_ptr())
+            if not torch.equal(actual, sums):
+                page = int((actual != sums).nonzero()[0])
+                found, wanted = int(actual[page]) & 0xFFFFFFFF, int(sums[page]) & 0xFFFFFFFF
+                (file_range,) = self._stripes.pieces(extent.offset + page * PAGE, PAGE)
                 path = self._files[file_range.path_index].path
-                return corruption(extent.owner, path, file_range.offset, PAGE, actual, wanted)
+                return corruption(extent.owner, path, file_range.offset, PAGE, found, wanted)
         return None
 
     # --- counters ----------------------------------------------------------------------------

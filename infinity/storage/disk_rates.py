@@ -100,7 +100,12 @@ class _TierBenchmark:
     def rates(self) -> dict[str, float]:
         """Return the median rate of each entry of `_DIRECTIONS`, in bytes per second."""
         started = time.perf_counter()
-        self._choose_size()
+        # A record size so small that several fit into a pass.
+        largest, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
+        for _ in range(2):  # the first write to reserved space is slower
+            _, once_s = self._write(0, least=1)
+        fitting = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
+        self._nbytes = min(largest, max(fitting, _MIN_RECORD_BYTES))
         # Write records from the beginning of the region while time permits, for the reads.
         half_records = self._write(_PREPARE_SHARE * self._seconds)[0] // 2
         passes: dict[str, list[float]] = {name: [] for name in _DIRECTIONS}
@@ -110,14 +115,6 @@ class _TierBenchmark:
             if time.perf_counter() - started > self._seconds:
                 break
         return {name: statistics.median(values) for name, values in passes.items()}
-
-    def _choose_size(self) -> None:
-        """Choose a record size so small that several fit into a pass."""
-        largest, self._nbytes = self._nbytes, min(_TRIAL_BYTES, self._nbytes)
-        for _ in range(2):  # the first write to reserved space is slower
-            _, once_s = self._write(0, least=1)
-        fitting = int(self._nbytes / once_s * self._pass_s / _NUM_IN_FLIGHT) // PAGE * PAGE
-        self._nbytes = min(largest, max(fitting, _MIN_RECORD_BYTES))
 
     def _write(self, seconds: float, least: int = 2) -> tuple[int, float]:
         """Write records from the beginning; return their number and the seconds taken."""
@@ -154,7 +151,7 @@ class _TierBenchmark:
 
 @contextlib.contextmanager
 def repeating(function: Callable[[], object]) -> Iterator[Callable[[], int]]:
-    """Repeat `work` on a thread; yield a function that returns the number of completed calls."""
+    """Repeat `function` on a thread; yield a function that returns its number of calls."""
     stop, calls = threading.Event(), 0
 
     def repeat() -> None:

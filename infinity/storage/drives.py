@@ -31,7 +31,7 @@ def device_of(path: Path) -> str:
     return ""
 
 
-def drive_of(device: str, sysfs: Path = Path("/sys")) -> str:
+def drive_of(device: str, sysfs: Path) -> str:
     """Return the drive of a partition, both as "major:minor"; any other device unchanged."""
     with suppress(OSError):
         node = (sysfs / "dev/block" / device).resolve(strict=True)
@@ -93,21 +93,18 @@ def file_system_warnings(path: Path, file: _aio.File, nbytes: int) -> list[str]:
             "lost connection stops the training (see io.timeout_s); the lock of a killed run "
             f"may persist on the server; {_REMEDY}"
         )
-    if name == "btrfs" and not _overwrites_in_place(file.fd):
-        warnings.append(
-            f"nvme_path {path} is btrfs, which copies on write: space reserved beforehand does not "
-            "help, every write is a new allocation and checksummed by the CPU; use an empty "
-            f"directory with `chattr +C {path}` (nodatacow), or an ext4 or xfs file system"
-        )
+    if name == "btrfs":
+        flags = array("l", [0])
+        with suppress(OSError):
+            fcntl.ioctl(file.fd, _GET_FLAGS, flags)
+        if not flags[0] & _NO_COPY_ON_WRITE:
+            warnings.append(
+                f"nvme_path {path} is btrfs, which copies on write: space reserved beforehand "
+                "does not help, every write is a new allocation and checksummed by the CPU; use "
+                f"an empty directory with `chattr +C {path}` (nodatacow), or an ext4 or xfs file "
+                "system"
+            )
     return warnings
-
-
-def _overwrites_in_place(fd: int) -> bool:
-    """Return True if a btrfs file is marked nodatacow."""
-    flags = array("l", [0])
-    with suppress(OSError):
-        fcntl.ioctl(fd, _GET_FLAGS, flags)
-    return bool(flags[0] & _NO_COPY_ON_WRITE)
 
 
 @dataclass(frozen=True)

@@ -58,18 +58,15 @@ class BufferPool:
             assert make_one_free is not None, "every buffer is taken"
             make_one_free()
         # Prefer the newest free buffer, which may still be in cache; else wait for the oldest.
-        newest_first = reversed(range(len(self._free)))
-        index = next((n for n in newest_first if self._is_done(n)), 0)
-        buffer, event = self._free[index]
+        for index in reversed(range(len(self._free))):
+            buffer, event = self._free[index]
+            if event is None or event.done():
+                break
         if event is not None:
             with nullcontext() if event.done() else waiting():
                 event.wait()  # returns immediately if done; raises if it failed
         del self._free[index]
         return buffer
-
-    def _is_done(self, index: int) -> bool:
-        event = self._free[index][1]
-        return event is None or event.done()
 
     def give_back(self, buffer: Tensor, *events: Event) -> None:
         """Return a buffer, not a slice of it, to the pool; it is free after all `events`."""

@@ -34,7 +34,7 @@ NAMES = re.compile(
     r"wishes|brought|bring|rooms?|lent|lend|away|gone|forget|here|there|apart)(_|$)"
 )
 # `whole` and `room` are keys of plan.json, `check_apart` is a function of the native kernels.
-EXCEPTIONS = {"in_place", "modified_in_place", "_overwrites_in_place", "update_place", "whole",
+EXCEPTIONS = {"in_place", "modified_in_place", "update_place", "whole",
               "room", "check_apart"}  # fmt: skip
 
 

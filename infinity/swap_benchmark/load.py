@@ -218,7 +218,15 @@ class Testbed:
         return self
 
     def _check_space(self) -> None:
-        devices = [_device_of(path) for path in self.paths]
+        devices = []
+        for path in self.paths:
+            try:
+                devices.append(os.stat(path).st_dev)
+            except OSError as error:
+                remedy = f"mkdir -p {path}" if isinstance(error, FileNotFoundError) else None
+                raise MachineError(
+                    f"{path} cannot be used", because=error.strerror, remedy=remedy
+                ) from error
         num_files = Counter(devices)
         for path, device in zip(self.paths, devices, strict=True):
             needed = 2 * self.region_bytes * num_files[device]
@@ -354,13 +362,3 @@ def mapped(nbytes: int) -> Array:
     array = np.frombuffer(memory, dtype=np.uint8)
     array[::PAGE] = 1
     return array
-
-
-def _device_of(path: Path) -> int:
-    try:
-        return os.stat(path).st_dev
-    except OSError as error:
-        remedy = f"mkdir -p {path}" if isinstance(error, FileNotFoundError) else None
-        raise MachineError(
-            f"{path} cannot be used", because=error.strerror, remedy=remedy
-        ) from error

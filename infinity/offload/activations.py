@@ -182,20 +182,15 @@ class ActivationStore:
         record.copied_out = self.transfers.copy_d2h(target, _bytes(source), label=LABEL)
         self._outgoing.append(record)
         self._advance(record)
-        self._limit_sources()
-        return True
-
-    def _limit_sources(self) -> None:
-        """Wait for the oldest copies, so that at most `TRANSIT` sources stay alive.
-
-        Compute is queued long before it runs: without this limit all sources would stay alive.
-        """
-        with_source = [record for record in self._outgoing if record.source is not None]
-        for record in with_source[:-TRANSIT]:
-            assert record.copied_out is not None
+        # Wait until at most `TRANSIT` sources are alive: compute is queued long before it runs, so
+        # without this limit all would stay alive.
+        with_source = [earlier for earlier in self._outgoing if earlier.source is not None]
+        for earlier in with_source[:-TRANSIT]:
+            assert earlier.copied_out is not None
             with self.transfers.stall("copy"):
-                record.copied_out.wait()
-            self._advance(record)
+                earlier.copied_out.wait()
+            self._advance(earlier)
+        return True
 
     def _advance(self, record: SavedTensor, *, wait: bool = False) -> bool:
         """Continue to offload the record; return True once complete. Blocks only with `wait`."""
@@ -245,7 +240,11 @@ class ActivationStore:
         if record.source is not None:  # not copied out yet: it may have been modified
             _check_version(record.source._version != record.version, record.shape)
         self._start_restore(record, wait=True)
-        self._prefetch(record)
+        # Start to restore the `AHEAD` records saved before this one, which backward needs next.
+        records = self._records.values()
+        earlier = [r for r in records if r.order < record.order and r.copied_out and not r.returned]
+        for candidate in sorted(earlier, key=lambda r: r.order)[-AHEAD:]:
+            self._start_restore(candidate, wait=False)
         self._finish_read(record)
         _check_version(record.modified, record.shape)
         if not record.ready.done():
@@ -257,13 +256,6 @@ class ActivationStore:
         if record.uses == 1:
             record.fetched = None
         return tensor
-
-    def _prefetch(self, record: SavedTensor) -> None:
-        """Start to restore the `AHEAD` records saved before this one."""
-        records = self._records.values()
-        earlier = [r for r in records if r.order < record.order and r.copied_out and not r.returned]
-        for candidate in sorted(earlier, key=lambda r: r.order)[-AHEAD:]:
-            self._start_restore(candidate, wait=False)
 
     def _start_restore(self, record: SavedTensor, *, wait: bool) -> None:
         """Start to restore the record, unless that is in flight. Blocks only with `wait`."""
@@ -373,21 +365,19 @@ class ActivationStore:
     def _free_dropped(self) -> None:
         """Free the memory of tensors that no graph holds any more."""
         for number in [n for n, r in self._records.items() if r.saved_handle() is None]:
-            self._discard(self._records[number])
+            record = self._records[number]
+            record.wait_requests()
+            for records in (self._outgoing, self._incoming):
+                if record in records:
+                    records.remove(record)
+            self._retire(record)
+            if record.disk_offset is not None:
+                self._disk.give(record.disk_offset, record.nbytes)
+                record.disk_offset = None
+            self._handles.pop(record.identity, None)
             del self._records[number]
         if self._new_sizes and not self._records:
             self.sizes, self._new_sizes = tuple(self._new_sizes), []
-
-    def _discard(self, record: SavedTensor) -> None:
-        record.wait_requests()
-        for records in (self._outgoing, self._incoming):
-            if record in records:
-                records.remove(record)
-        self._retire(record)
-        if record.disk_offset is not None:
-            self._disk.give(record.disk_offset, record.nbytes)
-            record.disk_offset = None
-        self._handles.pop(record.identity, None)
 
     def _retire(self, record: SavedTensor) -> None:
         """Free the record's bytes in the pool and its tensors once no copy uses them."""

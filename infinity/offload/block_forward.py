@@ -34,7 +34,6 @@ from infinity.plan.plan import Plan
 # Names of key/value caches in Hugging Face's blocks. A block that runs twice, or in slices, would
 # write to its cache several times.
 _CACHES = ("past_key_value", "past_key_values", "layer_past", "cache_params")
-_CACHE_FLAGS = ("use_cache",)
 
 
 class BlockForwards:
@@ -232,9 +231,8 @@ class _Block:
                 "blocks that are recomputed or sliced are not given a cache of keys and values "
                 "while they train; pass use_cache=False to silence this",
             )
-        for key in _CACHE_FLAGS:
-            if cleaned.get(key) is True:
-                cleaned[key] = False
+        if cleaned.get("use_cache") is True:
+            cleaned["use_cache"] = False
         return cleaned
 
 

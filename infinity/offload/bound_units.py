@@ -80,7 +80,7 @@ class BoundUnits:
         if error is not None:
             raise error
 
-    def find_edit(self, unit: int | None = None, *, every: bool = False) -> ResidencyError | None:
+    def find_edit(self, unit: int | None = None, *, every: bool) -> ResidencyError | None:
         """Return the error for the first edited parameter; units with edits are offloaded.
 
         Checks the units accessed outside calls and `unit`, or with `every` all units.

@@ -142,7 +142,14 @@ class GradientExchange:
 
     def finish(self) -> None:
         """Exchange the remaining gradients at the end of a backward, and add all exchanges."""
-        while self._has_remaining():
+        while True:
+            self._add_completed()
+            self._check()
+            reported = self._ranks.assert_equal_across_ranks(
+                "ends a backward", bool(self._arrived), values=self._window.position
+            )
+            if not any(has_gradients for has_gradients, *_ in reported):
+                return
             local_parameters = {p for arrivals in self._arrived.values() for p in arrivals[0]}
             flags = [parameter in local_parameters for parameter in self._parameters]
             flags += [self._is_wide(unit) for unit in range(len(self._expected))]
@@ -150,22 +157,13 @@ class GradientExchange:
                 torch.tensor(flags, dtype=torch.uint8, device="cpu")
             ).tolist()
             num_parameters = len(self._parameters)
-            reported = [{p for p, flag in zip(self._parameters, row, strict=False) if flag}
+            by_rank = [{p for p, flag in zip(self._parameters, row, strict=False) if flag}
                     for row in table]  # fmt: skip
             for unit, expected in enumerate(self._expected):
-                present = [parameters & expected for parameters in reported]
+                present = [parameters & expected for parameters in by_rank]
                 if any(present):
                     wide = any(row[num_parameters + unit] for row in table)
                     self._start(unit, present, wide=wide)
-
-    def _has_remaining(self) -> bool:
-        """Add exchanges in flight; return True if any rank has more to exchange."""
-        self._add_completed()
-        self._check()
-        reported = self._ranks.assert_equal_across_ranks(
-            "ends a backward", bool(self._arrived), values=self._window.position
-        )
-        return any(remaining for remaining, *_ in reported)
 
     def _check(self) -> None:
         if self._error is not None:

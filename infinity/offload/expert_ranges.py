@@ -24,7 +24,6 @@ from infinity.errors import ResidencyError
 from infinity.model.partitioner import Rows
 from infinity.model.stacks import (
     RangeCall,
-    RangeExecutor,
     StackRange,
     compute_full,
     full_gradient_error,
@@ -32,6 +31,7 @@ from infinity.model.stacks import (
     set_range_executor,
     stacks_of,
 )
+from infinity.offload.expert_calls import ExpertCalls
 from infinity.offload.hooks import Hooks, is_infinity_hook
 
 
@@ -124,14 +124,10 @@ class Experts:
         return self._hooks.touch(parameter)
 
 
-def _counting(hooks: Hooks, path: str, module: nn.Module) -> RangeExecutor:
-    """Return a function that counts tokens and computes experts stored in their layer's unit."""
-
-    def compute(call: RangeCall) -> Tensor:
-        hooks.expert_calls.add(module, path, call.counts)
-        return compute_full(module, call)
-
-    return compute
+def _compute_counted(calls: ExpertCalls, path: str, module: nn.Module, call: RangeCall) -> Tensor:
+    """Count the tokens of experts that are stored in their layer's unit, and compute them."""
+    calls.add(module, path, call.counts)
+    return compute_full(module, call)
 
 
 class ExpertRanges:
@@ -154,7 +150,8 @@ class ExpertRanges:
         ]
         for path, module in root.named_modules():
             if path not in by_module and stacks_of(module):
-                set_range_executor(module, _counting(hooks, path, module))
+                compute = partial(_compute_counted, hooks.expert_calls, path, module)
+                set_range_executor(module, compute)
                 self._modules.append(module)
 
     def remove(self) -> None:

@@ -21,7 +21,7 @@ and everything in this file is about local shards.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 
 import torch
@@ -193,7 +193,12 @@ class GradientStore:
         self._squares.pop(parameter, None)
         self._device_squares.drop(parameter)
         if unit in self.on_device:
-            self._accumulate_on_device(unit, segment, flat, first=first)
+            self._device.sync_compute_stream()
+            target = segment_slice(self.on_device[unit], segment)
+            if first:
+                target.copy_(flat)
+            else:
+                target.add_(flat)
         elif self._worker is None:
             self._sums.add(unit, segment, flat, first=first, complete=complete)
         elif unit in self.ram and flat.dtype is self.dtype and first:
@@ -204,16 +209,6 @@ class GradientStore:
             )
         self._with_gradient.add(parameter)
         return event
-
-    def _accumulate_on_device(
-        self, unit: int, segment: Segment, gradient: Tensor, *, first: bool
-    ) -> None:
-        self._device.sync_compute_stream()
-        target = segment_slice(self.on_device[unit], segment)
-        if first:
-            target.copy_(gradient)
-        else:
-            target.add_(gradient)
 
     def _send_to_ram(
         self,
@@ -355,13 +350,23 @@ class GradientStore:
         """
         self.drain()
         if self._tree is not None:
-            blocks = {
-                p: self._blocks_of(p) for p in sorted(self._with_gradient & self._locations.keys())
-            }
+            blocks: dict[int, Tensor] = {}  # square sums (fp64) of the blocks of this rank's shards
+            for parameter in sorted(self._with_gradient & self._locations.keys()):
+                sums = self._sums.squares.get(parameter)
+                if sums is None:
+                    sums = self.kernels.square_blocks(self._read(parameter))
+                blocks[parameter] = sums
             self._squares = self._tree.fold(blocks, sorted(self._with_gradient), equal)
         else:
             if self.plan.device_kernels:
-                self._device_squares.begin(self._stored_on_device())
+                stored_on_device = {
+                    parameter: norm_slices(segment_slice(self.on_device[unit], segment), segment)
+                    for parameter, (unit, segment) in self._locations.items()
+                    if parameter in self._with_gradient
+                    and parameter not in self._squares
+                    and unit in self.on_device
+                }
+                self._device_squares.begin(stored_on_device)
             self._squares |= {**self._device_squares.results(), **self._sums.squares}
         total = 0.0
         for parameter in self._in_order():
@@ -383,21 +388,6 @@ class GradientStore:
 
     def _square_blocks(self, flat: Tensor, segment: Segment) -> Tensor:
         return self.kernels.square_blocks(flat)
-
-    def _blocks_of(self, parameter: int) -> Tensor:
-        """Return square sums (fp64) of the blocks of this rank's shard of a gradient."""
-        blocks: Tensor | None = self._sums.squares.get(parameter)
-        return self.kernels.square_blocks(self._read(parameter)) if blocks is None else blocks
-
-    def _stored_on_device(self) -> dict[int, Sequence[Tensor]]:
-        """Return gradients that are stored on the device and have no square sums yet."""
-        return {
-            parameter: norm_slices(segment_slice(self.on_device[unit], segment), segment)
-            for parameter, (unit, segment) in self._locations.items()
-            if parameter in self._with_gradient
-            and parameter not in self._squares
-            and unit in self.on_device
-        }
 
     def non_finite(self) -> list[str]:
         """Return names of parameters with non-finite gradients, in order; after `square_sum`."""

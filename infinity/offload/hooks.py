@@ -103,10 +103,10 @@ class Hooks:
         self._last_task = -1  # the last backward registered as a call
         self._cuts = cuts
         self._parameters = parameters
-        self._unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
+        self.unit_of = {i: u for u, cut in enumerate(cuts) for i in cut.parameters}
         # By id, without stacks that are cut: only their rows belong to units.
-        self._index_of = {id(p): i for i, p in enumerate(parameters) if i in self._unit_of}
-        self._cut_stacks = {id(p): i for i, p in enumerate(parameters) if i not in self._unit_of}
+        self._index_of = {id(p): i for i, p in enumerate(parameters) if i in self.unit_of}
+        self._cut_stacks = {id(p): i for i, p in enumerate(parameters) if i not in self.unit_of}
         self._handles: list[RemovableHandle] = []
         self._forwards: list[_Entered] = []
         for unit, cut in enumerate(cuts):
@@ -117,7 +117,7 @@ class Hooks:
                     module.register_forward_hook(self._post_forward_hook(unit), always_call=True)
                 )
         for index, parameter in enumerate(parameters):
-            if trained[index] and index in self._unit_of:
+            if trained[index] and index in self.unit_of:
                 parameter.grad = None  # of a backward before the engine existed
                 required_grad = parameter.requires_grad
                 parameter.requires_grad_(True)  # needed to register the hook
@@ -125,20 +125,17 @@ class Hooks:
                 self._handles.append(register(self._gradient_hook(index)))
                 parameter.requires_grad_(required_grad)
 
-    def unit_of(self, index: int) -> int:
-        return self._unit_of[index]
-
     @property
     def slice_summed_units(self) -> set[int]:
         """Units whose last gradients were sums of slices."""
-        return {self._unit_of[index] for index in self.sums.summed}
+        return {self.unit_of[index] for index in self.sums.summed}
 
     def touch(self, parameter: nn.Parameter) -> Tensor:
         """Fetch the unit of a parameter on attribute access, and return the tensor to use."""
         if id(parameter) in self._cut_stacks:
             return self._cut_stack(parameter)
         index = self._index_of[id(parameter)]
-        unit = self._unit_of[index]
+        unit = self.unit_of[index]
         if self._computes(unit):
             self.device.sync_compute_stream()  # the current stream may have changed
             return self.sums.read(index, parameter)
@@ -236,8 +233,8 @@ class Hooks:
         """Unbind the units of a call, except those of parameters in its `output`."""
         for value in _items((output,)):
             index = self._index_of.get(id(value)) if isinstance(value, nn.Parameter) else None
-            if index is not None and self._entries[self._unit_of[index]].bound:
-                self._bound.checksum_for_edits(self._unit_of[index], reached=True)
+            if index is not None and self._entries[self.unit_of[index]].bound:
+                self._bound.checksum_for_edits(self.unit_of[index], reached=True)
         self._bound.release_all()
 
     def _join_backward(self) -> None:
@@ -337,7 +334,7 @@ class Hooks:
         indices = [self._index_of[id(x)] for x in _items(arguments) if id(x) in self._index_of]
         if not indices:
             return []
-        units = {self._unit_of[i] for i in indices if i not in self.materialized_dtypes} - {unit}
+        units = {self.unit_of[i] for i in indices if i not in self.materialized_dtypes} - {unit}
         held: list[int] = []
         try:
             for held_unit in sorted(units):
@@ -378,7 +375,7 @@ class Hooks:
         return hook
 
     def _gradient_hook(self, index: int) -> Callable[[Tensor], None]:
-        unit = self._unit_of[index]
+        unit = self.unit_of[index]
 
         def hook(parameter: Tensor) -> None:
             gradient, parameter.grad = parameter.grad, None
@@ -400,7 +397,7 @@ class Hooks:
     def receive(self, index: int, gradient: Tensor) -> None:
         """Accumulate a parameter's gradient of the running backward."""
         self._register_backward()
-        unit = self._unit_of[index]
+        unit = self.unit_of[index]
         self._handover.wait_gradients_read(unit)
         self.window.arrived += 1
         if self.window.divisor != 1:
@@ -416,7 +413,7 @@ class Hooks:
 
     def expect(self, indices: Mapping[str, int]) -> None:
         """Start to read the saved gradients of these parameters' units."""
-        for unit in {self._unit_of[index] for index in indices.values()}:
+        for unit in {self.unit_of[index] for index in indices.values()}:
             self.gradients.expect(unit)
 
     def trainable_parameters(self, module: nn.Module) -> dict[int, nn.Parameter]:

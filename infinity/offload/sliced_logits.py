@@ -116,7 +116,7 @@ class ChunkedHeads:
     ) -> None:
         index_of = {id(p): i for i, p in enumerate(parameters)}
         self.heads = [
-            Head(name, module, hooks, hooks.unit_of(index_of[id(module.weight)]), warn_once)
+            Head(name, module, hooks, hooks.unit_of[index_of[id(module.weight)]], warn_once)
             for name, module in find_heads(model).items()
             if id(module.weight) in index_of
         ]
@@ -160,9 +160,10 @@ class Head:
     def _forward(self, hidden: Tensor) -> Tensor:
         module = self._module
         assert module is not None
+        trains = module.training and torch.is_grad_enabled()
         # Outside training too if there are many: an evaluation may use only the loss.
         many = hidden.numel() > CHUNK_TOKENS * hidden.shape[-1]
-        if not (self._trains() or many) or torch.is_autocast_enabled(hidden.device.type):
+        if not (trains or many) or torch.is_autocast_enabled(hidden.device.type):
             return self._module_forward(hidden)
         weight = module.weight
         if hidden.dtype != weight.dtype or hidden.shape[-1] != weight.shape[1]:
@@ -170,10 +171,6 @@ class Head:
         apply: Any = _Head.apply
         logits: Tensor = apply(hidden, weight, module.bias, self)
         return logits
-
-    def _trains(self) -> bool:
-        module = self._module
-        return module is not None and module.training and torch.is_grad_enabled()
 
     def compute(self, updates: int, function: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """Fetch the unit and return `function(weight, bias)`, as a separate engine call.
@@ -394,6 +391,11 @@ def _chunked_loss(
         elementwise.pop()  # the loss casts anyway
     operations = [recipe.operation for recipe in elementwise]
 
+    def transform(values: Tensor) -> Tensor:
+        for operation in operations:
+            values = operation(values)
+        return values
+
     def loss_of(weight: Tensor, bias: Tensor | None) -> Tensor:
         inputs = hidden, weight, bias
         if not (logits.requires_grad and torch.is_grad_enabled()):  # e.g. detached logits
@@ -406,7 +408,7 @@ def _chunked_loss(
             chunk_size=CHUNK_TOKENS // 2 if operations else CHUNK_TOKENS,  # results take memory
             ignore_index=ignore_index,
             label_smoothing=label_smoothing,
-            transform=partial(_apply_all, operations) if operations else None,
+            transform=transform if operations else None,
             reduction=reduction,
         )
 
@@ -423,9 +425,3 @@ def _is_supported(logits: Any, target: Any) -> bool:
     if len(target) != len(logits):
         return False
     return not any(recipe.watched or recipe.exposed for recipe in logits.recipe.lineage())
-
-
-def _apply_all(operations: Sequence[Callable[[Tensor], Tensor]], logits: Tensor) -> Tensor:
-    for operation in operations:
-        logits = operation(logits)
-    return logits

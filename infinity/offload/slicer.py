@@ -116,7 +116,10 @@ class Slicer:
         kind = (self._module.training, *sliced)
         if kind not in self._not_shared_because:
             attributes_before = self._tensor_attributes()
-            self._not_shared_because[kind] = self._test(structure, tensors, sliced, size)
+            why_not_shared = ""
+            for training in sorted({False, self._module.training}):  # in the current mode last
+                why_not_shared = self._test(training, structure, tensors, sliced, size)
+            self._not_shared_because[kind] = why_not_shared
         results: list[list[Tensor]] = [[] for _ in slices]
         structures: list[Any] = [None] * len(slices)
         if self._shares_ranges and self._may_share(self._not_shared_because[kind]):
@@ -180,10 +183,7 @@ class Slicer:
                 )
 
     def _tensor_attributes(self) -> dict[tuple[int, str], Tensor]:
-        """Return tensors in attributes of the block's modules, by (id of the module, name).
-
-        Includes those in lists, tuples and dicts, such as buffers.
-        """
+        """Return tensors in attributes of the block's modules, or in lists and dicts there."""
         tensors: dict[tuple[int, str], Tensor] = {}
         for part in self._module.modules():
             for name, value in vars(part).items():
@@ -218,22 +218,14 @@ class Slicer:
         return rows, [t.dim() > 0 and t.shape[0] == rows for t in tensors]
 
     def _test(
-        self, structure: Any, tensors: Sequence[Tensor], sliced: Sequence[bool], size: int
-    ) -> str:
-        """Compare two slices run together and separately; raise `TrainingError` if they differ.
-
-        Runs in evaluation mode, without dropout, and in the current mode. Returns why slices cannot
-        share ranges of experts, or "".
-        """
-        reason = ""
-        for training in sorted({False, self._module.training}):
-            reason = self._test_in_mode(training, structure, tensors, sliced, size)
-        return reason
-
-    def _test_in_mode(
         self, training: bool, structure: Any, tensors: Sequence[Tensor], sliced: Sequence[bool],
         size: int,
     ) -> str:  # fmt: skip
+        """Compare two slices run together and separately; raise `TrainingError` if they differ.
+
+        Without `training` there is no dropout. Returns why slices cannot share ranges of experts,
+        or "".
+        """
         num_range_calls = self._expert_calls.num_range_calls
         rerun = RecomputeBuffers([*self._module.modules()])
         isolated, paused = self._isolated(training), self._expert_calls.paused()

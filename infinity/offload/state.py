@@ -148,8 +148,15 @@ class StateStore:
         self.frozen_version = 0  # number of writes of stored frozen bytes
         self.shared: SharedWeights | None = None
         self._shared_copies: Event = HAPPENED  # end of the copies from shared RAM
+        layouts = {
+            u.index: u for u in plan.local_units if plan.is_shared(u.index) and u.shard_bytes
+        }
         try:
-            self._reserve_shared()
+            if layouts:  # weights in RAM that the ranks of a node map, see [Note: shared RAM]
+                self.shared = SharedWeights(layouts, ranks, transfers.device.pin)
+                for index in layouts:
+                    shard = self.shared.shards[index][ranks.rank]
+                    self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
             for tier, store in transfers.stores.items():
                 if tier is not Tier.DISK:
                     self._reserve(tier, store)
@@ -174,17 +181,6 @@ class StateStore:
             ranges = store.reserve([nbytes for _, _, nbytes in group], owners) if group else []
             for (unit, kind, _), location in zip(group, ranges, strict=True):
                 unit.memory[kind] = location
-
-    def _reserve_shared(self) -> None:
-        """Reserve weights in RAM that the ranks of a node map; see [Note: shared RAM]."""
-        shared = (unit for unit in self.plan.local_units if self.plan.is_shared(unit.index))
-        layouts = {unit.index: unit for unit in shared if unit.shard_bytes}
-        if not layouts:
-            return
-        self.shared = SharedWeights(layouts, self.ranks, self.transfers.device.pin)
-        for index in layouts:
-            shard = self.shared.shards[index][self.ranks.rank]
-            self.units[index].memory[Kind.WEIGHT] = MemoryRange(Tier.HOST, shard)
 
     def shard_bytes(self, layout: UnitLayout, kind: Kind) -> int:
         """Return the bytes of a shard's flat range of a kind; weights include the frozen bytes."""

@@ -114,14 +114,15 @@ def write_state(
     No update may be pending. Raises `ConfigError` if the parameter has no such moment.
     """
     layout, segment = location
-    is_built_in = isinstance(updater, KernelUpdater)
-    names = updater.moment_names(segment.parameter, rule_params) if is_built_in else ()
+    names: tuple[str, ...] = ()
+    if isinstance(updater, KernelUpdater):
+        names = updater.moment_names(segment.parameter, rule_params)
     if name not in names:
         raise ConfigError(
             f"{segment.name!r} has no optimizer state {name!r} that can be written",
-            because="the state of adapted torch optimizers is not accessible"
-            if not is_built_in
-            else None,
+            because=None
+            if isinstance(updater, KernelUpdater)
+            else "the state of adapted torch optimizers is not accessible",
             remedy=f"one of {', '.join(names)}" if names else None,
         )
     index = names.index(name)

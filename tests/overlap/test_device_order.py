@@ -400,7 +400,7 @@ PINNED: dict[tuple[str, str], tuple[tuple[str, str, str], dict[str, Any]]] = {
         ON_DEVICE,
         {"durable": True, "commit_every": 1, "resume": "never"},
     ),
-    ("infinity.training.async_save", "_buffers"): (ON_DEVICE, {}),
+    ("infinity.training.async_save", "_copy"): (ON_DEVICE, {}),
 }
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from infinity.train.run import Run
     from infinity.train.settings import RunConfig
 
-_FIRST_RANK_REPORTS_S = 60.0  # the report of a run takes seconds on a busy machine
+_FIRST_RANK_REPORTS_S = 30.0  # the report of a run takes seconds on a busy machine
 _STALLS = {"disk_read": "read", "slot": "slots", "gradient": "gradients"}
 
 

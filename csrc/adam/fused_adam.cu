@@ -1,26 +1,25 @@
-// The optimizer on a CUDA device: same layouts, same arithmetic, same bits as the CPU's kernel.inl.
+// CUDA kernels of the optimizer. Layouts, arithmetic and results, bit for bit, are those of the CPU
+// kernels (kernel.inl and passes.inl).
 //
-// Compiled by NVRTC at run time (infinity/optim/cuda_compile.py), one variant at a time, chosen by
-// macros:
-//   INFINITY_RULE       one of INFINITY_RULES                      (update.inl)
-//   INFINITY_LAYOUT     Whole, Split, Half
+// Compiled by NVRTC at run time (infinity/optim/cuda_compile.py), one variant at a time, selected
+// by macros:
+//   INFINITY_RULE       one of INFINITY_RULES (update.inl)
+//   INFINITY_LAYOUT     Fp32Weight, SplitWeight, Fp16Weight
 //   INFINITY_GRADIENT   Fp32, Bf16, Fp16
-//   INFINITY_MOMENTS    Exact, Rounded, Stochastic, Blocks
-// Without INFINITY_RULE it holds the helpers: sums of squares. Options that belong to
-// the definition: --fmad=false --prec-div=true --prec-sqrt=true --ftz=false.
+//   INFINITY_MOMENTS    Fp32Moment, Bf16Moment, Bf16Stochastic, Int8Moment
+// Without INFINITY_RULE the file has the kernels of square sums. Equal bits require the options
+// --fmad=false --prec-div=true --prec-sqrt=true --ftz=false.
 //
-// No headers. tests/support/cuda_on_host.h gives the few CUDA words used here a meaning on a CPU,
-// so that this very file runs, thread by thread, where there is no GPU.
+// No system headers are included. tests/support/cuda_on_host.h emulates the CUDA intrinsics used
+// here, so that the tests run this file on a CPU.
 
 #ifndef INFINITY_FUNCTION
 #define INFINITY_FUNCTION __device__ __forceinline__
-#define INFINITY_BITS_OF(value) __float_as_uint(value)
-#define INFINITY_FLOAT_OF(bits) __uint_as_float(bits)
 #define INFINITY_SQRT(value) __fsqrt_rn(value)
 #endif
 
-#include "helpers.cuh"
 #include "segments.cuh"
+#include "squares.cuh"
 #include "update.inl"
 
 namespace infinity {
@@ -29,9 +28,10 @@ namespace {
 using Values = Four<float>;
 using Randoms = Four<u32>;
 
-// --- masters -------------------------------------------------------------------------------------
+// Layouts: load and store the fp32 masters `p`, and store the weights.
 
-struct Whole {  // fp32 weights
+// fp32 weights, which are the masters.
+struct Fp32Weight {
   template <bool kVector>
   static INFINITY_FUNCTION Values load(const Segment& s, Range<kVector> range) {
     return load_four<float>(s.weight, range);
@@ -45,11 +45,12 @@ struct Whole {  // fp32 weights
   }
 };
 
-struct Split {  // bf16 weights, int16 residuals
+// bf16 weights and int16 residuals.
+struct SplitWeight {
   template <bool kVector>
   static INFINITY_FUNCTION Values load(const Segment& s, Range<kVector> range) {
     const Four<u16> weight = load_four<u16>(s.weight, range);
-    const Four<i16> residual = load_four<i16>(s.rest, range);
+    const Four<i16> residual = load_four<i16>(s.master_state, range);
     Values p;
     for (u32 i = 0; i < kPerLane; ++i) p.at[i] = join_master(weight.at[i], residual.at[i]);
     return p;
@@ -61,14 +62,15 @@ struct Split {  // bf16 weights, int16 residuals
     Four<i16> residual;
     for (u32 i = 0; i < kPerLane; ++i) split_master(p.at[i], weight.at[i], residual.at[i]);
     store_four(s.weight, range, weight);
-    store_four(s.rest, range, residual);
+    store_four(s.master_state, range, residual);
   }
 };
 
-struct Half {  // fp16 weights, which are written only, and fp32 masters
+// fp16 weights, which are only written, and fp32 masters.
+struct Fp16Weight {
   template <bool kVector>
   static INFINITY_FUNCTION Values load(const Segment& s, Range<kVector> range) {
-    return load_four<float>(s.rest, range);
+    return load_four<float>(s.master_state, range);
   }
 
   template <bool kVector>
@@ -80,76 +82,80 @@ struct Half {  // fp16 weights, which are written only, and fp32 masters
       weight.at[i] = to_fp16(master.at[i]);
     }
     store_four(s.weight, range, weight);
-    store_four(s.rest, range, master);
+    store_four(s.master_state, range, master);
   }
 };
 
-// --- moments -------------------------------------------------------------------------------------
-
-// Where one of a segment's moments is, and how it is told from the other.
-struct Place {
+// Memory of one of the moments of a segment.
+struct MomentMemory {
   void* values;
-  float* scales;
-  bool second;  // takes the other random bits
+  float* scales;   // Int8Moment only
+  bool is_second;  // the two moments use different random bits
 };
 
 template <class Type, bool kVector>
-INFINITY_FUNCTION Values load_moments(Place place, Range<kVector> range) {
-  const auto stored = load_four<typename Type::Stored>(place.values, range);
+INFINITY_FUNCTION Values load_moments(MomentMemory memory, Range<kVector> range) {
+  const auto stored = load_four<typename Type::Stored>(memory.values, range);
   Values moments;
   for (u32 i = 0; i < kPerLane; ++i) moments.at[i] = Type::widen(stored.at[i]);
   return moments;
 }
 
+// Formats of moments. `load` and `store` are templates over kUnsigned, the code of Int8Moment;
+// kRandom says whether `store` uses the random bits.
+
+// One element each of type `Type`, rounded to nearest.
 template <class Type>
-struct Plainly {  // every element by itself, in the nearest value
+struct ElementwiseMoment {
   static constexpr bool kRandom = false;
 
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION Values load(Place place, Range<kVector> range) {
-    return load_moments<Type>(place, range);
+  static INFINITY_FUNCTION Values load(MomentMemory memory, Range<kVector> range) {
+    return load_moments<Type>(memory, range);
   }
 
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION void store(Place place, Range<kVector> range, const Values& moments,
-                                      const Randoms&) {
+  static INFINITY_FUNCTION void store(MomentMemory memory, Range<kVector> range,
+                                      const Values& moments, const Randoms&) {
     Four<typename Type::Stored> stored;
     for (u32 i = 0; i < kPerLane; ++i) stored.at[i] = Type::narrow(moments.at[i]);
-    store_four(place.values, range, stored);
+    store_four(memory.values, range, stored);
   }
 };
 
-using Exact = Plainly<Fp32>;
-using Rounded = Plainly<Bf16>;
+using Fp32Moment = ElementwiseMoment<Fp32>;
+using Bf16Moment = ElementwiseMoment<Bf16>;
 
-struct Stochastic {  // bf16, rounded at random
+// bf16, rounded stochastically.
+struct Bf16Stochastic {
   static constexpr bool kRandom = true;
 
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION Values load(Place place, Range<kVector> range) {
-    return load_moments<Bf16>(place, range);
+  static INFINITY_FUNCTION Values load(MomentMemory memory, Range<kVector> range) {
+    return load_moments<Bf16>(memory, range);
   }
 
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION void store(Place place, Range<kVector> range, const Values& moments,
-                                      const Randoms& randoms) {
+  static INFINITY_FUNCTION void store(MomentMemory memory, Range<kVector> range,
+                                      const Values& moments, const Randoms& randoms) {
     Four<u16> stored;
     for (u32 i = 0; i < kPerLane; ++i) {
       const u32 bits = randoms.at[i];
-      const u32 random = place.second ? high_random(bits) : low_random(bits);
+      const u32 random = memory.is_second ? high_random(bits) : low_random(bits);
       stored.at[i] = to_bf16_stochastic(moments.at[i], random);
     }
-    store_four(place.values, range, stored);
+    store_four(memory.values, range, stored);
   }
 };
 
-struct Blocks {  // a byte each, and a scale for the 128 elements of a warp
+// 8-bit codes, with one scale for the 128 elements of a warp.
+struct Int8Moment {
   static constexpr bool kRandom = true;
 
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION Values load(Place place, Range<kVector> range) {
-    const Four<u8> codes = load_four<u8>(place.values, range);
-    const float scale = place.scales[range.index / kMomentBlock];
+  static INFINITY_FUNCTION Values load(MomentMemory memory, Range<kVector> range) {
+    const Four<u8> codes = load_four<u8>(memory.values, range);
+    const float scale = memory.scales[range.index / kMomentBlock];
     Values moments;
     for (u32 i = 0; i < kPerLane; ++i) {
       const u8 code = codes.at[i];
@@ -158,35 +164,34 @@ struct Blocks {  // a byte each, and a scale for the 128 elements of a warp
     return moments;
   }
 
-  // All lanes of a warp come here together; those behind the end have a count of 0.
+  // Must be called by all lanes of a warp, because of the shuffles; lanes beyond the end have a
+  // count of 0.
   template <bool kUnsigned, bool kVector>
-  static INFINITY_FUNCTION void store(Place place, Range<kVector> range, const Values& moments,
-                                      const Randoms& randoms) {
+  static INFINITY_FUNCTION void store(MomentMemory memory, Range<kVector> range,
+                                      const Values& moments, const Randoms& randoms) {
     u32 largest = 0;
     for (u32 i = 0; i < kPerLane; ++i) {
       const u32 magnitude = i < range.count ? canonical_bits(moments.at[i]) & kMagnitude : 0;
       largest = magnitude > largest ? magnitude : largest;
     }
     for (u32 half = kWarp / 2; half > 0; half /= 2) {
-      const u32 other = __shfl_xor_sync(kAll, largest, half);
+      const u32 other = __shfl_xor_sync(kFullMask, largest, half);
       largest = other > largest ? other : largest;
     }
     const float scale = block_scale(largest);
     const float inverse = block_inverse(scale);
     Four<u8> codes;
     for (u32 i = 0; i < kPerLane; ++i) {
-      const float value = scale == scale ? moments.at[i] : 0.0f;  // NaN: codes do not matter
+      const float value = scale == scale ? moments.at[i] : 0.0f;  // for a NaN scale
       codes.at[i] = kUnsigned ? encode_unsigned(value, inverse, randoms.at[i])
                               : encode_signed(value, inverse);
     }
-    store_four(place.values, range, codes);
-    if (threadIdx.x % kWarp == 0) place.scales[range.index / kMomentBlock] = scale;
+    store_four(memory.values, range, codes);
+    if (threadIdx.x % kWarp == 0) memory.scales[range.index / kMomentBlock] = scale;
   }
 };
 
-// --- the update ----------------------------------------------------------------------------------
-
-// Four neighbors may lie on both sides of a multiple of 2^32.
+// Returns the random bits of four elements, which may cross a multiple of 2^32.
 INFINITY_FUNCTION Randoms randoms_of(const Segment& s, u64 index) {
   const u64 first = s.first + index;
   const u32 high = static_cast<u32>(first >> 32);
@@ -194,23 +199,24 @@ INFINITY_FUNCTION Randoms randoms_of(const Segment& s, u64 index) {
   Randoms randoms;
   for (u32 i = 0; i < kPerLane; ++i) {
     const u64 element = first + i;
-    const bool over = static_cast<u32>(element >> 32) != high;
+    const bool crossed = static_cast<u32>(element >> 32) != high;
     randoms.at[i] =
-        random_bits(over ? random_key(s.key, high + 1) : key, static_cast<u32>(element));
+        random_bits(crossed ? random_key(s.key, high + 1) : key, static_cast<u32>(element));
   }
   return randoms;
 }
 
+// Updates the elements of one thread.
 template <class Rule, class Layout, class Gradient, class Format, bool kVector>
 INFINITY_FUNCTION void update_four(const Rule& rule, const Segment& s, Range<kVector> range) {
-  const Place place1{s.moment1, s.scales1, false};
-  const Place place2{s.moment2, s.scales2, true};
+  const MomentMemory memory1{s.moment1, s.scales1, false};
+  const MomentMemory memory2{s.moment2, s.scales2, true};
   const auto gradients = load_four<typename Gradient::Stored>(s.gradient, range);
   Values p = Layout::load(s, range);
   Values m = {};
   Values v = {};
-  if constexpr (Rule::kNumMoments > 0) m = Format::template load<Rule::kUnsigned>(place1, range);
-  if constexpr (Rule::kNumMoments > 1) v = Format::template load<true>(place2, range);
+  if constexpr (Rule::kNumMoments > 0) m = Format::template load<Rule::kUnsigned>(memory1, range);
+  if constexpr (Rule::kNumMoments > 1) v = Format::template load<true>(memory2, range);
 
   for (u32 i = 0; i < kPerLane; ++i) {
     const float gradient = Gradient::widen(gradients.at[i]);
@@ -221,13 +227,13 @@ INFINITY_FUNCTION void update_four(const Rule& rule, const Segment& s, Range<kVe
   Randoms randoms = {};
   if constexpr (Format::kRandom && Rule::kNumMoments > 0) randoms = randoms_of(s, range.index);
   if constexpr (Rule::kNumMoments > 0) {
-    Format::template store<Rule::kUnsigned>(place1, range, m, randoms);
+    Format::template store<Rule::kUnsigned>(memory1, range, m, randoms);
   }
-  if constexpr (Rule::kNumMoments > 1) Format::template store<true>(place2, range, v, randoms);
+  if constexpr (Rule::kNumMoments > 1) Format::template store<true>(memory2, range, v, randoms);
 }
 
-// A warp takes blocks of 128 elements of its tile in turn, so that blocks stay whole. All its lanes
-// take the same branches here: they must meet in `Blocks`.
+// Updates the tile of this thread block. Each warp processes whole moment blocks of 128 elements,
+// in turn. Branches are uniform per warp, as the shuffles of `Int8Moment::store` require.
 template <class Rule, class Layout, class Gradient, class Format, class Table>
 INFINITY_FUNCTION void update_tile(const Table& table) {
   const Segment& s = table.segments[find_segment(table, blockIdx.x)];
@@ -242,8 +248,8 @@ INFINITY_FUNCTION void update_tile(const Table& table) {
     if (s.wide != 0 && s.n - block >= kMomentBlock) {
       update_four<Rule, Layout, Gradient, Format>(rule, s, Range<true>{index, kPerLane});
     } else {
-      const u64 rest = index < s.n ? s.n - index : 0;
-      const u32 count = rest < kPerLane ? static_cast<u32>(rest) : kPerLane;
+      const u64 remaining = index < s.n ? s.n - index : 0;
+      const u32 count = remaining < kPerLane ? static_cast<u32>(remaining) : kPerLane;
       update_four<Rule, Layout, Gradient, Format>(rule, s, Range<false>{index, count});
     }
   }

@@ -1,9 +1,10 @@
-// How work reaches the device kernels: a table of segments, passed by value as kernel parameter.
+// Segment tables, the arguments of the device kernels, and vectorized access to their memory.
 //
-// One launch serves many parameters and groups. The driver copies the table when the launch is
-// queued, so nothing is uploaded, nothing has to outlive the call and the host never waits. A
-// launch of n tiles has n blocks; a block finds its segment by binary search. Sizes and order of
-// the fields are mirrored in infinity/optim/cuda_launch.py.
+// A table is passed by value as a kernel parameter and describes ranges of many parameters,
+// possibly of several groups. The driver copies it when the launch is queued, so there is no
+// upload, no host memory that must outlive the call, and no synchronization. A launch of n tiles
+// has n thread blocks; a block finds its segment by binary search. infinity/optim/cuda_launch.py
+// declares the same structures; sizes and order of the fields must match.
 #pragma once
 
 #include "update.inl"
@@ -14,16 +15,16 @@ namespace {
 constexpr u32 kThreads = 256;
 constexpr u32 kWarp = 32;
 constexpr u32 kWarps = kThreads / kWarp;
-constexpr u32 kPerLane = kMomentBlock / kWarp;  // a warp holds one block of moments
-constexpr u32 kTile = 4096;                     // elements of a block of threads
-constexpr u32 kAll = 0xffffffffu;
+constexpr u32 kPerLane = kMomentBlock / kWarp;  // elements of a thread; a warp has one moment block
+constexpr u32 kTile = 4096;                     // elements that a thread block updates
+constexpr u32 kFullMask = 0xffffffffu;          // all lanes of a warp
 
 static_assert(kPerLane == 4 && kTile % (kWarps * kMomentBlock) == 0);
 
 // A range of one parameter. `first` is the index of its first element inside the parameter.
 struct Segment {
   void* weight;
-  void* rest;  // int16 residual or fp32 master, by layout
+  void* master_state;  // int16 residuals or fp32 masters, by layout; null for fp32 weights
   void* moment1;
   void* moment2;
   float* scales1;
@@ -32,13 +33,13 @@ struct Segment {
   u64 n;
   u64 first;
   u64 key;
-  u32 first_tile;
-  u16 scalars;  // which row of the table's scalars
-  u16 wide;     // every address allows vectors of four elements
+  u32 first_tile;  // index of the segment's first tile in the launch
+  u16 scalars;     // row of the table's scalars
+  u16 wide;        // 1 if all addresses are aligned for vectors of four elements
 };
 static_assert(sizeof(Segment) == 88);
 
-constexpr u32 kScalars = 10;
+constexpr u32 kScalars = 10;  // per row: the most that a rule has, and padding to 8 bytes
 
 template <u32 kRows, u32 kSegments>
 struct UpdateTable {
@@ -48,12 +49,12 @@ struct UpdateTable {
   Segment segments[kSegments];
 };
 
-// Kernel parameters hold 4 KiB everywhere, 32764 bytes with CUDA 12.1 and a driver of its age.
+// The limit of kernel parameters is 4 KiB, and 32764 bytes since CUDA 12.1 with a driver for it.
 using SmallUpdate = UpdateTable<14, 40>;
 using LargeUpdate = UpdateTable<70, 340>;
 static_assert(sizeof(SmallUpdate) <= 4096 && sizeof(LargeUpdate) <= 32764);
 
-// A tensor whose squares are summed over the tree of kernel.inl.
+// A tensor whose squares are summed as defined in passes.inl, [Note: square sum].
 struct SumSegment {
   const void* source;
   double* sum;
@@ -71,29 +72,28 @@ struct SumTable {
 };
 static_assert(sizeof(SumTable) <= 4096);
 
-// The segment that holds this block's tile: the last one that does not start behind it.
+// Returns the segment of `tile`: the last one with first_tile <= tile.
 template <class Table>
 INFINITY_FUNCTION u32 find_segment(const Table& table, u32 tile) {
   u32 low = 0;
   u32 high = table.num_segments;
   while (high - low > 1) {
     const u32 middle = (low + high) / 2;
-    const bool behind = table.segments[middle].first_tile > tile;
-    high = behind ? middle : high;
-    low = behind ? low : middle;
+    const bool is_after = table.segments[middle].first_tile > tile;
+    high = is_after ? middle : high;
+    low = is_after ? low : middle;
   }
   return low;
 }
 
-// --- four neighbors at once ---------------------------------------------------------------------
-
+// Four consecutive elements, those of one thread.
 template <class T>
 struct Four {
   T at[kPerLane];
 };
 
-// CUDA's own vectors and functions: only they are sure to move in one instruction. What passes
-// here is used once, hence not kept in the first-level cache.
+// CUDA's vector type of four T. With these types and __ldcg and __stcg a vector is loaded or stored
+// by one instruction. Both bypass the L1 cache, since each element is used once.
 template <class T>
 struct VectorOf;
 template <>
@@ -113,7 +113,8 @@ struct VectorOf<u8> {
   using Type = uchar4;
 };
 
-// Which of four neighbors exist, and whether they may be moved as one vector.
+// The elements of one thread: `count` (up to four) from `index`. kVector: four aligned elements,
+// which are accessed as one vector.
 template <bool kVector>
 struct Range {
   u64 index;
@@ -148,7 +149,7 @@ INFINITY_FUNCTION void store_four(void* to, Range<kVector> range, Four<T> values
   }
 }
 
-// --- element types -------------------------------------------------------------------------------
+// Element types: conversion between the stored type and fp32.
 
 struct Fp32 {
   using Stored = float;

@@ -25,16 +25,20 @@ _PER_THREAD = 4
 _NUM_SCALARS = 10
 
 TYPES = {torch.float32: "Fp32", torch.bfloat16: "Bf16", torch.float16: "Fp16"}
-LAYOUTS = {torch.float32: "Whole", torch.bfloat16: "Split", torch.float16: "Half"}
+LAYOUTS = {
+    torch.float32: "Fp32Weight",
+    torch.bfloat16: "SplitWeight",
+    torch.float16: "Fp16Weight",
+}
 FORMATS = {
-    MomentFormat.FP32: "Exact",
-    MomentFormat.BF16: "Rounded",
-    MomentFormat.BF16_STOCHASTIC: "Stochastic",
-    MomentFormat.INT8: "Blocks",
+    MomentFormat.FP32: "Fp32Moment",
+    MomentFormat.BF16: "Bf16Moment",
+    MomentFormat.BF16_STOCHASTIC: "Bf16Stochastic",
+    MomentFormat.INT8: "Int8Moment",
 }
 
-Variant = tuple[tuple[str, str], ...]  # macros; empty for the helpers
-HELPERS: Variant = ()
+Variant = tuple[tuple[str, str], ...]  # macros of fused_adam.cu
+SQUARES: Variant = ()  # the kernels of square sums
 
 
 class Launch(NamedTuple):
@@ -50,7 +54,7 @@ class Launch(NamedTuple):
 class _KernelSegment(ctypes.Structure):
     _fields_ = [
         ("weight", ctypes.c_uint64),
-        ("rest", ctypes.c_uint64),
+        ("master_state", ctypes.c_uint64),
         ("moment1", ctypes.c_uint64),
         ("moment2", ctypes.c_uint64),
         ("scales1", ctypes.c_uint64),
@@ -108,7 +112,7 @@ def variant_of(piece: Piece) -> Variant:
         ("INFINITY_RULE", piece.rule_params.kernel),
         ("INFINITY_LAYOUT", LAYOUTS[piece.weight.dtype]),
         ("INFINITY_GRADIENT", TYPES[piece.gradient.dtype]),
-        ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Exact"),
+        ("INFINITY_MOMENTS", FORMATS[moments[0].format] if moments else "Fp32Moment"),
     )
 
 
@@ -153,7 +157,11 @@ def _launch(variant: Variant, batch: list[tuple[Piece, int]], rows: dict[bytes, 
 
 
 def _fill(segment: _KernelSegment, piece: Piece) -> None:
-    tensors = {"weight": piece.weight, "rest": piece.master_state, "gradient": piece.gradient}
+    tensors = {
+        "weight": piece.weight,
+        "master_state": piece.master_state,
+        "gradient": piece.gradient,
+    }
     for number, moment in enumerate(piece.moments, 1):
         tensors[f"moment{number}"] = moment.values
         if moment.scales is not None:
@@ -202,5 +210,5 @@ def square_launches(
                 tiles += segment.num_tiles
             used += tiles
             if tiles:
-                yield Launch(HELPERS, f"square_tiles_{TYPES[dtype]}", tiles, THREADS, (table,))
-            yield Launch(HELPERS, "fold_partials", len(batch), FOLD_THREADS, (table,))
+                yield Launch(SQUARES, f"square_tiles_{TYPES[dtype]}", tiles, THREADS, (table,))
+            yield Launch(SQUARES, "fold_partials", len(batch), FOLD_THREADS, (table,))

@@ -27,9 +27,9 @@ CSRC = Path(__file__).parents[3] / "csrc" / "adam"
 ARCHES = ("sm_80", "sm_90")
 VARIANT = (
     ("INFINITY_RULE", "Adam"),
-    ("INFINITY_LAYOUT", "Split"),
+    ("INFINITY_LAYOUT", "SplitWeight"),
     ("INFINITY_GRADIENT", "Bf16"),
-    ("INFINITY_MOMENTS", "Exact"),
+    ("INFINITY_MOMENTS", "Fp32Moment"),
 )
 # Fused multiply-add, approximate division and roots, flushed denormals. fp64 squares are exact.
 FORBIDDEN = re.compile(r"\b(?:fma\.\S*f32|mad\.\S*f32|\S+\.approx\S*|\S+\.ftz\S*|\S+\.full\.f32)\b")
@@ -106,11 +106,11 @@ def test_every_combination_compiles(compiler, cache, start: int) -> None:
         code = cuda_compile.cubin(ARCHES[number % 2], variant)
         assert code.startswith(b"\x7fELF")
     for arch in ARCHES:
-        assert cuda_compile.cubin(arch, cuda_launch.HELPERS).startswith(b"\x7fELF")
+        assert cuda_compile.cubin(arch, cuda_launch.SQUARES).startswith(b"\x7fELF")
 
 
 def test_instructions_are_exact_and_vectorised(compiler) -> None:
-    texts = {variant: ptx(variant) for variant in [*variants(), cuda_launch.HELPERS]}
+    texts = {variant: ptx(variant) for variant in [*variants(), cuda_launch.SQUARES]}
     for variant, text in texts.items():
         assert FORBIDDEN.findall(text) == [], variant
         assert ".local" not in text, variant  # no register spills

@@ -1,4 +1,5 @@
-// Sums of squares on the device; the tree of the sum is that of kernel.inl.
+// Square sums on the device. The order of additions is that of passes.inl, [Note: square sum], so
+// the results are bitwise equal to the CPU's.
 #pragma once
 
 #include "segments.cuh"
@@ -6,33 +7,36 @@
 namespace infinity {
 namespace {
 
-constexpr u32 kSquareBlock = 4096;
+constexpr u32 kSquareBlock = 4096;  // elements of a block of the definition
 constexpr u32 kSquareLanes = 16;
-constexpr u32 kRows = kSquareBlock / kSquareLanes;
-constexpr u32 kUnroll = 16;
-constexpr u32 kSquareTile = kSquareBlock * (kThreads / kSquareLanes);
+constexpr u32 kRows = kSquareBlock / kSquareLanes;  // elements per lane of a block
+constexpr u32 kUnroll = 16;                         // loads in flight per thread
+constexpr u32 kSquareTile = kSquareBlock * (kThreads / kSquareLanes);  // elements per thread block
 constexpr u32 kFoldThreads = 1024;
 
-// Neighbors first: s[2i] + s[2i+1], and so on, over the values of all threads of a block. Values
-// that are missing are +0, which changes no sum of squares. The result is thread 0's.
+// Reduces the values of the kCount threads of a thread block pairwise: s[i] = s[2i] + s[2i+1].
+// Missing values are +0, which does not change a sum of squares. The result is valid in thread 0.
+// All threads of the block must call it.
 template <u32 kCount>
 INFINITY_FUNCTION double fold_neighbors(double value) {
-  __shared__ double of_warp[kWarp];
+  __shared__ double warp_sums[kWarp];
   constexpr u32 kNumWarps = kCount / kWarp;
-  for (u32 step = 1; step < kWarp; step *= 2) value = value + __shfl_xor_sync(kAll, value, step);
-  if (threadIdx.x % kWarp == 0) of_warp[threadIdx.x / kWarp] = value;
+  for (u32 step = 1; step < kWarp; step *= 2)
+    value = value + __shfl_xor_sync(kFullMask, value, step);
+  if (threadIdx.x % kWarp == 0) warp_sums[threadIdx.x / kWarp] = value;
   __syncthreads();
-  value = threadIdx.x < kNumWarps ? of_warp[threadIdx.x] : 0.0;
+  value = threadIdx.x < kNumWarps ? warp_sums[threadIdx.x] : 0.0;
   __syncthreads();
   if (threadIdx.x < kWarp) {
     for (u32 step = 1; step < kNumWarps; step *= 2) {
-      value = value + __shfl_xor_sync(kAll, value, step);
+      value = value + __shfl_xor_sync(kFullMask, value, step);
     }
   }
   return value;
 }
 
-// A thread is one of the 16 lanes of a block of 4096; 16 blocks make a tile and one partial sum.
+// Computes the partial sum of one tile of 16 blocks: steps 2 and 3 of the definition, and the first
+// four rounds of step 4. Each thread is one of the 16 lanes of a block of 4096 elements.
 template <class Type>
 INFINITY_FUNCTION void square_tile(const SumTable& table) {
   using Stored = typename Type::Stored;
@@ -53,23 +57,23 @@ INFINITY_FUNCTION void square_tile(const SumTable& table) {
     }
   }
   for (u32 half = kSquareLanes / 2; half > 0; half /= 2) {
-    sum = sum + __shfl_xor_sync(kAll, sum, half);
+    sum = sum + __shfl_xor_sync(kFullMask, sum, half);
   }
-  // Every lane has its block's sum; neighbors of blocks are 16 threads apart.
-  __shared__ double of_block[kThreads / kSquareLanes];
-  if (threadIdx.x % kSquareLanes == 0) of_block[threadIdx.x / kSquareLanes] = sum;
+  // All 16 lanes of a block have its sum. Reduce the sums of the tile's blocks pairwise.
+  __shared__ double block_sums[kThreads / kSquareLanes];
+  if (threadIdx.x % kSquareLanes == 0) block_sums[threadIdx.x / kSquareLanes] = sum;
   __syncthreads();
-  sum = threadIdx.x < kThreads / kSquareLanes ? of_block[threadIdx.x] : 0.0;
+  sum = threadIdx.x < kThreads / kSquareLanes ? block_sums[threadIdx.x] : 0.0;
   if (threadIdx.x < kWarp) {
     for (u32 step = 1; step < kThreads / kSquareLanes; step *= 2) {
-      sum = sum + __shfl_xor_sync(kAll, sum, step);
+      sum = sum + __shfl_xor_sync(kFullMask, sum, step);
     }
   }
   if (threadIdx.x == 0) table.partials[blockIdx.x] = sum;
 }
 
-// One block of threads folds the partial sums of one segment, 1024 neighbors at a time, in place:
-// what round r writes was read in round 0.
+// Reduces the partial sums of one segment, one thread block per segment. Each round reduces groups
+// of 1024 sums, in place: group g is written to index g <= 1024 * g, which has been read already.
 INFINITY_FUNCTION void fold_partials(const SumTable& table) {
   const SumSegment& s = table.segments[blockIdx.x];
   double* partials = table.partials + s.first_tile;

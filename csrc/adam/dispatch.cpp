@@ -33,7 +33,8 @@ const Kernels* find_kernels(const std::string& isa) {
     if (isa == candidate->name) return candidate;
     names += std::string(", ") + candidate->name;
   }
-  throw std::invalid_argument("isa '" + isa + "' is not available here; use one of: " + names);
+  throw std::invalid_argument("isa '" + isa +
+                              "' is not available on this CPU; use one of: " + names);
 }
 
 double fold_blocks(std::vector<double>& sums) {
@@ -42,14 +43,14 @@ double fold_blocks(std::vector<double>& sums) {
     for (std::size_t i = 0; i < count / 2; ++i) sums[i] = sums[2 * i] + sums[2 * i + 1];
     if (count % 2 == 1) sums[count / 2] = sums[count - 1];
   }
-  const bool is_nan = sums[0] != sums[0];
+  const bool is_nan = sums[0] != sums[0];  // sign and payload depend on the machine
   return is_nan ? std::numeric_limits<double>::quiet_NaN() : sums[0];
 }
 
 #if defined(__x86_64__)
 
 void stream_copy(void* target, const void* source, std::size_t nbytes) {
-  constexpr std::size_t kLine = 64;
+  constexpr std::size_t kLine = 64;  // bytes of a cache line, to which the stores are aligned
   auto* to = static_cast<char*>(target);
   const auto* from = static_cast<const char*>(source);
   std::size_t head = (kLine - reinterpret_cast<std::uintptr_t>(to) % kLine) % kLine;
@@ -57,40 +58,26 @@ void stream_copy(void* target, const void* source, std::size_t nbytes) {
   std::memcpy(to, from, head);
   std::size_t i = head;
   for (; i + kLine <= nbytes; i += kLine) {
-    const auto* wide = reinterpret_cast<const __m128i*>(from + i);
+    const auto* vectors = reinterpret_cast<const __m128i*>(from + i);
     auto* line = reinterpret_cast<__m128i*>(to + i);
-    const __m128i a = _mm_loadu_si128(wide);
-    const __m128i b = _mm_loadu_si128(wide + 1);
-    const __m128i c = _mm_loadu_si128(wide + 2);
-    const __m128i d = _mm_loadu_si128(wide + 3);
+    const __m128i a = _mm_loadu_si128(vectors);
+    const __m128i b = _mm_loadu_si128(vectors + 1);
+    const __m128i c = _mm_loadu_si128(vectors + 2);
+    const __m128i d = _mm_loadu_si128(vectors + 3);
     _mm_stream_si128(line, a);
     _mm_stream_si128(line + 1, b);
     _mm_stream_si128(line + 2, c);
     _mm_stream_si128(line + 3, d);
   }
   std::memcpy(to + i, from + i, nbytes - i);
-  _mm_sfence();
+  _mm_sfence();  // orders the non-temporal stores before later stores of this thread
 }
-
-StandardFloats::StandardFloats() : saved_(_mm_getcsr()) { _mm_setcsr(0x1f80u); }
-StandardFloats::~StandardFloats() { _mm_setcsr(static_cast<unsigned>(saved_)); }
 
 #else
 
 void stream_copy(void* target, const void* source, std::size_t nbytes) {
   std::memcpy(target, source, nbytes);
 }
-
-#if defined(__aarch64__)
-StandardFloats::StandardFloats() {
-  asm volatile("mrs %0, fpcr" : "=r"(saved_));
-  asm volatile("msr fpcr, %0" ::"r"(0ULL));
-}
-StandardFloats::~StandardFloats() { asm volatile("msr fpcr, %0" ::"r"(saved_)); }
-#else
-StandardFloats::StandardFloats() : saved_(0) {}
-StandardFloats::~StandardFloats() = default;
-#endif
 
 #endif
 

@@ -1,4 +1,4 @@
-// Which kernels this CPU can run, and the few serial pieces around them.
+// Selection of the kernels for this CPU, and serial functions that need no dispatch.
 #pragma once
 
 #include <cstddef>
@@ -9,29 +9,19 @@
 
 namespace infinity {
 
-// Best last; never empty.
+// Returns the kernel tables that this CPU supports, the widest instruction set last; never empty.
 std::vector<const Kernels*> available_kernels();
 
-// "auto" means the best; throws std::invalid_argument naming the available ones.
+// Returns the table named `isa`; "auto" selects the last of `available_kernels()`. Throws
+// std::invalid_argument, with the available names, if there is none.
 const Kernels* find_kernels(const std::string& isa);
 
-// Step 4 of the square sum's tree (kernel.inl); consumes `sums`.
+// Combines block sums pairwise: step 4 of the square sum (passes.inl). Overwrites `sums`. Returns 0
+// for an empty vector and the canonical NaN for any NaN.
 double fold_blocks(std::vector<double>& sums);
 
-// memcpy past the caches, for ranges that will not be read again soon.
+// memcpy with non-temporal stores on x86-64, for data that is not read again soon. The ranges must
+// not overlap.
 void stream_copy(void* target, const void* source, std::size_t nbytes);
-
-// While alive, this thread computes with round-to-nearest and with denormals, whatever
-// torch.set_flush_denormal or another library chose for it.
-class StandardFloats {
- public:
-  StandardFloats();
-  ~StandardFloats();
-  StandardFloats(const StandardFloats&) = delete;
-  StandardFloats& operator=(const StandardFloats&) = delete;
-
- private:
-  unsigned long long saved_;
-};
 
 }  // namespace infinity

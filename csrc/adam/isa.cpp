@@ -1,4 +1,5 @@
-// Compiled once per instruction set; the build defines the table's symbol and name.
+// Kernel table of one instruction set. Compiled once per set, with its machine flags; symbol and
+// name of the table are defined by CMakeLists.txt.
 #include "kernel.inl"
 #include "passes.inl"
 

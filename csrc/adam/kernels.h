@@ -1,7 +1,7 @@
-// The table of kernels that every instruction set fills in; plain data only.
+// Types of the kernel tables, one per instruction set, and of the arguments of the kernels.
 //
-// This header is compiled into translation units with different machine flags, so it must hold
-// nothing the linker could merge across them: no inline functions, no templates, no constructors.
+// This header is compiled into translation units with different machine flags. It must not define
+// anything that the linker merges across them: no inline functions, templates or constructors.
 #pragma once
 
 #include <cstddef>
@@ -11,15 +11,18 @@ namespace infinity {
 
 enum Dtype : int { kBf16 = 0, kFp32 = 1, kFp16 = 2 };
 
-// fp32; bf16 with an int16 rest (split master); fp16 with an fp32 rest (the master).
+// Storage of a weight and its fp32 master: fp32; bf16 and the int16 residual of the master; fp16
+// and the fp32 master. The second array is the `master_state`.
 enum Layout : int { kFp32Weight = 0, kSplitWeight = 1, kFp16Weight = 2 };
 
+// Storage of moments. kBf16Stochastic rounds stochastically, and so does the unsigned code of
+// kInt8Moment (update.inl).
 enum Format : int { kFp32Moment = 0, kBf16Moment = 1, kBf16Stochastic = 2, kInt8Moment = 3 };
 
-// Elements of one block of the square sum; part of its definition, never a tuning knob.
+// Elements of one block of the square sum. Part of the definition of its result (passes.inl).
 constexpr std::size_t kSquareBlock = 4096;
 
-constexpr std::size_t kMaxScalars = 9;
+constexpr std::size_t kMaxScalars = 9;  // over all rules
 
 struct UpdateArguments {
   int rule;  // a RuleCode of update.inl
@@ -28,15 +31,16 @@ struct UpdateArguments {
   Dtype gradient_dtype;
   std::size_t n;
   std::uint64_t key;    // of stochastic rounding
-  std::uint64_t first;  // index of element 0 in its parameter; 8 bits: a multiple of a block
+  std::uint64_t first;  // index of element 0 in its parameter; 8 bits: a multiple of the block size
   void* weight;
-  void* rest;
+  void* master_state;  // null for kFp32Weight
   void* moment[2];
-  float* scales[2];  // 8 bits only
+  float* scales[2];  // one per block of kMomentBlock elements; kInt8Moment only
   const void* gradient;
-  float scalars[kMaxScalars];  // see infinity/optim/rules.py
+  float scalars[kMaxScalars];  // in the order of infinity/optim/rules.py
 };
 
+// Arguments of `accumulate` and `convert`.
 struct PairArguments {
   void* target;
   const void* source;
@@ -51,22 +55,25 @@ struct SquareArguments {
   double* sums;  // one per block of kSquareBlock elements
 };
 
+// Arguments of `split` and `join`.
 struct SplitArguments {
   float* master;
   std::uint16_t* weight;
   std::int16_t* residual;
 };
 
+// Arguments of `encode` and `decode`.
 struct CodeArguments {
   float* values;
   void* moment;
-  float* scales;
+  float* scales;  // kInt8Moment only
   Format format;
-  bool is_signed;
+  bool is_signed;  // kInt8Moment only: which of the two 8-bit codes
 };
 
-// Every function works on elements (square_blocks: on blocks) [begin, end). For 8-bit moments
-// `begin` is a multiple of a block, and `end` is too or is the end of the range.
+// Each function processes the elements (square_blocks: the blocks) [begin, end) and may run on
+// several threads for disjoint ranges. For kInt8Moment, `begin` is a multiple of the moment block,
+// and so is `end` unless it is the end of the array.
 struct Kernels {
   const char* name;
   void (*update)(const UpdateArguments&, std::size_t begin, std::size_t end);

@@ -1,13 +1,14 @@
-// Groups of elements as wide as the instruction set likes them.
+// Vectors of the instruction set that this file is compiled for.
 //
-// A group is two vectors of fp32 (`Floats`, `Units` as integers), or one vector of 16-bit halves
-// (`Halves`). GCC's vector types give the arithmetic; roots and the moves between 32, 16 and 8 bits
-// are written out here per instruction set.
+// A group has 2 * INFINITY_LANES elements: two vectors of 32-bit elements (`Floats`; `Units` for
+// the bits), or one vector of 16-bit elements (`Halves`). Arithmetic uses GCC's vector extension;
+// square roots, saturated operations and conversions between 32, 16 and 8 bits use intrinsics.
 //
-// [Note: order]
-// Interleaving and packing on AVX work within 128 bits, so a vector of 16 halves falls into the
-// elements {0-3, 8-11} and {4-7, 12-15}. Elements do not care, so `Wide<true>` keeps that order and
-// moves fp32 arrays into it; `Wide<false>` keeps the natural order and moves the halves instead.
+// [Note: packed order]
+// AVX2 and AVX-512 unpack and pack within lanes of 128 bits: with AVX2, unpacking a vector of 16
+// halves yields the elements {0-3, 8-11} and {4-7, 12-15}. Elementwise arithmetic does not depend
+// on the order, so `Group<true>` keeps this packed order and permutes fp32 arrays when it loads and
+// stores them; `Group<false>` keeps the natural order and permutes the halves instead.
 
 #include "update.inl"
 
@@ -36,24 +37,35 @@ typedef float WideF __attribute__((vector_size(4 * INFINITY_LANES)));
 typedef u32 WideU __attribute__((vector_size(4 * INFINITY_LANES)));
 typedef u16 WideH __attribute__((vector_size(4 * INFINITY_LANES)));
 
-// --- what differs between instruction sets -------------------------------------------------------
+// Operations that depend on the instruction set:
+//   unpack_low, unpack_high
+//       Interleave the 16-bit elements of the low (high) half of each 128-bit lane: `lower` and
+//       `upper` become the halves of 32-bit elements.
+//   pack_halves
+//       The inverse, for elements below 2^16.
+//   widen_bytes, narrow_bytes
+//       Convert bytes in memory to 16-bit elements in natural order, and back (below 2^8).
+//   permute_before_unpack, permute_after_pack
+//       Permute halves such that unpacking and packing are in natural order.
+//   to_packed, from_packed
+//       Permute a group of fp32 from natural to packed order, and back.
 
 #if defined(__AVX512F__)
 
-INFINITY_INLINE WideF wide_root(WideF value) { return (WideF)_mm512_sqrt_ps((__m512)value); }
-INFINITY_INLINE WideU wide_greater(WideU a, WideU b) {
+INFINITY_INLINE WideF wide_sqrt(WideF value) { return (WideF)_mm512_sqrt_ps((__m512)value); }
+INFINITY_INLINE WideU wide_max(WideU a, WideU b) {
   return (WideU)_mm512_max_epu32((__m512i)a, (__m512i)b);
 }
-INFINITY_INLINE WideH wide_above(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_subtract_saturated(WideH a, WideH b) {
   return (WideH)_mm512_subs_epu16((__m512i)a, (__m512i)b);
 }
-INFINITY_INLINE WideH wide_lesser(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_min(WideH a, WideH b) {
   return (WideH)_mm512_min_epu16((__m512i)a, (__m512i)b);
 }
-INFINITY_INLINE WideU zip_first(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_low(WideH lower, WideH upper) {
   return (WideU)_mm512_unpacklo_epi16((__m512i)lower, (__m512i)upper);
 }
-INFINITY_INLINE WideU zip_second(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_high(WideH lower, WideH upper) {
   return (WideU)_mm512_unpackhi_epi16((__m512i)lower, (__m512i)upper);
 }
 INFINITY_INLINE WideH pack_halves(WideU first, WideU second) {  // values below 2^16
@@ -65,11 +77,11 @@ INFINITY_INLINE WideH widen_bytes(const u8* from) {
 INFINITY_INLINE void narrow_bytes(u8* to, WideH value) {  // values below 2^8
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), _mm512_cvtepi16_epi8((__m512i)value));
 }
-INFINITY_INLINE WideH halves_before_zip(WideH value) {
+INFINITY_INLINE WideH permute_before_unpack(WideH value) {
   const __m512i order = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);
   return (WideH)_mm512_permutexvar_epi64(order, (__m512i)value);
 }
-INFINITY_INLINE WideH halves_after_pack(WideH value) {
+INFINITY_INLINE WideH permute_after_pack(WideH value) {
   const __m512i order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
   return (WideH)_mm512_permutexvar_epi64(order, (__m512i)value);
 }
@@ -90,20 +102,20 @@ INFINITY_INLINE void from_packed(WideF& first, WideF& second) {
 
 #elif defined(__AVX2__)
 
-INFINITY_INLINE WideF wide_root(WideF value) { return (WideF)_mm256_sqrt_ps((__m256)value); }
-INFINITY_INLINE WideU wide_greater(WideU a, WideU b) {
+INFINITY_INLINE WideF wide_sqrt(WideF value) { return (WideF)_mm256_sqrt_ps((__m256)value); }
+INFINITY_INLINE WideU wide_max(WideU a, WideU b) {
   return (WideU)_mm256_max_epu32((__m256i)a, (__m256i)b);
 }
-INFINITY_INLINE WideH wide_above(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_subtract_saturated(WideH a, WideH b) {
   return (WideH)_mm256_subs_epu16((__m256i)a, (__m256i)b);
 }
-INFINITY_INLINE WideH wide_lesser(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_min(WideH a, WideH b) {
   return (WideH)_mm256_min_epu16((__m256i)a, (__m256i)b);
 }
-INFINITY_INLINE WideU zip_first(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_low(WideH lower, WideH upper) {
   return (WideU)_mm256_unpacklo_epi16((__m256i)lower, (__m256i)upper);
 }
-INFINITY_INLINE WideU zip_second(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_high(WideH lower, WideH upper) {
   return (WideU)_mm256_unpackhi_epi16((__m256i)lower, (__m256i)upper);
 }
 INFINITY_INLINE WideH pack_halves(WideU first, WideU second) {  // values below 2^16
@@ -118,10 +130,10 @@ INFINITY_INLINE void narrow_bytes(u8* to, WideH value) {  // values below 2^8
   const __m128i bytes = _mm_packus_epi16(low, _mm256_extracti128_si256(all, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), bytes);
 }
-INFINITY_INLINE WideH halves_before_zip(WideH value) {
+INFINITY_INLINE WideH permute_before_unpack(WideH value) {
   return (WideH)_mm256_permute4x64_epi64((__m256i)value, 0xd8);
 }
-INFINITY_INLINE WideH halves_after_pack(WideH value) { return halves_before_zip(value); }
+INFINITY_INLINE WideH permute_after_pack(WideH value) { return permute_before_unpack(value); }
 INFINITY_INLINE void to_packed(WideF& first, WideF& second) {
   const __m256 a = (__m256)first;
   const __m256 b = (__m256)second;
@@ -130,29 +142,29 @@ INFINITY_INLINE void to_packed(WideF& first, WideF& second) {
 }
 INFINITY_INLINE void from_packed(WideF& first, WideF& second) { to_packed(first, second); }
 
-#else  // 128 bits: the packed order is the natural one
+#else  // 128 bits: packed order equals natural order
 
-INFINITY_INLINE WideH halves_before_zip(WideH value) { return value; }
-INFINITY_INLINE WideH halves_after_pack(WideH value) { return value; }
+INFINITY_INLINE WideH permute_before_unpack(WideH value) { return value; }
+INFINITY_INLINE WideH permute_after_pack(WideH value) { return value; }
 INFINITY_INLINE void to_packed(WideF&, WideF&) {}
 INFINITY_INLINE void from_packed(WideF&, WideF&) {}
 
 #if defined(__x86_64__)
 
-INFINITY_INLINE WideF wide_root(WideF value) { return (WideF)_mm_sqrt_ps((__m128)value); }
-INFINITY_INLINE WideU wide_greater(WideU a, WideU b) { return a < b ? b : a; }
-INFINITY_INLINE WideH wide_above(WideH a, WideH b) {
+INFINITY_INLINE WideF wide_sqrt(WideF value) { return (WideF)_mm_sqrt_ps((__m128)value); }
+INFINITY_INLINE WideU wide_max(WideU a, WideU b) { return a < b ? b : a; }
+INFINITY_INLINE WideH wide_subtract_saturated(WideH a, WideH b) {
   return (WideH)_mm_subs_epu16((__m128i)a, (__m128i)b);
 }
-INFINITY_INLINE WideH wide_lesser(WideH a, WideH b) { return a - wide_above(a, b); }
-INFINITY_INLINE WideU zip_first(WideH lower, WideH upper) {
+INFINITY_INLINE WideH wide_min(WideH a, WideH b) { return a - wide_subtract_saturated(a, b); }
+INFINITY_INLINE WideU unpack_low(WideH lower, WideH upper) {
   return (WideU)_mm_unpacklo_epi16((__m128i)lower, (__m128i)upper);
 }
-INFINITY_INLINE WideU zip_second(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_high(WideH lower, WideH upper) {
   return (WideU)_mm_unpackhi_epi16((__m128i)lower, (__m128i)upper);
 }
 INFINITY_INLINE WideH pack_halves(WideU first, WideU second) {
-  // Packing saturates as signed: make the halves signed first.
+  // SSE2 has signed saturation only: sign-extend the low halves, so that none saturates.
   const __m128i a = _mm_srai_epi32(_mm_slli_epi32((__m128i)first, 16), 16);
   const __m128i b = _mm_srai_epi32(_mm_slli_epi32((__m128i)second, 16), 16);
   return (WideH)_mm_packs_epi32(a, b);
@@ -168,20 +180,20 @@ INFINITY_INLINE void narrow_bytes(u8* to, WideH value) {
 
 #elif defined(__aarch64__)
 
-INFINITY_INLINE WideF wide_root(WideF value) { return (WideF)vsqrtq_f32((float32x4_t)value); }
-INFINITY_INLINE WideU wide_greater(WideU a, WideU b) {
+INFINITY_INLINE WideF wide_sqrt(WideF value) { return (WideF)vsqrtq_f32((float32x4_t)value); }
+INFINITY_INLINE WideU wide_max(WideU a, WideU b) {
   return (WideU)vmaxq_u32((uint32x4_t)a, (uint32x4_t)b);
 }
-INFINITY_INLINE WideH wide_above(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_subtract_saturated(WideH a, WideH b) {
   return (WideH)vqsubq_u16((uint16x8_t)a, (uint16x8_t)b);
 }
-INFINITY_INLINE WideH wide_lesser(WideH a, WideH b) {
+INFINITY_INLINE WideH wide_min(WideH a, WideH b) {
   return (WideH)vminq_u16((uint16x8_t)a, (uint16x8_t)b);
 }
-INFINITY_INLINE WideU zip_first(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_low(WideH lower, WideH upper) {
   return (WideU)vzip1q_u16((uint16x8_t)lower, (uint16x8_t)upper);
 }
-INFINITY_INLINE WideU zip_second(WideH lower, WideH upper) {
+INFINITY_INLINE WideU unpack_high(WideH lower, WideH upper) {
   return (WideU)vzip2q_u16((uint16x8_t)lower, (uint16x8_t)upper);
 }
 INFINITY_INLINE WideH pack_halves(WideU first, WideU second) {
@@ -193,14 +205,14 @@ INFINITY_INLINE void narrow_bytes(u8* to, WideH value) {
 }
 
 #else
-#error "infinity._adam is written for x86-64 and arm64"
+#error "infinity._adam supports x86-64 and arm64 only"
 #endif
 #endif
 
 template <>
 struct Lanes<WideF> {
   using Bits = WideU;
-  static INFINITY_INLINE WideF root(WideF value) { return wide_root(value); }
+  static INFINITY_INLINE WideF sqrt(WideF value) { return wide_sqrt(value); }
 };
 template <>
 struct Lanes<WideU> {
@@ -208,8 +220,10 @@ struct Lanes<WideU> {
 };
 template <>
 struct Lanes<WideH> {
-  static INFINITY_INLINE WideH lesser(WideH a, WideH b) { return wide_lesser(a, b); }
-  static INFINITY_INLINE WideH above(WideH a, u16 b) { return wide_above(a, WideH{} + b); }
+  static INFINITY_INLINE WideH min(WideH a, WideH b) { return wide_min(a, b); }
+  static INFINITY_INLINE WideH subtract_saturated(WideH a, u16 b) {
+    return wide_subtract_saturated(a, WideH{} + b);
+  }
 };
 
 template <class Vector>
@@ -219,13 +233,11 @@ INFINITY_INLINE Vector load_vector(const void* from) {
   return value;
 }
 
-// --- groups --------------------------------------------------------------------------------------
-
-// 0, 1, 2, ... of one tile, in the order of the lanes.
+// The indices 0, 1, 2, ... of one tile, in lane order.
 template <bool kPacked>
-struct Count {
+struct Iota {
   alignas(64) u32 at[kMomentBlock] = {};
-  constexpr Count() {
+  constexpr Iota() {
     constexpr u32 kGroup = 2 * INFINITY_LANES;
     for (u32 i = 0; i < kMomentBlock; ++i) {
       const u32 lane = i % kGroup % INFINITY_LANES;
@@ -236,10 +248,11 @@ struct Count {
   }
 };
 template <bool kPacked>
-constexpr Count<kPacked> kCount;
+constexpr Iota<kPacked> kIota;
 
+// Loads, stores and conversions of groups. [Note: packed order]
 template <bool kPacked>
-struct Wide {
+struct Group {
   static constexpr size_t kLanes = INFINITY_LANES;
   static constexpr size_t kWidth = 2 * kLanes;
   using Halves = WideH;
@@ -251,48 +264,49 @@ struct Wide {
   };
 
   static INFINITY_INLINE Floats load(const float* from) {
-    Floats value = load_kept(from);
+    Floats value = load_lanes(from);
     if constexpr (kPacked) to_packed(value.at[0], value.at[1]);
     return value;
   }
   static INFINITY_INLINE void store(float* to, Floats value) {
     if constexpr (kPacked) from_packed(value.at[0], value.at[1]);
-    keep(to, value);
+    store_lanes(to, value);
   }
-  // In the order of the lanes.
-  static INFINITY_INLINE Floats load_kept(const float* from) {
+  // Load and store a buffer that is in lane order: no permutation.
+  static INFINITY_INLINE Floats load_lanes(const float* from) {
     return {{load_vector<WideF>(from), load_vector<WideF>(from + kLanes)}};
   }
-  static INFINITY_INLINE void keep(float* to, Floats value) {
+  static INFINITY_INLINE void store_lanes(float* to, Floats value) {
     __builtin_memcpy(to, &value.at[0], sizeof value.at[0]);
     __builtin_memcpy(to + kLanes, &value.at[1], sizeof value.at[1]);
   }
   static INFINITY_INLINE Halves load16(const u16* from) {
     const Halves value = load_vector<Halves>(from);
-    return kPacked ? value : halves_before_zip(value);
+    return kPacked ? value : permute_before_unpack(value);
   }
   static INFINITY_INLINE void store16(u16* to, Halves value) {
-    if constexpr (!kPacked) value = halves_after_pack(value);
+    if constexpr (!kPacked) value = permute_after_pack(value);
     __builtin_memcpy(to, &value, sizeof value);
   }
   static INFINITY_INLINE Halves load8(const u8* from) {
-    return kPacked ? widen_bytes(from) : halves_before_zip(widen_bytes(from));
+    return kPacked ? widen_bytes(from) : permute_before_unpack(widen_bytes(from));
   }
   static INFINITY_INLINE void store8(u8* to, Halves value) {
-    narrow_bytes(to, kPacked ? value : halves_after_pack(value));
+    narrow_bytes(to, kPacked ? value : permute_after_pack(value));
   }
+  // Returns elements with the given 16-bit halves.
   static INFINITY_INLINE Units interleave(Halves lower, Halves upper) {
-    return {{zip_first(lower, upper), zip_second(lower, upper)}};
+    return {{unpack_low(lower, upper), unpack_high(lower, upper)}};
   }
-  static INFINITY_INLINE Halves lowers(Units value) {
+  static INFINITY_INLINE Halves low_halves(Units value) {
     return pack_halves(value.at[0] & 0xffffu, value.at[1] & 0xffffu);
   }
-  static INFINITY_INLINE Halves uppers(Units value) {
+  static INFINITY_INLINE Halves high_halves(Units value) {
     return pack_halves(value.at[0] >> 16, value.at[1] >> 16);
   }
-  // first + i, first + i + 1, ...; i + kWidth is at most kMomentBlock.
-  static INFINITY_INLINE Units counted(u32 first, size_t i) {
-    const u32* from = kCount<kPacked>.at + i;
+  // Returns first + i, first + i + 1, ...; requires i + kWidth <= kMomentBlock.
+  static INFINITY_INLINE Units iota(u32 first, size_t i) {
+    const u32* from = kIota<kPacked>.at + i;
     return {{load_vector<WideU>(from) + first, load_vector<WideU>(from + kLanes) + first}};
   }
 };

@@ -1,13 +1,15 @@
-// The one-pass helpers beside the update: sums, conversions, square sums, split and join, 8-bit
-// codes. Included by isa.cpp after kernel.inl.
+// Kernels other than the update: accumulation, conversion, square sums, splitting and joining of
+// masters, encoding and decoding of moments. Included by isa.cpp after kernel.inl.
 //
-// Square sum. The tree is part of the definition, so that a GPU can compute the same number:
-//   1. blocks of 4096 elements, the last one may be short (missing elements count as zero);
-//   2. in a block, lane j of 16 adds the fp64 squares of elements j, j+16, j+32, ... in that order
-//      (the square of an fp32 value is exact in fp64, so fma changes nothing);
-//   3. lanes fold by halves: lane j += lane j+8, then j+4, j+2, j+1;
-//   4. blocks fold by neighbors: s[i] = s[2i] + s[2i+1], an odd last one moves up unchanged, until
-//      one is left (dispatch.cpp, `fold_blocks`).
+// [Note: square sum]
+// The order of additions is part of the definition, so that the CUDA kernels (squares.cuh) compute
+// the same number:
+//   1. The elements are divided into blocks of 4096; a short last block is padded with zeros.
+//   2. In a block, lane j of 16 adds the fp64 squares of elements j, j+16, j+32, ... in that order.
+//      The square of an fp32 value is exact in fp64, so a fused multiply-add gives the same bits.
+//   3. Lanes are reduced by halves: lane j += lane j+8, then j+4, j+2, j+1.
+//   4. Block sums are reduced pairwise, s[i] = s[2i] + s[2i+1], until one is left; an odd last one
+//      is carried over unchanged (`fold_blocks` in dispatch.cpp).
 
 namespace infinity {
 namespace {
@@ -19,6 +21,8 @@ struct Fp16 {
   u16 bits;
 };
 
+// Conversion of the element types to and from fp32. Stores round to nearest even, and write
+// canonical NaNs.
 inline float load(float value) { return value; }
 inline float load(Bf16 value) { return from_bf16(value.bits); }
 inline float load(Fp16 value) { return from_fp16(value.bits); }
@@ -27,6 +31,7 @@ inline void store(float& target, float value) { target = canonical(value); }
 inline void store(Bf16& target, float value) { target.bits = to_bf16(value); }
 inline void store(Fp16& target, float value) { target.bits = to_fp16(value); }
 
+// target += source, added in fp32.
 template <class Target, class Source>
 void accumulate_range(const PairArguments& arguments, size_t begin, size_t end) {
   Target* __restrict target = static_cast<Target*>(arguments.target);
@@ -34,16 +39,16 @@ void accumulate_range(const PairArguments& arguments, size_t begin, size_t end) 
   for (size_t i = begin; i < end; ++i) store(target[i], load(target[i]) + load(source[i]));
 }
 
-// Calls `pass` with an element of the type that `dtype` names.
-template <class Pass>
-INFINITY_INLINE void with_type(Dtype dtype, const Pass& pass) {
+// Calls `function` with a value of the element type of `dtype`.
+template <class Function>
+INFINITY_INLINE void with_type(Dtype dtype, const Function& function) {
   switch (dtype) {
     case kBf16:
-      return pass(Bf16{});
+      return function(Bf16{});
     case kFp32:
-      return pass(float{});
+      return function(float{});
     case kFp16:
-      return pass(Fp16{});
+      return function(Fp16{});
   }
 }
 
@@ -59,14 +64,14 @@ template <class Target, class Source>
 void convert_range(const PairArguments& arguments, size_t begin, size_t end) {
   Target* __restrict target = static_cast<Target*>(arguments.target);
   const Source* __restrict source = static_cast<const Source*>(arguments.source);
-  if constexpr (sizeof(Target) > sizeof(Source)) {  // exact: payloads of NaN survive
+  if constexpr (sizeof(Target) > sizeof(Source)) {  // exact, and preserves NaN payloads
     for (size_t i = begin; i < end; ++i) target[i] = load(source[i]);
   } else {
     for (size_t i = begin; i < end; ++i) store(target[i], load(source[i]));
   }
 }
 
-// Between equal types it moves bytes, so that payloads of NaN survive a copy.
+// Equal types are copied as bytes, which preserves NaN payloads.
 void convert(const PairArguments& arguments, size_t begin, size_t end) {
   with_type(arguments.target_dtype, [&](auto target) {
     with_type(arguments.source_dtype, [&](auto source) {
@@ -82,19 +87,20 @@ void convert(const PairArguments& arguments, size_t begin, size_t end) {
   });
 }
 
+// Steps 2 and 3 of the square sum, for one block of `count` elements.
 template <class Source>
 double square_block(const Source* __restrict source, size_t count) {
   constexpr size_t kLanes = 16;
   double lane[kLanes] = {};
-  const size_t whole = count - count % kLanes;
-  for (size_t i = 0; i < whole; i += kLanes) {
+  const size_t full = count - count % kLanes;
+  for (size_t i = 0; i < full; i += kLanes) {
     for (size_t j = 0; j < kLanes; ++j) {
       const double value = static_cast<double>(load(source[i + j]));
       lane[j] = lane[j] + value * value;
     }
   }
-  for (size_t j = 0; j < count - whole; ++j) {
-    const double value = static_cast<double>(load(source[whole + j]));
+  for (size_t j = 0; j < count - full; ++j) {
+    const double value = static_cast<double>(load(source[full + j]));
     lane[j] = lane[j] + value * value;
   }
   for (size_t half = kLanes / 2; half > 0; half /= 2) {
@@ -108,8 +114,9 @@ void square_range(const SquareArguments& arguments, size_t begin, size_t end) {
   const Source* source = static_cast<const Source*>(arguments.source);
   for (size_t block = begin; block < end; ++block) {
     const size_t first = block * kSquareBlock;
-    const size_t rest = arguments.n - first;
-    arguments.sums[block] = square_block(source + first, rest < kSquareBlock ? rest : kSquareBlock);
+    const size_t remaining = arguments.n - first;
+    arguments.sums[block] =
+        square_block(source + first, remaining < kSquareBlock ? remaining : kSquareBlock);
   }
 }
 
@@ -134,8 +141,7 @@ void join(const SplitArguments& arguments, size_t begin, size_t end) {
   }
 }
 
-// --- moments as fp32 -----------------------------------------------------------------------------
-
+// Number of elements of the moment block at `at`, which ends at `end` at the latest.
 INFINITY_INLINE size_t block_size(size_t at, size_t end) {
   return end - at < kMomentBlock ? end - at : kMomentBlock;
 }
@@ -144,15 +150,16 @@ INFINITY_INLINE void encode_block(const float* values, u8* codes, float* scale, 
                                   size_t count) {
   u32 largest = 0;
   for (size_t i = 0; i < count; ++i) {
-    largest = Lanes<u32>::greater(largest, bits_of(values[i]) & kMagnitude);
+    largest = Lanes<u32>::max(largest, bits_of(values[i]) & kMagnitude);
   }
   *scale = block_scale(largest);
   const float inverse = block_inverse(*scale);
   for (size_t i = 0; i < count; ++i) {
     const float value = *scale == *scale ? values[i] : 0.0f;
-    // What is unsigned must not be -0 either.
+    // `encode_unsigned` requires values >= +0: clear the sign, which -0 may have.
     codes[i] = is_signed ? encode_signed(value, inverse)
-                         : encode_unsigned(float_of(bits_of(value) & kMagnitude), inverse, kHalf);
+                         : encode_unsigned(float_of(bits_of(value) & kMagnitude), inverse,
+                                           kRoundToNearest);
   }
 }
 
@@ -164,7 +171,8 @@ INFINITY_INLINE void decode_block(const u8* codes, float scale, bool is_signed, 
   }
 }
 
-// Rounds to nearest in every format: there is no step whose noise must average out.
+// Rounds to nearest in all formats, also in those that the update rounds stochastically: a single
+// conversion accumulates no bias.
 void encode(const CodeArguments& arguments, size_t begin, size_t end) {
   const float* values = arguments.values;
   if (arguments.format == kFp32Moment) {

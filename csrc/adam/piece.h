@@ -1,4 +1,4 @@
-// One contiguous piece of one parameter, checked once: what a thread may walk without thinking.
+// Validated arguments of the update of one contiguous range of a parameter.
 #pragma once
 
 #include <cstddef>
@@ -12,18 +12,22 @@ namespace infinity {
 
 using Address = std::uintptr_t;
 
-// The structs of update.inl that are rules, in the order of their codes.
+// Names of the rules of update.inl; the index is the RuleCode.
 std::vector<std::string> rule_names();
 
+// Bytes per element.
 std::size_t size_of(Dtype dtype);
 std::size_t moment_size(Format format);
+
+// Convert a code; throw std::invalid_argument if it is unknown.
 Dtype checked_dtype(int code);
 Format checked_format(int code);
 
-// `address` as a pointer; throws std::invalid_argument if it is null (and n is not 0) or not
-// aligned to `alignment`.
+// Returns `address` as a pointer; throws std::invalid_argument if it is null while `n` is not 0, or
+// not a multiple of `alignment`. `name` is used in the message.
 void* checked_address(const char* name, Address address, std::size_t n, std::size_t alignment);
 
+// Memory [begin, end) that an update reads or writes.
 struct Range {
   const char* name;
   Address begin;
@@ -31,24 +35,26 @@ struct Range {
   bool is_written;
 };
 
+// Immutable. Holds addresses only: the caller keeps the memory allocated.
 class Piece {
  public:
-  // Throws std::invalid_argument: unknown codes, null or misaligned addresses, ranges that overlap,
-  // an 8-bit piece that does not begin at a block. What the rule does not use must be 0.
+  // Throws std::invalid_argument for unknown codes, a wrong number of scalars, null or misaligned
+  // addresses, overlapping ranges, and 8-bit moments if `first` is not a multiple of the moment
+  // block. Addresses that rule, layout and format do not use are ignored.
   Piece(std::size_t n, int rule, int layout, int format, int gradient_dtype, std::uint64_t key,
-        std::uint64_t first, Address weight, Address rest, Address moment1, Address scales1,
+        std::uint64_t first, Address weight, Address master_state, Address moment1, Address scales1,
         Address moment2, Address scales2, Address gradient, const std::vector<double>& scalars);
 
   const UpdateArguments& arguments() const { return arguments_; }
 
-  // Everything it touches; empty ranges are left out.
+  // Returns all non-empty ranges that the update reads or writes.
   std::vector<Range> ranges() const;
 
  private:
   UpdateArguments arguments_{};
 };
 
-// Throws std::invalid_argument if something that is written overlaps anything else.
+// Throws std::invalid_argument if a written range overlaps another range.
 void check_apart(std::vector<Range> ranges);
 
 }  // namespace infinity

@@ -15,13 +15,16 @@
 namespace infinity {
 namespace {
 
-struct FreeSet {
+struct CpuSetDeleter {
   void operator()(cpu_set_t* set) const { CPU_FREE(set); }
 };
-using CpuSet = std::unique_ptr<cpu_set_t, FreeSet>;
+using CpuSet = std::unique_ptr<cpu_set_t, CpuSetDeleter>;
 
+// Returns the CPUs of the calling thread's affinity mask in ascending order; if it cannot be read,
+// 0 ... hardware_concurrency() - 1.
 std::vector<int> allowed_cpus() {
-  // The kernel refuses a set smaller than its own, and does not say how large that is.
+  // sched_getaffinity fails with EINVAL if the set is smaller than the kernel's mask, whose size is
+  // not exposed: retry with larger sets.
   for (int capacity = 1024; capacity <= 1 << 20; capacity *= 2) {
     const CpuSet set(CPU_ALLOC(capacity));
     const std::size_t size = CPU_ALLOC_SIZE(capacity);
@@ -43,8 +46,8 @@ std::vector<int> allowed_cpus() {
   return cpus;
 }
 
-// Node number -> its CPUs, allowed or not.
-std::map<int, std::vector<int>> nodes_below(const std::string& root) {
+// Returns all CPUs of each NUMA node, by node number; empty if `root` has no such directory.
+std::map<int, std::vector<int>> read_nodes(const std::string& root) {
   std::map<int, std::vector<int>> nodes;
   std::error_code error;
   const std::filesystem::path folder = std::filesystem::path(root) / "sys/devices/system/node";
@@ -86,17 +89,17 @@ std::vector<int> parse_cpu_list(const std::string& text) {
 std::vector<std::vector<int>> usable_nodes(const std::string& root) {
   const std::vector<int> allowed = allowed_cpus();
   std::vector<std::vector<int>> nodes;
-  std::size_t placed = 0;
-  for (const auto& [number, cpus] : nodes_below(root)) {
+  std::size_t num_listed = 0;
+  for (const auto& [number, cpus] : read_nodes(root)) {
     std::vector<int> usable;
     for (const int cpu : cpus) {
       if (std::binary_search(allowed.begin(), allowed.end(), cpu)) usable.push_back(cpu);
     }
-    placed += usable.size();
+    num_listed += usable.size();
     if (!usable.empty()) nodes.push_back(std::move(usable));
   }
-  // A list that misses CPUs is not to be trusted.
-  if (placed != allowed.size()) return {allowed};
+  // Incomplete or overlapping lists cannot be used to place threads.
+  if (num_listed != allowed.size()) return {allowed};
   return nodes;
 }
 

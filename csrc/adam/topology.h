@@ -1,4 +1,4 @@
-// Which CPUs this process may use, and to which memory node each belongs.
+// CPUs that this process may use, by NUMA node, and thread affinity.
 #pragma once
 
 #include <pthread.h>
@@ -8,17 +8,18 @@
 
 namespace infinity {
 
-// The allowed CPUs of every node that has any, never empty. Read below `root` ("/", or a made-up
-// machine in a test); a machine that does not tell is one node.
+// Returns the CPUs of the affinity mask, grouped by NUMA node, without empty groups; never empty.
+// Nodes are read from `root`/sys (`root` is "/", or a fake tree in tests). If the nodes do not list
+// exactly the CPUs of the mask, all CPUs are in one group.
 std::vector<std::vector<int>> usable_nodes(const std::string& root);
 
-// The CPUs of a list like "0-3,8,10-11"; anything else in it is skipped.
+// Parses a list such as "0-3,8,10-11"; other characters are skipped.
 std::vector<int> parse_cpu_list(const std::string& text);
 
-// The CPU this thread runs on, or -1.
+// Returns the CPU that the calling thread runs on, or -1 on failure.
 int current_cpu();
 
-// Keeps a thread on `cpus`; false if the system refuses.
+// Sets the affinity of `thread` to `cpus`, which must not be empty; false if the system refuses.
 bool pin(pthread_t thread, const std::vector<int>& cpus);
 
 }  // namespace infinity

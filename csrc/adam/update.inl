@@ -1,20 +1,20 @@
-// The arithmetic of one element, once, for the CPU loops (kernel.inl) and for CUDA (fused_adam.cu).
+// Elementwise arithmetic of the optimizer: rules, number formats, stochastic rounding. Included by
+// the CPU kernels (kernel.inl) and by the CUDA kernels (fused_adam.cu).
 //
-// Functions over scalars, which also take GCC's vectors of fp32 (lanes.inl): F is float or such a
-// vector, U its unsigned integers. No headers, no library calls. A CUDA file defines
-// INFINITY_FUNCTION and INFINITY_SQRT before it includes this one, and uses the scalar faces (u16
-// to_bf16(float), ...). Loops, warps and the maximum of a block are the includer's business.
+// Functions are templates over F, which is float or a GCC vector of fp32 (lanes.inl), or over U,
+// the corresponding unsigned integers. No headers are included and no library is called. CUDA code
+// defines INFINITY_FUNCTION and INFINITY_SQRT before it includes this file and uses the scalar
+// functions (u16 to_bf16(float), ...). Loops and the maximum over a block are left to the includer.
 //
-// Same bits everywhere: every operation is one IEEE fp32 operation, rounded on its own (no fused
-// multiply-add, true division and square root), or an integer operation. A
-// NaN's payload and sign depend on operand order and on the machine, therefore every NaN that
-// leaves arithmetic is stored as 0x7fc00000 (`canonical`). tests/support/reference.py says the
-// same thing in numpy.
+// Results are bitwise equal on all targets: each operation is one correctly rounded IEEE fp32
+// operation (no fused multiply-add, no approximate division or root) or an integer operation.
+// Payload and sign of a NaN depend on operand order and machine, so each NaN is stored as
+// 0x7fc00000 (`canonical`). The reference implementation is tests/support/reference.py (numpy).
 #pragma once
 
 #ifndef INFINITY_FUNCTION
 #define INFINITY_FUNCTION inline __attribute__((always_inline))
-#define INFINITY_SQRT(value) Lanes<F>::root(value)
+#define INFINITY_SQRT(value) Lanes<F>::sqrt(value)
 #endif
 
 namespace infinity {
@@ -29,24 +29,25 @@ using i32 = int;
 
 constexpr u32 kNan = 0x7fc00000u;
 constexpr u32 kInfinity = 0x7f800000u;
-constexpr u32 kMagnitude = 0x7fffffffu;
+constexpr u32 kMagnitude = 0x7fffffffu;  // all bits but the sign
 
-// The integers that belong to floats, and the other way round.
+// Traits of scalars and vectors: the corresponding integer or float type, and operations that GCC's
+// vector extension has no operator for. `subtract_saturated` clamps at 0.
 template <class T>
 struct Lanes;
 template <>
 struct Lanes<float> {
   using Bits = u32;
 #ifndef __CUDACC__
-  static INFINITY_FUNCTION float root(float value) { return __builtin_sqrtf(value); }
+  static INFINITY_FUNCTION float sqrt(float value) { return __builtin_sqrtf(value); }
 #endif
 };
 template <>
 struct Lanes<u32> {
   using Float = float;
-  static INFINITY_FUNCTION u32 lesser(u32 a, u32 b) { return a < b ? a : b; }
-  static INFINITY_FUNCTION u32 greater(u32 a, u32 b) { return a < b ? b : a; }
-  static INFINITY_FUNCTION u32 above(u32 a, u32 b) { return a < b ? 0 : a - b; }
+  static INFINITY_FUNCTION u32 min(u32 a, u32 b) { return a < b ? a : b; }
+  static INFINITY_FUNCTION u32 max(u32 a, u32 b) { return a < b ? b : a; }
+  static INFINITY_FUNCTION u32 subtract_saturated(u32 a, u32 b) { return a < b ? 0 : a - b; }
 };
 template <class F>
 using BitsOf = typename Lanes<F>::Bits;
@@ -62,12 +63,13 @@ INFINITY_FUNCTION FloatOf<U> float_of(U bits) {
   return __builtin_bit_cast(FloatOf<U>, bits);
 }
 
-// `mask` is a bool, or a vector of them.
+// `mask` is a bool, or the result of a vector comparison: selects per lane.
 template <class Mask, class T>
-INFINITY_FUNCTION T choose(Mask mask, T yes, T no) {
-  return mask ? yes : no;
+INFINITY_FUNCTION T choose(Mask mask, T if_true, T if_false) {
+  return mask ? if_true : if_false;
 }
 
+// The bits of `value`, with every NaN replaced by 0x7fc00000.
 template <class F>
 INFINITY_FUNCTION BitsOf<F> canonical_bits(F value) {
   return choose(value != value, BitsOf<F>{} + kNan, bits_of(value));
@@ -77,14 +79,14 @@ INFINITY_FUNCTION F canonical(F value) {
   return float_of(canonical_bits(value));
 }
 
-// --- 16-bit formats: the bits are the low half of a U --------------------------------------------
+// 16-bit formats. Their bits are in the low half of a U.
 
 template <class U>
 INFINITY_FUNCTION FloatOf<U> widen_bf16(U half) {
   return float_of(half << 16);
 }
 
-// Nearest, ties to even; a NaN becomes 0x7fc0.
+// Rounds to nearest, ties to even; NaN becomes 0x7fc0.
 template <class F>
 INFINITY_FUNCTION BitsOf<F> bf16_bits(F value) {
   const BitsOf<F> bits = bits_of(value);
@@ -92,7 +94,8 @@ INFINITY_FUNCTION BitsOf<F> bf16_bits(F value) {
   return choose(value != value, BitsOf<F>{} + (kNan >> 16), rounded);
 }
 
-// Away from zero with the probability that makes the mean right; `random` has 16 bits.
+// Stochastic rounding: away from zero with a probability equal to the discarded fraction of an ulp,
+// so that the result is unbiased. `random` is uniform in [0, 2^16).
 template <class F>
 INFINITY_FUNCTION BitsOf<F> bf16_stochastic_bits(F value, BitsOf<F> random) {
   const BitsOf<F> rounded = (bits_of(value) + random) >> 16;
@@ -103,50 +106,53 @@ template <class U>
 INFINITY_FUNCTION FloatOf<U> widen_fp16(U half) {
   const U magnitude = (half & 0x7fffu) << 13;
   const U normal = magnitude + (112u << 23);
-  // 2^-14 + m - 2^-14 is exact, and no fp32 denormal appears.
-  const U tiny = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
-  const U huge = magnitude + (224u << 23);  // infinity and NaN
-  const U finite = choose(magnitude < (1u << 23), tiny, normal);
-  return float_of(choose(magnitude >= (31u << 23), huge, finite) | ((half & 0x8000u) << 16));
+  // fp16 subnormals: 2^-14 + value - 2^-14 is exact and uses no fp32 subnormal.
+  const U subnormal = bits_of(float_of(magnitude + (113u << 23)) - float_of(113u << 23));
+  const U inf_or_nan = magnitude + (224u << 23);
+  const U finite = choose(magnitude < (1u << 23), subnormal, normal);
+  return float_of(choose(magnitude >= (31u << 23), inf_or_nan, finite) | ((half & 0x8000u) << 16));
 }
 
-// Nearest, ties to even; from 65520 on infinity; a NaN becomes 0x7e00.
+// Rounds to nearest, ties to even; 65520 and more become infinity, NaN becomes 0x7e00.
 template <class F>
 INFINITY_FUNCTION BitsOf<F> fp16_bits(F value) {
   using U = BitsOf<F>;
   const U magnitude = bits_of(value) & kMagnitude;
   const U normal = (magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13;
-  // 0.5 has an ulp of 2^-24, which is fp16's smallest step: the addition rounds.
-  const U tiny = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
-  const U finite = choose(magnitude < (113u << 23), tiny, normal);
+  // fp16 subnormals have a spacing of 2^-24, the ulp of 0.5f, so the addition rounds.
+  const U subnormal = bits_of(float_of(magnitude) + 0.5f) - (126u << 23);
+  const U finite = choose(magnitude < (113u << 23), subnormal, normal);
   const U bounded = choose(magnitude >= (143u << 23), U{} + 0x7c00u, finite);
   const U bits = bounded | ((bits_of(value) >> 16) & 0x8000u);
   return choose(magnitude > kInfinity, U{} + 0x7e00u, bits);
 }
 
-// --- the split master: bf16 weight, int16 residual -----------------------------------------------
+// Split master: an fp32 number stored losslessly as a bf16 weight and an int16 residual.
 // weight = (bits + 0x8000) >> 16, residual = bits - (weight << 16), both mod 2^16.
+// H is the 16-bit half of an element: the low half of a u32, or a vector of u16.
 
-// The upper half of the master: a negative residual borrows from it. H as for the 8-bit codes.
+// Returns the upper half of the master: the weight, minus the borrow of a negative residual.
 template <class H>
 INFINITY_FUNCTION H upper_of_split(H weight, H residual) {
   return weight - (residual >> 15);
 }
+// Returns the weight from both halves of the master.
 template <class H>
 INFINITY_FUNCTION H weight_of(H upper, H lower) {
   return upper + (lower >> 15);
 }
 
-// --- random bits ---------------------------------------------------------------------------------
-// A hash of (key, index of the element in its parameter): no state, so the cut between threads and
-// calls cannot show. Every element has 32 bits, of which each moment takes its own.
+// Random bits of stochastic rounding: a hash of a key and of the index of the element in its
+// parameter. It has no state, so results do not depend on how work is divided among threads and
+// calls. An element has 32 bits, of which the two moments use different ones.
 
 struct RandomKey {
   u32 first;
   u32 second;
 };
 
-// Once per call and per 2^32 elements: `index_high` is the index >> 32.
+// Returns the key of the 2^32 elements with index >> 32 == `index_high`: SplitMix64 with seed
+// `key`, output number index_high + 1.
 INFINITY_FUNCTION RandomKey random_key(u64 key, u32 index_high) {
   u64 mixed = key + 0x9e3779b97f4a7c15ull * (static_cast<u64>(index_high) + 1);
   mixed = (mixed ^ (mixed >> 30)) * 0xbf58476d1ce4e5b9ull;
@@ -155,14 +161,15 @@ INFINITY_FUNCTION RandomKey random_key(u64 key, u32 index_high) {
   return {static_cast<u32>(mixed), static_cast<u32>(mixed >> 32)};
 }
 
-// The higher a bit, the better it is mixed.
+// Returns the 32 random bits of an element: lowbias32 (C. Wellons) without its outer xor shifts,
+// with the second half of the key added. Higher bits are mixed better.
 template <class U>
 INFINITY_FUNCTION U random_bits(RandomKey key, U index_low) {
   const U mixed = (index_low ^ key.first) * 0x7feb352du;
   return ((mixed ^ (mixed >> 15)) + key.second) * 0x846ca68bu;
 }
 
-// 16 bits each, for the first and the second moment in bf16.
+// The 16 random bits for the first (low) and the second (high) moment in bf16.
 template <class U>
 INFINITY_FUNCTION U low_random(U bits) {
   return (bits ^ (bits >> 16)) & 0xffffu;
@@ -172,39 +179,38 @@ INFINITY_FUNCTION U high_random(U bits) {
   return bits >> 16;
 }
 
-// --- 8-bit moments -------------------------------------------------------------------------------
-// A code is a small float relative to the largest magnitude of its block (`kMomentBlock` elements,
-// one scale): eight steps per octave, cut from the upper half of an fp32 number.
-//   signed     the sign and 127 magnitudes down to 2^-16 of the scale; what is less becomes 0,
-//   which
-//              has code 0. Rounds to nearest.
-//   unsigned   256 magnitudes down to 2^-32 of the scale, and no zero, as the update divides by the
-//              root. Rounds stochastically: a sum that grows by less than a step must still grow.
-// Zeroed bytes have scale 0 and mean 0. A block that holds a value which is not finite has scale
-// NaN and codes 0, and decodes to NaN as a whole: pass 0 for every value of such a block.
-// H is 16 bits of an element: the low half of a u32, or a vector of u16.
+// 8-bit moments. A block of `kMomentBlock` elements shares a scale, its largest magnitude. A code
+// is value / scale as a floating-point number with 3 mantissa bits (8 values per octave), taken
+// from the upper half of the fp32 number.
+//   signed     sign and 127 magnitudes, the least about 2^-16; smaller values become 0, code 0.
+//              Rounds to nearest.
+//   unsigned   256 magnitudes, the least about 2^-32, and no zero, since the update divides by
+//              the root. Rounds stochastically: smaller changes than half a step would be lost.
+// Zero-initialized memory has scale 0 and decodes to 0. A block with a non-finite value has scale
+// NaN and codes 0 and decodes to NaN; for such a block the caller encodes 0 for every value. H is
+// the 16-bit half of an element, as above.
 
 constexpr u32 kMomentBlock = 128;
-constexpr u32 kOne = 0x3f80u >> 4;  // 1.0 without all but 3 bits of its mantissa
+constexpr u32 kOne = 0x3f80u >> 4;  // upper half of 1.0f, with 3 mantissa bits
 constexpr u32 kSignedLeast = kOne - 127;
 constexpr u32 kUnsignedLeast = kOne - 255;
-constexpr u32 kHalf = 0x80000000u;  // in place of random bits: rounds to nearest
+constexpr u32 kRoundToNearest = 0x80000000u;  // instead of random bits
 
-// `magnitude` is the largest `bits & kMagnitude` of the block, as an integer.
+// Returns the scale of a block. `magnitude` is the maximum of `bits & kMagnitude` over the block.
 INFINITY_FUNCTION float block_scale(u32 magnitude) {
-  const u32 normal = magnitude < 0x00800000u ? 0x00800000u : magnitude;  // 1 / scale is finite
+  const u32 normal = magnitude < 0x00800000u ? 0x00800000u : magnitude;  // keeps 1 / scale finite
   const u32 scale = magnitude == 0 ? 0 : normal;
   return float_of(magnitude >= kInfinity ? kNan : scale);
 }
 
 INFINITY_FUNCTION float block_inverse(float scale) { return scale > 0.0f ? 1.0f / scale : 0.0f; }
 
-// value / scale, of whose upper half the code is cut.
+// Return the bits of value / scale; the code is computed from their upper half.
 template <class F>
 INFINITY_FUNCTION BitsOf<F> signed_bits(F value, float inverse) {
   return bits_of(value * inverse);
 }
-// `value` is not negative, nor -0.
+// Requires `value` >= +0. Adds 20 random bits below the 3 mantissa bits, before truncation.
 template <class F>
 INFINITY_FUNCTION BitsOf<F> unsigned_bits(F value, float inverse, BitsOf<F> random) {
   return bits_of(value * inverse) + (random >> 12);
@@ -212,15 +218,15 @@ INFINITY_FUNCTION BitsOf<F> unsigned_bits(F value, float inverse, BitsOf<F> rand
 
 template <class H>
 INFINITY_FUNCTION H signed_code(H upper) {
-  const H magnitude = Lanes<H>::above(((upper & 0x7fff) + 8) >> 4, kSignedLeast);
+  const H magnitude = Lanes<H>::subtract_saturated(((upper & 0x7fff) + 8) >> 4, kSignedLeast);
   return magnitude | ((upper >> 8) & 0x80);
 }
 template <class H>
 INFINITY_FUNCTION H unsigned_code(H upper) {
-  return Lanes<H>::lesser(Lanes<H>::above(upper >> 4, kUnsignedLeast), H{} + 255);
+  return Lanes<H>::min(Lanes<H>::subtract_saturated(upper >> 4, kUnsignedLeast), H{} + 255);
 }
 
-// The upper half of value / scale; the lower one is 0.
+// Return the upper half of value / scale; the lower half is 0.
 template <class H>
 INFINITY_FUNCTION H upper_of_signed(H code) {
   const H magnitude = (code << 4) & 0x7f0;
@@ -232,7 +238,7 @@ INFINITY_FUNCTION H upper_of_unsigned(H code) {
   return (code << 4) + (kUnsignedLeast << 4);
 }
 
-// --- scalar faces --------------------------------------------------------------------------------
+// Scalar functions.
 
 INFINITY_FUNCTION float from_bf16(u16 half) { return widen_bf16(u32{half}); }
 INFINITY_FUNCTION u16 to_bf16(float value) { return static_cast<u16>(bf16_bits(value)); }
@@ -265,59 +271,61 @@ INFINITY_FUNCTION float decode_unsigned(u8 code, float scale) {
   return float_of(upper_of_unsigned(u32{code}) << 16) * scale;
 }
 
-// --- rules ---------------------------------------------------------------------------------------
-// A rule is made from its scalars, each rounded to fp32 once, in the order in which
-// infinity/optim/rules.py returns them. `begin` takes the parameter, the gradient as it is stored
-// and the moments; it makes the new moments and a fraction, and reads the parameter only if
-// `kReadsWeight`.
-// `change` divides the fraction, `apply` subtracts it; the includer stores (`canonical` first).
-// `maximize` is the sign of grad_scale. A rule with a `Short` form takes that for scalars that are
-// not `is_general`. A rule is known to everybody by its line in `INFINITY_RULES`, at the end.
+// Rules. `make` constructs a rule from its scalars, in the order of infinity/optim/rules.py, each
+// rounded to fp32. One update of an element is three calls:
+//   begin    takes the parameter (read only if `kReadsWeight`), the gradient before scaling and
+//            the moments; updates the moments and returns a fraction.
+//   change   returns the value of the fraction, the change of the parameter.
+//   apply    returns the new parameter.
+// The caller stores the results, `canonical` first. The sign of grad_scale implements `maximize`.
+// If a rule has a type `Short`, that type is used for scalars that are not `is_general`. Rules are
+// registered in INFINITY_RULES below.
 
 template <class F>
 struct Fraction {
-  F over;
-  F under;
+  F numerator;
+  F denominator;
 };
 
-// AdamW (decay != 1) and Adam with L2, in the order of torch's single-tensor path:
-// lerp_(g, 1 - beta1), mul_(beta2).addcmul_(g, g), addcdiv_(m, denominator). `AdamOf<false>` leaves
-// out what l2 = 0 and beta1 > 0.5 do not need.
+// AdamW (decay != 1) and Adam with L2. Operations are in the order of torch's single-tensor
+// implementation: lerp_(g, 1 - beta1), mul_(beta2).addcmul_(g, g), addcdiv_(m, denominator).
+// `AdamOf<false>` requires l2 == 0 and 1 - beta1 < 0.5 and omits the other cases.
 template <bool kGeneral>
 struct AdamOf {
   using Short = AdamOf<false>;
   static constexpr int kNumMoments = 2;
   static constexpr int kNumScalars = 9;
-  static constexpr bool kUnsigned = false;  // first moment; a second one always is
-  static constexpr bool kDivides = true;
+  static constexpr bool kUnsigned = false;  // code of the first moment; the second's always is
+  static constexpr bool kDivides = true;    // `change` divides; otherwise it returns the numerator
   static constexpr bool kReadsWeight = kGeneral;
   float grad_scale, decay, l2, lerp, beta2, one_minus_beta2, step_size, correction, eps;
-  bool near;
+  bool from_start;  // torch's lerp for weights < 0.5
 
   static INFINITY_FUNCTION bool is_general(const float* s) {
     return s[2] != 0.0f || !(s[3] < 0.5f);
   }
 
   static INFINITY_FUNCTION AdamOf make(const float* s) {
-    // lerp: m + w*(g-m) for w < 0.5, else g - (1-w)*(g-m); `x - a*b` and `x + (-a)*b` are equal.
-    const bool near = s[3] < 0.5f;
-    const float lerp = near ? s[3] : -(1.0f - s[3]);
-    return {s[0], s[1], s[2], lerp, s[4], s[5], s[6], s[7], s[8], near};
+    // torch's lerp is m + w*(g-m) for w < 0.5, else g - (1-w)*(g-m). The sign of 1-w is folded into
+    // `lerp`: x - a*b and x + (-a)*b have the same bits.
+    const bool from_start = s[3] < 0.5f;
+    const float lerp = from_start ? s[3] : -(1.0f - s[3]);
+    return {s[0], s[1], s[2], lerp, s[4], s[5], s[6], s[7], s[8], from_start};
   }
 
   template <class F>
   INFINITY_FUNCTION Fraction<F> begin(F p, F gradient, F& m, F& v) const {
     F g = gradient * grad_scale;
     if (kGeneral) g = l2 != 0.0f ? g + l2 * p : g;
-    m = (!kGeneral || near ? m : g) + lerp * (g - m);
+    m = (!kGeneral || from_start ? m : g) + lerp * (g - m);
     v = v * beta2;
     v = v + (one_minus_beta2 * g) * g;
     return {step_size * m, INFINITY_SQRT(v)};
   }
 
   template <class F>
-  INFINITY_FUNCTION F change(Fraction<F> made) const {
-    return made.over / (made.under / correction + eps);
+  INFINITY_FUNCTION F change(Fraction<F> fraction) const {
+    return fraction.numerator / (fraction.denominator / correction + eps);
   }
 
   template <class F>
@@ -328,7 +336,7 @@ struct AdamOf {
 
 using Adam = AdamOf<true>;
 
-// Lion (Chen et al. 2023): the sign of an interpolation; a NaN stays a NaN.
+// Lion (Chen et al. 2023). The sign of 0 is 0 and that of NaN is NaN.
 struct Lion {
   static constexpr int kNumMoments = 1;
   static constexpr int kNumScalars = 7;
@@ -345,15 +353,15 @@ struct Lion {
   INFINITY_FUNCTION Fraction<F> begin(F, F gradient, F& m, F&) const {
     const F g = gradient * grad_scale;
     const F mix = m * beta1 + one_minus_beta1 * g;
-    const F down = choose(mix < 0.0f, F{} - 1.0f, mix);
-    const F sign = choose(mix > 0.0f, F{} + 1.0f, down);
+    const F not_positive = choose(mix < 0.0f, F{} - 1.0f, mix);
+    const F sign = choose(mix > 0.0f, F{} + 1.0f, not_positive);
     m = m * beta2 + one_minus_beta2 * g;
     return {lr * sign, F{}};
   }
 
   template <class F>
-  INFINITY_FUNCTION F change(Fraction<F> made) const {
-    return made.over;
+  INFINITY_FUNCTION F change(Fraction<F> fraction) const {
+    return fraction.numerator;
   }
 
   template <class F>
@@ -362,15 +370,16 @@ struct Lion {
   }
 };
 
-// SGD with momentum: dampening, Nesterov (look_ahead != 0). In the first step the caller passes
-// momentum 0 and undamped 1, as torch's buffer starts as the gradient.
+// SGD with momentum, dampening and Nesterov (then `nesterov` is the momentum, otherwise 0). For the
+// first step the caller passes momentum 0 and one_minus_dampening 1, since torch initializes the
+// buffer to the gradient.
 struct Momentum {
   static constexpr int kNumMoments = 1;
   static constexpr int kNumScalars = 6;
   static constexpr bool kUnsigned = false;
   static constexpr bool kDivides = false;
   static constexpr bool kReadsWeight = true;
-  float grad_scale, l2, momentum, undamped, look_ahead, lr;
+  float grad_scale, l2, momentum, one_minus_dampening, nesterov, lr;
 
   static INFINITY_FUNCTION Momentum make(const float* s) {
     return {s[0], s[1], s[2], s[3], s[4], s[5]};
@@ -381,13 +390,13 @@ struct Momentum {
     F g = gradient * grad_scale;
     g = l2 != 0.0f ? g + l2 * p : g;
     m = m * momentum;
-    m = m + undamped * g;
-    return {lr * (look_ahead != 0.0f ? g + look_ahead * m : m), F{}};
+    m = m + one_minus_dampening * g;
+    return {lr * (nesterov != 0.0f ? g + nesterov * m : m), F{}};
   }
 
   template <class F>
-  INFINITY_FUNCTION F change(Fraction<F> made) const {
-    return made.over;
+  INFINITY_FUNCTION F change(Fraction<F> fraction) const {
+    return fraction.numerator;
   }
 
   template <class F>
@@ -396,7 +405,7 @@ struct Momentum {
   }
 };
 
-// SGD without momentum; the scalars of `Momentum`.
+// SGD without momentum. Takes the scalars of `Momentum`.
 struct Plain {
   static constexpr int kNumMoments = 0;
   static constexpr int kNumScalars = 6;
@@ -415,8 +424,8 @@ struct Plain {
   }
 
   template <class F>
-  INFINITY_FUNCTION F change(Fraction<F> made) const {
-    return made.over;
+  INFINITY_FUNCTION F change(Fraction<F> fraction) const {
+    return fraction.numerator;
   }
 
   template <class F>
@@ -425,7 +434,7 @@ struct Plain {
   }
 };
 
-// Adagrad (Duchi et al. 2011): one moment, the sum of squares.
+// Adagrad (Duchi et al. 2011). The moment is the sum of squares.
 struct Adagrad {
   static constexpr int kNumMoments = 1;
   static constexpr int kNumScalars = 4;
@@ -445,8 +454,8 @@ struct Adagrad {
   }
 
   template <class F>
-  INFINITY_FUNCTION F change(Fraction<F> made) const {
-    return made.over / (made.under + eps);
+  INFINITY_FUNCTION F change(Fraction<F> fraction) const {
+    return fraction.numerator / (fraction.denominator + eps);
   }
 
   template <class F>
@@ -455,7 +464,7 @@ struct Adagrad {
   }
 };
 
-// Every rule, by the name of its struct: the `kernel` of infinity/optim/rules.py.
+// All rules. The name of the struct is `kernel` in infinity/optim/rules.py, the position its code.
 #define INFINITY_RULES(RULE) RULE(Adam) RULE(Lion) RULE(Momentum) RULE(Plain) RULE(Adagrad)
 
 #define INFINITY_CODE(name) k##name,

@@ -158,8 +158,9 @@ def test_native_piece_validates_arguments() -> None:
 
     def piece(**changes: Any) -> _adam.Piece:
         sizes = {"n": 8, "rule": 0, "layout": 0, "format": 0, "gradient_dtype": _adam.FP32}
-        addresses = {"weight": address, "rest": 0, "moment1": address + 32, "scales1": 0}
-        addresses |= {"moment2": address + 64, "scales2": 0, "gradient": address + 96}
+        addresses = {"weight": address, "master_state": 0, "gradient": address + 96}
+        addresses |= {"moment1": address + 32, "scales1": 0}
+        addresses |= {"moment2": address + 64, "scales2": 0}
         others = {"key": 0, "first": 0, "scalars": [1.0] * 9}
         return _adam.Piece(**(sizes | addresses | others | changes))
 

@@ -1,4 +1,5 @@
-// Tests of the thread pool of the CPU optimizer with several callers.
+// Tests of the thread pool of the CPU optimizer (workers.h) and of the kernel selection
+// (dispatch.h).
 #include <atomic>
 #include <cstddef>
 #include <thread>
@@ -27,7 +28,7 @@ bool covers(Workers& workers, std::size_t n, std::size_t chunk) {
 
 }  // namespace
 
-TEST(workers_cover_the_range_once) {
+TEST(workers_run_processes_each_element_once) {
   for (const int num_threads : {1, 2, 5}) {
     Workers workers(num_threads, usable_nodes("/"));
     for (const std::size_t n : {1u, 2u, 99u, 1000u, 4096u}) {
@@ -36,7 +37,7 @@ TEST(workers_cover_the_range_once) {
   }
 }
 
-TEST(workers_serve_several_callers) {
+TEST(workers_run_concurrent_callers_process_each_element_once) {
   Workers workers(4, usable_nodes("/"));
   std::atomic<int> num_wrong{0};
   std::vector<std::thread> callers;
@@ -49,23 +50,23 @@ TEST(workers_serve_several_callers) {
   CHECK(num_wrong == 0);
 }
 
-TEST(workers_stop_while_a_job_runs) {
+TEST(workers_stop_during_job_completes_job) {
   for (int turn = 0; turn < 30; ++turn) {
     Workers workers(3, usable_nodes("/"));
-    std::atomic<bool> is_right{true};
+    std::atomic<bool> all_covered{true};
     std::thread caller([&] {
       for (int i = 0; i < 10; ++i) {
-        if (!covers(workers, 300, 8)) is_right = false;
+        if (!covers(workers, 300, 8)) all_covered = false;
       }
     });
     workers.stop();
     caller.join();
-    CHECK(is_right);
-    CHECK(covers(workers, 300, 8));  // the caller alone, after the stop
+    CHECK(all_covered);
+    CHECK(covers(workers, 300, 8));  // after the stop, on the caller only
   }
 }
 
-TEST(find_kernels_selects_available_kernels) {
+TEST(find_kernels_auto_returns_last_and_unknown_throws) {
   CHECK(!available_kernels().empty());
   CHECK(find_kernels("auto") == available_kernels().back());
   CHECK_THROWS(std::invalid_argument, find_kernels("abacus"));

@@ -1,9 +1,10 @@
-// fused_adam.cu as a shared library for a CPU; one variant, selected by the macros used on a GPU.
+// Shared library with one variant of fused_adam.cu, compiled for the CPU. The variant is selected
+// by the same macros as on a GPU.
 #include "cuda_on_host.h"
 
 #include "fused_adam.cu"
 
-// Runs a kernel by name. Returns 0 if there is no such kernel.
+// Runs the kernel `name` to completion. Returns 1, or 0 if the variant has no such kernel.
 extern "C" int run(const char* name, unsigned blocks, unsigned threads, void** arguments) {
 #define INFINITY_RUN(kernel)                                  \
   if (std::strcmp(name, #kernel) == 0) {                      \

@@ -1,9 +1,10 @@
 // Emulation on a CPU of the CUDA intrinsics that csrc/adam/fused_adam.cu uses.
 //
-// A block's threads are fibers on one system thread. A fiber runs until it reaches a barrier of its
-// warp (a shuffle) or of its block (__syncthreads); then the next one runs. Misaligned vectors and
-// deadlocks abort the process: on a GPU both are errors too. Floats have the same bits as on a GPU:
-// IEEE operations, none fused.
+// The threads of a block are fibers on one system thread. A fiber runs until it waits at a barrier
+// of its warp (a shuffle) or of its block (__syncthreads); then the next one runs. Blocks run one
+// after the other. Misaligned vector accesses and deadlocks, which are errors on a GPU, abort the
+// process. Floating-point results have the bits of a GPU: IEEE operations, not fused
+// (-ffp-contract=off). Not thread-safe: the state is global.
 #pragma once
 
 #include <ucontext.h>
@@ -42,7 +43,8 @@ struct Barrier {
 
 struct Warp {
   Barrier barrier;
-  std::uint64_t lane_values[2][kWarp];  // by parity of the round: lanes may still read the last one
+  // By parity of the round, since a lane may still read the values of the previous one.
+  std::uint64_t lane_values[2][kWarp];
 };
 
 struct Fiber {
@@ -55,7 +57,7 @@ static std::vector<char> stacks;
 static std::vector<Warp> warps;
 static Barrier block_barrier;
 static ucontext_t scheduler;
-static unsigned long progress;  // barriers passed and fibers ended so far
+static unsigned long progress;  // number of barrier rounds completed and fibers ended
 static void (*body)(void**);
 static void** body_arguments;
 
@@ -83,6 +85,7 @@ inline void run_fiber() {
   ++progress;
 }
 
+// Runs the fibers of one block round-robin until all have ended.
 inline void run_block(unsigned threads) {
   fibers.resize(threads);
   stacks.resize(threads * kStack);
@@ -107,7 +110,7 @@ inline void run_block(unsigned threads) {
       threadIdx.x = i;
       swapcontext(&scheduler, &fibers[i].context);
     }
-    if (alive && progress == before) fail("threads wait for others that never come");
+    if (alive && progress == before) fail("deadlock: all threads wait at barriers");
   }
 }
 
@@ -123,7 +126,7 @@ struct Kernel {
   static void call(void** values) { call(values, std::index_sequence_for<Arguments...>{}); }
 };
 
-// The last block runs first: kernels must not depend on the order of blocks.
+// Runs blocks in descending order: kernels must not depend on the order.
 template <class... Arguments>
 void run_kernel(void (*kernel)(Arguments...), unsigned blocks, unsigned threads, void** arguments) {
   Kernel<Arguments...>::function = kernel;
@@ -137,7 +140,7 @@ void run_kernel(void (*kernel)(Arguments...), unsigned blocks, unsigned threads,
 
 template <class V>
 void check_aligned(const V* address) {
-  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(V) != 0) fail("a misaligned vector");
+  if (reinterpret_cast<std::uintptr_t>(address) % sizeof(V) != 0) fail("misaligned vector access");
 }
 
 }  // namespace emulated
@@ -174,15 +177,13 @@ void __stcg(V* to, typename SameType<V>::Type value) {
   std::memcpy(to, &value, sizeof value);
 }
 
-inline unsigned __float_as_uint(float value) { return __builtin_bit_cast(unsigned, value); }
-inline float __uint_as_float(unsigned bits) { return __builtin_bit_cast(float, bits); }
 inline float __fsqrt_rn(float value) { return __builtin_sqrtf(value); }
 
 inline void __syncthreads() { emulated::arrive_and_wait(emulated::block_barrier); }
 
 template <class T>
 T __shfl_xor_sync(unsigned mask, T value, unsigned other) {
-  if (mask != 0xffffffffu) emulated::fail("only whole warps are emulated");
+  if (mask != 0xffffffffu) emulated::fail("shuffles require the full warp mask");
   const unsigned lane = threadIdx.x % emulated::kWarp;
   emulated::Warp& warp = emulated::warps[threadIdx.x / emulated::kWarp];
   std::uint64_t* lane_values = warp.lane_values[warp.barrier.round % 2];

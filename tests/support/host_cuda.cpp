@@ -1,14 +1,15 @@
 // Emulation of torch's CUDA device on the host, for builds of torch without CUDA.
 //
-// Tensors of the device report `cuda:0`; their memory is the host's. An operation with tensors of
-// both devices raises, as on a GPU; a backward runs on the device's autograd thread. Operations run
-// synchronously by CPU kernels, so results have the bits of the CPU.
-// Asynchrony is tracked by vector clocks of streams and of the host. Two unordered accesses to one
-// range of memory, of which at least one writes, are violations (`hc_violations`): a wait is
-// missing, or memory was reused too early. Threads started by Python have timelines too: acquiring
-// a lock is ordered after its last release (`hc_takes_over`, `hc_hands_over`), and so are waits for
-// events and the disk. Internal threads of torch, such as autograd's, share the timeline of the
-// main thread. Written for torch 2.13.
+// Tensors report device `cuda:0`; their memory is host memory. An operation on tensors of both
+// devices raises, as on a GPU, and a backward runs on the autograd thread of the device. Operations
+// run synchronously, by the CPU kernels, so results have the bits of the CPU.
+//
+// Races are detected by vector clocks, one per stream and host thread. Two accesses to overlapping
+// memory that are not ordered by synchronization, at least one of them a write, are a violation
+// (`hc_violations`): a missing wait, or memory that was reused too early. A thread started by
+// Python has a clock of its own; acquiring a lock is ordered after its last release
+// (`hc_takes_over`, `hc_hands_over`), and so are waits for events and for disk requests. Internal
+// threads of torch, such as autograd's, share the clock of the main thread. Written for torch 2.13.
 #include <ATen/ATen.h>
 #include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -41,9 +42,8 @@ using c10::DeviceIndex;
 using c10::DeviceType;
 using Address = std::uintptr_t;
 
-// --- vector clocks ------------------------------------------------------------------------------
-
-// Indexed by timeline ("line"): 0 is the main thread, 1 the default stream, then others.
+// Vector clock, indexed by timeline ("line"): 0 is the main thread, 1 the default stream, then
+// other streams and threads.
 using Clock = std::vector<std::uint64_t>;
 
 thread_local int host_line = 0;  // timeline of the calling thread
@@ -68,6 +68,7 @@ struct StreamPool {
   std::size_t handed_out = 0;
 };
 
+// Clocks, recorded accesses and violations. Callers hold `mutex` during every call and access.
 struct Tracker {
   std::mutex mutex;
   std::map<int, StreamPool> pools;                     // by priority
@@ -76,7 +77,7 @@ struct Tracker {
   std::map<std::uint64_t, Clock> released;             // by lock, thread, event or disk request
   std::vector<Access> accesses;
   std::vector<std::string> violations;
-  std::map<Address, Address> pinned;
+  std::map<Address, Address> pinned;  // registered ranges: begin to end
   std::uint32_t seed = 1;
   bool forbids_waits = false;  // `set_sync_debug_mode("error")`
 
@@ -95,7 +96,7 @@ struct Tracker {
     auto found = pinned.upper_bound(address);
     return found != pinned.begin() && address < std::prev(found)->second;
   }
-  // Checks that a copy of host memory does not cross the edge of a registration.
+  // Records a violation if [first, end) is partly inside and partly outside of a registered range.
   void check_registration(Address first, Address end) {
     for (const auto& [start, stop] : pinned)
       if (first < stop && start < end && !(start <= first && end <= stop))
@@ -104,13 +105,14 @@ struct Tracker {
   bool is_thread(int line) const {
     return std::find(threads.begin(), threads.end(), line) != threads.end();
   }
-  // Begins an operation on a line, ordered after all the calling thread has done.
+  // Begins an operation on a line, ordered after all previous operations of the calling thread.
   void begin(int line) {
     Clock& clock = lines[line];
     if (line != host_line) join(clock, lines[host_line]);
     if (clock.size() <= static_cast<std::size_t>(line)) clock.resize(line + 1);
     ++clock[line];
   }
+  // Records an access of a line, and violations for conflicting accesses not ordered before it.
   void access(int line, Address first, Address end, bool write, const std::string& what) {
     if (first >= end) return;
     const Clock& clock = lines[line];
@@ -127,11 +129,12 @@ struct Tracker {
       std::erase_if(accesses, [&](const Access& a) { return first <= a.first && a.end <= end; });
     accesses.push_back({first, end, line, clock[line], write, what});
   }
+  // Orders the calling thread after `clock`.
   void host_waits(const Clock& clock) {
     join(lines[host_line], clock);
     drop_ordered();
   }
-  // Drops accesses that all threads are ordered after: no later access can conflict with them.
+  // Drops accesses that are ordered before all threads: no later access can conflict with them.
   void drop_ordered() {
     std::erase_if(accesses, [&](const Access& a) {
       return std::all_of(threads.begin(), threads.end(), [&](int thread) {
@@ -143,11 +146,12 @@ struct Tracker {
     seed = seed * 1664525u + 1013904223u;
     return static_cast<int>((seed >> 16) % bound);
   }
-  // A synchronizing operation of torch.
+  // Orders the calling thread after a synchronizing operation; raises if those are forbidden.
   void operation_waits(int line) {
     TORCH_CHECK(!forbids_waits, "called a synchronizing CUDA operation");
     host_waits(lines[line]);
   }
+  // Returns whether an event has completed: at random, true after at most `polls` queries.
   bool query(Event& event) {
     bool known = true;
     for (std::size_t i = 0; i < event.clock.size(); ++i)
@@ -172,23 +176,23 @@ c10::Stream stream_of(int line) {
   return c10::Stream(c10::Stream::UNSAFE, Device(DeviceType::CUDA, 0), line);
 }
 
-// --- memory -------------------------------------------------------------------------------------
-
-// Emulation of torch's caching allocator: segments belong to a stream and are split into blocks; a
+// Emulation of torch's caching allocator. A segment belongs to a stream and is split into blocks; a
 // freed block is merged with its free neighbors and reused on that stream. Segments are released
-// only if entirely free, when the limit is reached: so memory fragments as on a GPU.
+// only when the limit is reached, and only if they are entirely free, so memory fragments as on a
+// GPU.
 struct DeviceMemory final : c10::Allocator {
   static constexpr std::size_t kSmall = 1 << 20, kLarge = 10 << 20, kPage = 2 << 20;
   struct Block {
     std::size_t size;
     int line;              // the stream of its segment
-    bool is_small;         // of a segment for blocks of up to kSmall
-    bool is_free, begins;  // begins a segment
-    Clock freed;           // clocks of the threads when it was freed: the allocator has a lock
+    bool is_small;         // its segment is for blocks of up to kSmall
+    bool is_free, begins;  // begins: first block of a segment
+    Clock freed;           // join of the threads' clocks when it was freed
   };
   std::mutex mutex;
-  std::map<Address, Block> all;  // by address: blocks of a segment are consecutive
-  std::map<void*, std::vector<Clock>> used_by_streams;  // by `record_stream`, as autograd calls it
+  std::map<Address, Block> all;  // by address; blocks of a segment are adjacent
+  std::map<void*, std::vector<Clock>>
+      used_by_streams;  // from `record_stream`, which autograd calls
   std::int64_t allocated = 0, peak = 0, reserved = 0, reserved_peak = 0, segments = 0, retries = 0;
   std::int64_t limit = INT64_MAX;
   using BlockIterator = std::map<Address, Block>::iterator;
@@ -237,7 +241,7 @@ struct DeviceMemory final : c10::Allocator {
     BlockIterator at = best_fit(size, is_small);
     if (at == all.end()) at = new_segment(size, is_small);
     const std::size_t remainder = at->second.size - size;
-    if (remainder > (is_small ? 0 : kSmall)) {  // as torch: small remainders are not split off
+    if (remainder > (is_small ? 0 : kSmall)) {  // as in torch, small remainders are not split off
       Block end = at->second;
       end.size = remainder;
       end.begins = false;
@@ -298,7 +302,7 @@ void DeviceMemory::release(void* memory) {
   BlockIterator at = all.all.find(reinterpret_cast<Address>(memory));
   if (at == all.all.end() || at->second.is_free) return;
   auto users = all.used_by_streams.find(memory);
-  if (users != all.used_by_streams.end()) {  // torch waits for those streams before reuse
+  if (users != all.used_by_streams.end()) {  // as in torch, reuse is ordered after those streams
     Tracker& t = tracker();
     std::lock_guard<std::mutex> tracker_lock(t.mutex);
     for (const Clock& clock : users->second) Tracker::join(t.lines[at->second.line], clock);
@@ -309,14 +313,14 @@ void DeviceMemory::release(void* memory) {
   at->second.is_free = true;
   {
     std::lock_guard<std::mutex> tracker_lock(tracker().mutex);
-    // Another thread may have dropped an earlier reference: the reference count orders the two.
+    // Another thread may have released an earlier reference: the reference count orders them.
     for (int thread : tracker().threads) Tracker::join(at->second.freed, tracker().lines[thread]);
   }
   all.merge_next(at);
   if (!at->second.begins && std::prev(at)->second.is_free) all.merge_next(std::prev(at));
 }
 
-// Pinned memory of torch, for `pin_memory=True`.
+// Allocator of pinned memory, for `pin_memory=True`.
 struct PinnedMemory final : at::HostAllocator {
   c10::DataPtr allocate(std::size_t n) override {
     void* memory = std::aligned_alloc(4096, (n + 4095) / 4096 * 4096 + 4096);
@@ -331,7 +335,7 @@ struct PinnedMemory final : at::HostAllocator {
     {
       std::lock_guard<std::mutex> lock(t.mutex);
       const Address first = reinterpret_cast<Address>(memory);
-      // torch reuses it only after the copies that use it.
+      // torch reuses pinned memory only after the copies that use it have completed.
       std::erase_if(t.accesses,
                     [&](const Access& a) { return first <= a.first && a.end <= t.pinned[first]; });
       t.pinned.erase(first);
@@ -354,8 +358,7 @@ PinnedMemory& pinned_memory() {
   return *instance;
 }
 
-// --- streams and hooks that torch calls ---------------------------------------------------------
-
+// Streams, events and device queries, as torch calls them.
 struct Guard final : c10::impl::DeviceGuardImplInterface {
   DeviceType type() const override { return DeviceType::CUDA; }
   Device exchangeDevice(Device) const override { return getDevice(); }
@@ -364,7 +367,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   void uncheckedSetDevice(Device) const noexcept override {}
   c10::Stream getStream(Device) const override { return stream_of(current_line); }
   c10::Stream getDefaultStream(Device) const override { return stream_of(1); }
-  // As torch: streams of a pool of 32 per priority, reused in turn.
+  // As in torch: a pool of 32 streams per priority, handed out round-robin.
   c10::Stream getNewStream(Device, int priority) const override {
     Tracker& t = tracker();
     std::lock_guard<std::mutex> lock(t.mutex);
@@ -433,6 +436,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
+// Registered below as torch's CUDA backend.
 struct CUDAHooks final : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -464,8 +468,7 @@ using at::RegistererCUDAHooksRegistry;
 REGISTER_CUDA_HOOKS(CUDAHooks);
 C10_REGISTER_GUARD_IMPL(CUDA, Guard);
 
-// --- operations ---------------------------------------------------------------------------------
-
+// Returns the memory range [begin, end) that the elements of a tensor span.
 std::pair<Address, Address> range_of(const at::Tensor& tensor) {
   if (tensor.numel() == 0 || !tensor.has_storage()) return {0, 0};
   const Address first = reinterpret_cast<Address>(tensor.const_data_ptr());
@@ -476,11 +479,13 @@ std::pair<Address, Address> range_of(const at::Tensor& tensor) {
   return {first, first + (last + 1) * tensor.itemsize()};
 }
 
+// Returns a CPU tensor that shares the memory of a device tensor.
 at::Tensor on_host(const at::Tensor& tensor) {
   return at::from_blob(const_cast<void*>(tensor.const_data_ptr()), tensor.sizes(), tensor.strides(),
                        tensor.options().device(at::kCPU));
 }
 
+// Returns a device tensor with a copy of the elements.
 at::Tensor to_device(const at::Tensor& host) {
   at::Tensor made =
       at::empty_strided(host.sizes(), host.strides(), host.options().device(at::kCUDA));
@@ -493,7 +498,7 @@ struct DeviceArgument {
   bool write;
 };
 
-// Runs an operation with the CPU kernel over the same memory.
+// Conversion of the arguments and results of one operation between the device and the CPU.
 struct Call {
   const c10::OperatorHandle& op;
   std::vector<DeviceArgument> device_arguments;
@@ -507,7 +512,7 @@ struct Call {
     }
     at::Tensor host = write && tensor.numel() == 0
                           ? at::empty(tensor.sizes(), tensor.options().device(at::kCPU))
-                          : on_host(tensor);  // an empty output may be resized
+                          : on_host(tensor);  // the operation may resize an empty output
     device_arguments.push_back({tensor, host, write});
     return host;
   }
@@ -537,6 +542,7 @@ struct Call {
     }
   }
 
+  // Returns the device tensor for a CPU result: an argument, a view of an argument, or a copy.
   at::Tensor to_result(const at::Tensor& result) {
     if (!result.defined() || !result.device().is_cpu()) return result;
     for (const DeviceArgument& one : device_arguments)
@@ -570,11 +576,12 @@ void record_result(const Call& call, const at::Tensor& made) {
   if (!made.defined() || !made.is_cuda()) return;
   Tracker& t = tracker();
   std::lock_guard<std::mutex> lock(t.mutex);
-  t.begin(current_line);  // ordered after the allocation of this memory
+  t.begin(current_line);  // after the allocation of this memory
   const auto [first, end] = range_of(made);
   t.access(current_line, first, end, true, c10::toString(call.op.operator_name()));
 }
 
+// Fallback for all operations: runs the CPU kernel on the same memory, and records the accesses.
 void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const auto& schema = op.schema();
   const std::size_t begin = stack->size() - schema.arguments().size();
@@ -591,7 +598,8 @@ void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
                      result.type()->kind() == c10::TypeKind::ListType;
   record_call(call, !returns_tensor);
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
-  for (const DeviceArgument& one : call.device_arguments) {  // an empty one may have been resized
+  for (const DeviceArgument& one :
+       call.device_arguments) {  // an empty output may have been resized
     if (one.write && one.device.numel() == 0 && one.host.numel() > 0) {
       one.device.resize_(one.host.sizes());
       on_host(one.device).copy_(one.host);
@@ -735,9 +743,9 @@ const bool ready = [] {
 
 }  // namespace
 
-// --- functions called from Python ---------------------------------------------------------------
-
+// Functions that tests/support/host_cuda.py calls.
 extern "C" {
+// Registers host memory as pinned (cudaHostRegister), and removes the registration (0 on success).
 void hc_register(void* memory, std::size_t n) {
   std::lock_guard<std::mutex> lock(tracker().mutex);
   const Address first = reinterpret_cast<Address>(memory);
@@ -747,7 +755,7 @@ int hc_unregister(void* memory) {
   std::lock_guard<std::mutex> lock(tracker().mutex);
   return tracker().pinned.erase(reinterpret_cast<Address>(memory)) ? 0 : 1;
 }
-// Called by a thread at its begin and its end.
+// Must be called by a Python thread when it begins and when it ends.
 void hc_thread_begins() {
   std::lock_guard<std::mutex> lock(tracker().mutex);
   host_line = tracker().new_line();
@@ -757,7 +765,8 @@ void hc_thread_ends() {
   std::lock_guard<std::mutex> lock(tracker().mutex);
   std::erase(tracker().threads, host_line);
 }
-// Releases an object (lock, event, disk request) with the calling thread's clock, or acquires it.
+// Records that the calling thread releases (hands over) or acquires (takes over) the
+// synchronization object `what`, a lock, event or disk request.
 void hc_hands_over(std::uint64_t what) {
   Tracker& t = tracker();
   std::lock_guard<std::mutex> lock(t.mutex);
@@ -769,7 +778,8 @@ void hc_takes_over(std::uint64_t what) {
   const auto found = t.released.find(what);
   if (found != t.released.end()) t.host_waits(found->second);
 }
-// Records an access not made by torch: by a kernel on a stream, or the calling thread (line 0).
+// Records an access that is not made by torch: by a kernel on the stream `line`, or by the calling
+// thread if `line` is 0.
 void hc_access(int line, void* memory, std::size_t n, int write, const char* what) {
   Tracker& t = tracker();
   std::lock_guard<std::mutex> lock(t.mutex);
@@ -778,6 +788,7 @@ void hc_access(int line, void* memory, std::size_t n, int write, const char* wha
   const Address first = reinterpret_cast<Address>(memory);
   t.access(line, first, first + n, write != 0, what);
 }
+// Copies the violations to `into`, one per line, at most n - 1 bytes, and clears them.
 void hc_violations(char* into, int n) {
   Tracker& t = tracker();
   std::lock_guard<std::mutex> lock(t.mutex);
@@ -786,6 +797,7 @@ void hc_violations(char* into, int n) {
   std::strncpy(into, all.c_str(), static_cast<std::size_t>(n - 1));
   t.violations.clear();
 }
+// Returns a counter of the allocator, by index.
 std::int64_t hc_memory(int what) {
   DeviceMemory& m = device_memory();
   std::lock_guard<std::mutex> lock(m.mutex);
@@ -798,10 +810,12 @@ void hc_reset_peak() {
   device_memory().peak = device_memory().allocated;
   device_memory().reserved_peak = device_memory().reserved;
 }
+// Sets the size of the device memory.
 void hc_limit(std::int64_t bytes) {
   std::lock_guard<std::mutex> lock(device_memory().mutex);
   device_memory().limit = bytes;
 }
+// Makes synchronizing operations raise.
 void hc_refuse_waits(int yes) {
   std::lock_guard<std::mutex> lock(tracker().mutex);
   tracker().forbids_waits = yes != 0;

@@ -1,5 +1,5 @@
-// The AVX-512 intrinsics of csrc/adam/lanes.inl as plain loops, written from Intel's description of
-// each instruction, so that the 512-bit code can run on a CPU without AVX-512.
+// Emulation, as scalar loops, of the AVX-512 intrinsics that csrc/adam/lanes.inl uses, after
+// Intel's intrinsics guide: runs the 512-bit kernels on CPUs without AVX-512.
 #pragma once
 
 typedef float __m512 __attribute__((vector_size(64), may_alias));
@@ -11,7 +11,7 @@ namespace emulated {
 typedef unsigned Words __attribute__((vector_size(64)));
 typedef unsigned short Halves __attribute__((vector_size(64)));
 typedef unsigned char Bytes32 __attribute__((vector_size(32)));
-typedef long long Loose __attribute__((vector_size(32), aligned(1), may_alias));
+typedef long long Unaligned256 __attribute__((vector_size(32), aligned(1), may_alias));
 }  // namespace emulated
 
 #define EMULATED static inline __attribute__((always_inline))
@@ -39,7 +39,7 @@ EMULATED __m512i _mm512_min_epu16(__m512i a, __m512i b) {
   return (__m512i)x;
 }
 
-// In each 128-bit lane, the four low (high) words of a and b in turn.
+// Interleaves the low (high) four 16-bit elements of a and b in each 128-bit lane.
 EMULATED __m512i _mm512_unpacklo_epi16(__m512i a, __m512i b) {
   emulated::Halves x = (emulated::Halves)a, y = (emulated::Halves)b, to;
   for (int i = 0; i < 32; ++i) {
@@ -58,7 +58,7 @@ EMULATED __m512i _mm512_unpackhi_epi16(__m512i a, __m512i b) {
   return (__m512i)to;
 }
 
-// In each 128-bit lane, four signed words of a and then four of b, saturated to 0 ... 65535.
+// In each 128-bit lane: four signed 32-bit elements of a, then four of b, saturated to 0 ... 65535.
 EMULATED __m512i _mm512_packus_epi32(__m512i a, __m512i b) {
   emulated::Words x = (emulated::Words)a, y = (emulated::Words)b;
   emulated::Halves to;
@@ -71,11 +71,11 @@ EMULATED __m512i _mm512_packus_epi32(__m512i a, __m512i b) {
 }
 
 EMULATED __m256i _mm256_loadu_si256(const __m256i* from) {
-  return (__m256i) * (const emulated::Loose*)from;
+  return (__m256i) * (const emulated::Unaligned256*)from;
 }
 
 EMULATED void _mm256_storeu_si256(__m256i* to, __m256i value) {
-  *(emulated::Loose*)to = (emulated::Loose)value;
+  *(emulated::Unaligned256*)to = (emulated::Unaligned256)value;
 }
 
 EMULATED __m512i _mm512_cvtepu8_epi16(__m256i a) {
@@ -103,7 +103,7 @@ EMULATED __m512i _mm512_permutexvar_epi64(__m512i index, __m512i a) {
   return to;
 }
 
-// Two 128-bit lanes of a by the low four bits of the control, two of b by the high ones.
+// Selects two 128-bit lanes of a by bits 0-3 of `control` and two of b by bits 4-7.
 EMULATED __m512 _mm512_shuffle_f32x4(__m512 a, __m512 b, int control) {
   __m512 to;
   for (int i = 0; i < 16; ++i) {

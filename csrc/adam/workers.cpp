@@ -183,7 +183,7 @@ void Workers::start_threads() {
       }
     }
   } catch (const std::system_error&) {
-    // Thread limit reached: continue with the threads started so far, at least the callers.
+    // Thread limit reached: continue with the threads started so far; callers work in any case.
   }
   pthread_sigmask(SIG_SETMASK, &saved, nullptr);
 }

@@ -14,6 +14,7 @@ real slots, `plan/forecast.py` with simulated ones, so predicted bytes equal the
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import groupby
 from typing import Protocol
 
 NEVER = 1 << 60
@@ -27,7 +28,7 @@ class AccessOrder:
     """
 
     def __init__(self, guess: Sequence[int]) -> None:
-        self.sequence: list[int] = _collapse(guess)
+        self.sequence = [unit for unit, _ in groupby(guess)]
         self.position = -1
         self.mispredictions = 0
         self._recorded: list[int] = []
@@ -96,10 +97,6 @@ class AccessOrder:
             if index >= start:
                 return index
         return None
-
-
-def _collapse(sequence: Sequence[int]) -> list[int]:
-    return [u for i, u in enumerate(sequence) if i == 0 or sequence[i - 1] != u]
 
 
 def _index(sequence: Sequence[int]) -> dict[int, list[int]]:

@@ -94,7 +94,7 @@ class _BlockMemory:
     width: int
     carried: float
     gradients: int
-    summed_gradients: int  # gradients in fp32, when slices are summed
+    summed_gradients: int  # when slices are summed: in fp32, and the largest in the compute dtype
     stacks: tuple[int, ...]  # frozen stacks that adapters are added to
     expert_rows: float  # rows sent to and received from ranges of experts, with gradients
 
@@ -142,13 +142,14 @@ class ActivationModel:
             if segment.stack is not None and segment.stack.first:
                 continue  # counted with the first rows of the stack
             if len(segment.shape) < 2 or segment.origin not in heads:
-                modules.setdefault(_parent(segment), []).append(segment)
+                # Two levels up: "blocks.0.mlp" for "blocks.0.mlp.up.weight".
+                path = segment.name.rpartition(".")[0].rpartition(".")[0]
+                modules.setdefault(path, []).append(segment)
         expert_rows = 0.0
         for module in modules.values():
-            if any(s.is_rows for s in module):
-                experts_per_token = max(passes(s, shares, s.full_shape) for s in module)
-                expert_rows += _EXPERT_ROWS * experts_per_token * width * itemsize
             num_passes = max(passes(s, shares, s.full_shape) for s in module)
+            if any(s.is_rows for s in module):
+                expert_rows += _EXPERT_ROWS * num_passes * width * itemsize
             gate, widest = _gate_and_widest(module, width)
             saved += num_passes * gate * itemsize + _norm_bytes(module, itemsize)
             carried = max(carried, num_passes * (2 * gate or widest) * itemsize)
@@ -158,7 +159,10 @@ class ActivationModel:
             width=width * itemsize,
             carried=carried,
             gradients=max(unit.trained_bytes for unit in block),
-            summed_gradients=max(_summed_bytes(unit) for unit in block),
+            summed_gradients=max(
+                4 * unit.num_trained + max((s.nbytes for s in unit.trained_segments), default=0)
+                for unit in block
+            ),
             stacks=tuple(numel * itemsize for numel in _adapted_stacks(matrices)),
             expert_rows=expert_rows,
         )
@@ -193,27 +197,14 @@ class ActivationModel:
             inner += max(block.stacks, default=0)
             flow = max(flow, tokens * block.width + inner)
             gradients = max(gradients, block.summed_gradients if sliced else block.gradients)
-        logits = sum(
-            _logits_bytes(head, logits_at_once, tokens, self._itemsize) for head in self._heads
-        )
+        at_once = tokens if logits_at_once is None else min(tokens, logits_at_once)
+        logits = 0
+        for head in self._heads:
+            logits += at_once * head.shape[0] * LOGIT_BYTES
+            if logits_at_once is not None and head.trained:  # in chunks, as in `losses.py`
+                sum_itemsize = _SUM_BYTES if tokens > at_once else 0
+                logits += head.numel * (self._itemsize + sum_itemsize)
         return Activations(saved, again, boundaries, logits, flow, gradients)
-
-
-def _logits_bytes(head: Segment, at_once: int | None, tokens: int, itemsize: int) -> int:
-    """Return bytes of logits: of all tokens as in torch, or in chunks as in `losses.py`."""
-    size, width = head.shape
-    if at_once is None:
-        return tokens * size * LOGIT_BYTES
-    nbytes = min(tokens, at_once) * size * LOGIT_BYTES
-    if not head.trained:
-        return nbytes
-    sum_itemsize = _SUM_BYTES if tokens > at_once else 0
-    return nbytes + size * width * (itemsize + sum_itemsize)
-
-
-def _summed_bytes(unit: UnitLayout) -> int:
-    """Return bytes of a unit's gradients summed over slices: fp32 sums and the largest gradient."""
-    return unit.num_trained * 4 + max((s.nbytes for s in unit.trained_segments), default=0)
 
 
 def passes(
@@ -243,11 +234,6 @@ def _adapted_stacks(matrices: Sequence[Segment]) -> list[int]:
         for name, sizes in modules.items()
         for numel in sorted(sizes, reverse=True)[: name.split(".").count("base_layer")]
     ]
-
-
-def _parent(segment: Segment) -> str:
-    """Return the path of the module two levels up: "blocks.0.mlp" for "blocks.0.mlp.up.weight"."""
-    return segment.name.rpartition(".")[0].rpartition(".")[0]
 
 
 def _gate_and_widest(segments: Sequence[Segment], width: int) -> tuple[int, int]:

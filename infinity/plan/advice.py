@@ -189,6 +189,7 @@ def _size_step(nbytes: int) -> int:
 MIN_CHANGE = 1.05  # smallest proposed change of a limit: estimates are no more accurate
 MIN_GAIN = 1.03  # of tokens per second: predictions are no more accurate
 SMALL_CHUNK = 1 << 17  # elements
+MOST_EXACT = 3  # suggestions without loss or larger hardware
 _ATTEMPTS = 4
 _GIB = 1 << 30
 # Largest proposed sizes of one machine, in bytes.
@@ -201,28 +202,25 @@ _COST = {Tier.DISK: 1.0, Tier.HOST: 40.0, Tier.DEVICE: 400.0}
 
 
 def suggestions_to_fit(
-    case: PlanInput,
-    finer: Sequence[UnitLayout] = (),
-    count: int = 3,
-    chosen: ScheduleResult | None = None,
+    case: PlanInput, finer: Sequence[UnitLayout] = (), chosen: ScheduleResult | None = None
 ) -> list[Suggestion]:
     """Return the cheapest changes that make a case fit; empty if none was found.
 
-    At most `count` exact ones, all smaller formats of moments that suffice, and larger hardware
-    where these are fewer than `count` together. `finer` are the layouts of smaller units of the
-    same model, if it can be cut further; `chosen` is the search that gave the case its batch
-    schedule, if there was one.
+    At most `MOST_EXACT` exact ones, all smaller formats of moments that suffice, and larger
+    hardware if these are fewer together. `finer` are the layouts of smaller units of the same
+    model, if it can be cut further; `chosen` is the search that gave the case its batch schedule,
+    if there was one.
     """
     # Planning searches for placement, which is slow: filter by `_fits` first.
     exact = filter(_fits, _exact_changes(case, tuple(finer)))
     chosen = _search_schedules(case, chosen)
     fitting = _suggestions_for(case, [*exact, *_faster_schedule(case, chosen)])
-    suggestions = _fastest_first(fitting)[:count]
+    suggestions = _fastest_first(fitting)[:MOST_EXACT]
     formats = (case.with_moments(name) for name in _smaller_formats(case))
     suggestions += _fastest_first(_suggestions_for(case, filter(_fits, formats)))
     smallest, host_bytes = chosen.smallest, size_of(case, Tier.HOST)
     for start in [case] if smallest == case else [case, smallest]:
-        if len(suggestions) < count:
+        if len(suggestions) < MOST_EXACT:
             larger = [
                 suggestion
                 for tier in TIERS
@@ -230,13 +228,17 @@ def suggestions_to_fit(
             ]
             if not any(size_of(s.priced.case, Tier.HOST) == host_bytes for s in larger):
                 larger += _larger_tier(case, _all_tiers_larger(start), Tier.HOST)
-            for suggestion in sorted(larger, key=lambda s: _cost(case, s.priced.case)):
+            for suggestion in sorted(larger, key=lambda s: _cost(s.priced.case)):
                 is_new = suggestion.changes not in [s.changes for s in suggestions]
-                if len(suggestions) < count and is_new:
+                if len(suggestions) < MOST_EXACT and is_new:
                     suggestions.append(suggestion)
         if suggestions:
             break
     return suggestions
+
+
+def _cost(case: PlanInput) -> float:
+    return sum(cost * (size_of(case, tier) or 0) for tier, cost in _COST.items())
 
 
 def _suggestions_for(case: PlanInput, changed: Iterable[PlanInput]) -> list[Suggestion]:
@@ -264,9 +266,18 @@ def _exact_changes(case: PlanInput, finer: tuple[UnitLayout, ...]) -> Iterator[P
         yield case.with_config(chunk_size=SMALL_CHUNK)
     if finer:
         yield replace(case, units=finer)
-    yield from _larger_budgets(case)
+    without_budgets = case.with_config(budget=BudgetConfig())
+    for tier in TIERS:
+        budget, largest = getattr(case.config.budget, tier), _node_limit(without_budgets, tier)
+        if budget is None or budget >= largest:
+            continue
+        fitting = _first_fit(partial(case.with_budget, tier), budget, largest)
+        if fitting is not None:
+            # Not the smallest that fits: the memory of the process itself varies between starts.
+            proposed = round_size(int(MIN_CHANGE * getattr(fitting.config.budget, tier)))
+            yield case.with_budget(tier, min(proposed, largest))
     if case.config.budget != BudgetConfig():
-        yield case.with_config(budget=BudgetConfig())
+        yield without_budgets
     free_bytes = case.compute_bytes - case.activations().total
     if case.machine.unified:
         free_bytes *= case.machine.gpus
@@ -341,7 +352,7 @@ def _all_tiers_larger(case: PlanInput) -> PlanInput | None:
 def _smallest_tier(case: PlanInput, tier: Tier) -> PlanInput | None:
     """Return the case with the smallest size of a tier that fits, to 2 %, or None.
 
-    Also None if the case would fit without its configured budget: see `_larger_budgets`.
+    Also None if the case would fit without its configured budget: see `_exact_changes`.
     """
     size = size_of(case, tier)
     if size is None:
@@ -350,21 +361,6 @@ def _smallest_tier(case: PlanInput, tier: Tier) -> PlanInput | None:
     if now is not None and _fits(case.with_budget(tier, None)):
         return None
     return _first_fit(lambda nbytes: sized(case, tier, nbytes), size, _LARGEST[tier])
-
-
-def _larger_budgets(case: PlanInput) -> Iterator[PlanInput]:
-    """Yield larger configured budgets that fit on the same machine.
-
-    Slightly above the smallest that fits: the memory of the process itself varies between starts.
-    """
-    machine = replace(case, config=case.config.model_copy(update={"budget": BudgetConfig()}))
-    for tier in TIERS:
-        budget, largest = getattr(case.config.budget, tier), _node_limit(machine, tier)
-        if budget is not None and budget < largest:
-            fitting = _first_fit(partial(case.with_budget, tier), budget, largest)
-            if fitting is not None:
-                proposed = round_size(int(MIN_CHANGE * getattr(fitting.config.budget, tier)))
-                yield case.with_budget(tier, min(proposed, largest))
 
 
 def _first_fit(with_size: Callable[[int], PlanInput], low: int, largest: int) -> PlanInput | None:
@@ -427,12 +423,15 @@ def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[S
     `chosen` is the search that gave the case its batch schedule, if there was one.
     """
     case = priced.case
-    changed = [
-        *_same_batch_changes(case, chosen),
-        *(case.with_moments(name) for name in _smaller_formats(case)),
-        *_more_hardware(priced),
-        case.with_step(4 * case.work.tokens, case.micro_batches),
-    ]
+    changed = list(_faster_schedule(case, _search_schedules(case, chosen)))
+    compute = case.machine.rates.compute
+    slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions
+    trained = all(s.trained for unit in case.units for s in unit.segments)
+    if case.config.precision == "bf16" and slow and trained:
+        changed.append(case.with_precision("fp32"))
+    changed += (case.with_moments(name) for name in _smaller_formats(case))
+    changed += _more_hardware(priced)
+    changed.append(case.with_step(4 * case.work.tokens, case.micro_batches))
     if 4 * case.micro_batches <= MOST_MICRO_BATCHES:
         changed.append(case.with_step(case.work.tokens, 4 * case.micro_batches))
     fitting = [c for c in changed if c.activations().total <= c.compute_bytes]
@@ -442,16 +441,6 @@ def faster(priced: PlanEstimate, chosen: ScheduleResult | None = None) -> list[S
 def filter_gains(suggestions: Iterable[Suggestion], now: float) -> list[Suggestion]:
     """Return suggestions that gain `MIN_GAIN` over `now` tokens per second, the fastest first."""
     return _fastest_first(s for s in suggestions if s.priced.tokens_per_s >= MIN_GAIN * now > 0)
-
-
-def _same_batch_changes(case: PlanInput, chosen: ScheduleResult | None) -> Iterator[PlanInput]:
-    """Yield the case with another schedule of the same batch, or in another precision."""
-    yield from _faster_schedule(case, _search_schedules(case, chosen))
-    compute = case.machine.rates.compute
-    trained = all(s.trained for unit in case.units for s in unit.segments)
-    slow = compute.get("fp32", 0) > compute.get("bf16", 0)  # no bf16 instructions
-    if case.config.precision == "bf16" and slow and trained:
-        yield case.with_precision("fp32")
 
 
 def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
@@ -484,9 +473,3 @@ def _more_hardware(priced: PlanEstimate) -> Iterator[PlanInput]:
         if MIN_CHANGE * case.machine.host_bytes <= nbytes <= _LARGEST[Tier.HOST]:
             proposed = nbytes
             yield sized(case, Tier.HOST, nbytes)
-
-
-def _cost(case: PlanInput, changed: PlanInput) -> float:
-    return sum(
-        _COST[tier] * ((size_of(changed, tier) or 0) - (size_of(case, tier) or 0)) for tier in TIERS
-    )

@@ -154,7 +154,7 @@ class ScheduleResult:
 def choose_schedule(
     case: PlanInput,
     requested: BatchSchedule,
-    samples: int | None = None,
+    samples: int | None,
     others: Iterable[PlanInput] = (),
 ) -> ScheduleResult:
     """Return the fastest schedule of a step that fits.
@@ -227,12 +227,10 @@ class _ScheduleSearch:
         runner_up = next(others, None)
         return ScheduleResult(self.options, first, runner_up, self._smallest(), self.samples)
 
-    def _micro_batch_counts(self) -> Iterator[int]:
-        """Yield the numbers of micro-batches to try, ascending."""
+    def _micro_batch_counts(self) -> list[int]:
         if self.options.micro_batches is not None:
-            yield self.options.micro_batches
-            return
-        yield from self._part_counts(self.max_parts, MOST_MICRO_BATCHES)
+            return [self.options.micro_batches]
+        return self._part_counts(self.max_parts, MOST_MICRO_BATCHES)
 
     def _part_counts(self, max_parts: int, limit: int) -> list[int]:
         """Return the numbers of equal parts: divisors if samples are known, else powers of 2."""
@@ -316,26 +314,22 @@ class _ScheduleSearch:
         return self.case.with_schedule(count, tokens, slices, blocks, offload)
 
     def _activations_fit(self, case: PlanInput) -> bool:
-        available = self._available_bytes(case)
+        settings = case.config.activations
+        summed = case.micro_batches > 1 or settings.slices > 1
+        offloaded = case.micro_batches if settings.offload != "none" else 0
+        key = (summed, settings.offload, offloaded)
+        if key not in self._available:
+            # Bytes left to activations if all state is on the lowest allowed tiers. If no such plan
+            # fits, 0 with a disk. Without one None: some state has to share the memory with
+            # activations, and their size decides how much.
+            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_tier_plans())
+            lowest = next(used, case.compute_bytes if case.config.nvme_path else None)
+            self._available[key] = None if lowest is None else case.compute_bytes - lowest
+        available = self._available[key]
         needed = self.margin * case.activations().total
         if available is None:
             return needed <= case.compute_bytes and self._estimate(case) is not None
         return needed <= available
-
-    def _available_bytes(self, case: PlanInput) -> int | None:
-        """Return the bytes left to activations if all state is on the lowest allowed tiers.
-
-        If no such plan fits, 0 with a disk. Without one None: some state has to share the memory
-        with activations, and their size decides how much.
-        """
-        summed = case.micro_batches > 1 or case.config.activations.slices > 1
-        offloaded = case.micro_batches if case.config.activations.offload != "none" else 0
-        key = (summed, case.config.activations.offload, offloaded)
-        if key not in self._available:
-            used = (budgeted_bytes(plan)[case.compute_tier] for plan in case.lowest_tier_plans())
-            lowest = next(used, case.compute_bytes if case.config.nvme_path else None)
-            self._available[key] = None if lowest is None else case.compute_bytes - lowest
-        return self._available[key]
 
     def _estimate(self, case: PlanInput) -> PlanEstimate | None:
         schedule = BatchSchedule.of(case)
@@ -356,16 +350,14 @@ class _ScheduleSearch:
             by_count.setdefault(estimate.case.micro_batches, estimate)
         for estimate in filter(self._can_refine, list(by_slices.values())[:MOST_REFINED]):
             self._bisect_recompute(estimate)
-        for estimate in filter(self._can_refine, by_count.values()):
-            self._with_inputs_in_ram(estimate)
-
-    def _with_inputs_in_ram(self, best: PlanEstimate) -> None:
-        """Try inputs of blocks in RAM, which leaves device memory to weights."""
-        work, offload = best.case.work, best.case.config.activations.offload
-        if offload == "none" and self.options.offload is None and self._can_offload("host"):
-            case = self._case(best.case.micro_batches, work.slices, "host", "all")
-            estimate = self._estimate(case) if self._activations_fit(case) else None
-            self.estimates += [estimate] if estimate is not None else []
+        if self.options.offload is not None or not self._can_offload("host"):
+            return
+        for best in filter(self._can_refine, by_count.values()):
+            if best.case.config.activations.offload == "none":
+                # Inputs of blocks in RAM leave device memory to weights.
+                case = self._case(best.case.micro_batches, best.case.work.slices, "host", "all")
+                estimate = self._estimate(case) if self._activations_fit(case) else None
+                self.estimates += [estimate] if estimate is not None else []
 
     def _can_refine(self, estimate: PlanEstimate) -> bool:
         return self.options.recompute is None and bool(self.blocks and estimate.case.work.recompute)
@@ -393,7 +385,7 @@ class _ScheduleSearch:
     def _smallest(self) -> PlanInput:
         """Return the case with the least activations that the options allow."""
         options = self.options
-        counts = list(self._micro_batch_counts())
+        counts = self._micro_batch_counts()
         blocks = "all" if options.recompute is None else options.recompute
         offload = options.offload or ("disk" if self._can_offload("disk") and blocks else "none")
         cases = (

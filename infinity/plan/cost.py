@@ -65,8 +65,6 @@ from infinity.plan.plan import (
 from infinity.plan.rates import PASSES_BACKWARD, PASSES_FORWARD, Rates
 from infinity.types import Tier
 
-# Not measured separately: fp16 is as fast as bf16 on GPUs, and on CPUs that emulate both.
-_MULTIPLIED_AS = {"fp16": "bf16"}
 # Host time of one copy or kernel on a device: Python that competes with other threads, CUDA calls,
 # recording of and waiting for events. 170 us were measured with an H100, including the recording of
 # a trace.
@@ -150,12 +148,10 @@ def computing(resources: Mapping[str, float]) -> str:
     return "compute" if "compute" in resources else "compute and update"
 
 
-def step_cost(
-    plan: Plan, rates: Rates, work: StepWork | None = None, cycle: list[int] | None = None
-) -> StepCost:
+def step_cost(plan: Plan, rates: Rates, work: StepWork | None = None) -> StepCost:
     """Return the cost of a steady step; without `work` only data movement costs time."""
-    pricing = _Pricing(plan, rates, work, cycle)
-    return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan, cycle)))
+    pricing = _Pricing(plan, rates, work)
+    return StepCost(tuple(pricing.of(phase) for phase in forecast_phases(plan)))
 
 
 def movement_cost(
@@ -166,7 +162,7 @@ def movement_cost(
     Each is a pair: duration in seconds, compute not counted, and the busy seconds of all resources
     together. The second pair is None if additional micro-batches are not uniform.
     """
-    pricing = _Pricing(plan, rates, None, None)
+    pricing = _Pricing(plan, rates, None)
     phases, added_phases = distinct_phases(plan)
     added = None if added_phases is None else pricing.movement((phase, 1) for phase in added_phases)
     return pricing.movement(phases), added
@@ -175,26 +171,33 @@ def movement_cost(
 class _Pricing:
     """Cost of phases of one plan; equal phases are priced once."""
 
-    def __init__(
-        self, plan: Plan, rates: Rates, work: StepWork | None, cycle: list[int] | None
-    ) -> None:
+    def __init__(self, plan: Plan, rates: Rates, work: StepWork | None) -> None:
         self.plan = plan
         self.rates = rates
         self.work = work
         self.trained = plan.num_trained
         self._elements = _NONE
         self._repeated = _NONE, _NONE  # recomputed in a forward, and in a backward
-        if work is not None:
-            self._elements = _count_elements(plan.units, work)
-            self._repeated = _repeated_elements(plan, work)
-        self._cycle = cycle
         self._cached: dict[tuple[int, bool, bool, bool], tuple[dict[str, float], float]] = {}
+        if work is None:
+            return
+        self._elements = _count_elements(plan.units, work)
+        # Blocks whose slices share ranges of experts run several times
+        # (`offload/shared_ranges.py`): two additional passes of the ranges in backward; of their
+        # other units one in forward, three in backward.
+        block_units, ranges = sharing(plan.units, plan.shared_stacks)
+        shared_units = {unit.index for unit in (*block_units, *ranges)}
+        others = [u for u in recomputed(plan.units, work.recompute) if u.index not in shared_units]
+        blocks = _count_elements(block_units, work)
+        in_ranges = _count_elements(ranges, work)
+        summands = [_count_elements(others, work), blocks, blocks, blocks, in_ranges, in_ranges]
+        in_backward = _Elements(*map(sum, zip(*map(astuple, summands), strict=True)))
+        self._repeated = blocks, in_backward
 
     @cached_property
-    def _updated_units(self) -> list[int]:
+    def _updated_units(self) -> list[UnitLayout]:
         """Units that are updated, in the order of the optimizer pass."""
-        units = self.plan.units
-        return [u for u in dict.fromkeys(self._cycle or range(len(units))) if units[u].numel]
+        return [unit for unit in self.plan.units if unit.numel]
 
     def of(self, phase: PhaseBytes) -> PhaseCost:
         name = f"{'backward' if phase.backward else 'forward'} {phase.micro_batch + 1}"
@@ -223,7 +226,7 @@ class _Pricing:
         slowest = max(resources.values())
         if not phase.has_update or self.work is None or not self._updated_units:
             return slowest
-        plan, last = self.plan, self.plan.units[self._updated_units[-1]]
+        plan, last = self.plan, self._updated_units[-1]
         compute = computing(resources)
         # Heads in other units (tied or frozen) are computed last as well.
         heads = [s for unit in plan.units if unit is not last for s in unit.segments
@@ -236,7 +239,7 @@ class _Pricing:
         """Return the seconds of the first unit's update, for which compute waits."""
         if not phase.has_update or not self._updated_units:
             return 0.0
-        plan, first = self.plan, self.plan.units[self._updated_units[0]]
+        plan, first = self.plan, self._updated_units[0]
         disk_bytes = [sum(pass_disk_bytes(plan, g.layout, g.placement)) for g in plan.unit_groups]
         total = sum(n * len(g.units) for n, g in zip(disk_bytes, plan.unit_groups, strict=True))
         first_bytes = sum(pass_disk_bytes(plan, first, plan.placements[first.index]))
@@ -280,8 +283,9 @@ class _Pricing:
         plan, work, rates = self.plan, self.work, self.rates
         if work is None:
             return 0.0
-        name = _MULTIPLIED_AS.get(plan.precision.name, plan.precision.name)
-        memory = _memory_rate(plan, rates)
+        # fp16 is not measured: it is as fast as bf16 on GPUs, and on CPUs that emulate both.
+        name = "bf16" if plan.precision.name == "fp16" else plan.precision.name
+        memory = _host_memory_rate(rates) if plan.unified else None
         products = 2 * (elements.matrices + repeated.matrices)
         products += 2 * elements.trained if phase.backward else 0
         seconds = _seconds_at(products * work.tokens, rates.compute.get(name))
@@ -351,22 +355,6 @@ def _count_elements(
     return _Elements(matrices, trained, quantized, total, io_values, attended, logits)
 
 
-def _repeated_elements(plan: Plan, work: StepWork) -> tuple[_Elements, _Elements]:
-    """Return the elements recomputed in a forward, and in a backward before its products.
-
-    Blocks whose slices share ranges of experts run several times (`offload/shared_ranges.py`): two
-    additional passes of the ranges in backward; of their other units one in forward, three in
-    backward.
-    """
-    block_units, ranges = sharing(plan.units, plan.shared_stacks)
-    shared_units = {unit.index for unit in (*block_units, *ranges)}
-    others = [u for u in recomputed(plan.units, work.recompute) if u.index not in shared_units]
-    blocks = _count_elements(block_units, work)
-    in_ranges = _count_elements(ranges, work)
-    summands = [_count_elements(others, work), blocks, blocks, blocks, in_ranges, in_ranges]
-    return blocks, _Elements(*map(sum, zip(*map(astuple, summands), strict=True)))
-
-
 def _seconds_at(amount: float, rate: float | None) -> float:
     """Return seconds, or 0 if the rate is unknown."""
     return amount / rate if rate else 0.0
@@ -390,9 +378,16 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
     The host alone, the host while other chunks of the same units are streamed, and the device.
     """
     host = concurrent = device = 0.0
+    host_flops = device_flops = 0  # of the update rule's matrix products, in bf16
     for group in plan.unit_groups:
         trained = sum(map(plan.facts.num_trained.__getitem__, group.units)) // plan.ranks
         location, layout = update_place(plan, group.units[0]), group.layout
+        if plan.rule.matrix_steps:
+            flops = matrix_flops(layout, plan.rule.matrix_steps) * len(group.units) // plan.ranks
+            if location is UpdatePlace.CPU:
+                host_flops += flops
+            else:
+                device_flops += flops
         if not rates.device_update or location is UpdatePlace.CPU:
             host += trained
             continue
@@ -402,13 +397,17 @@ def update_s(plan: Plan, rates: Rates) -> tuple[float, float, float]:
             by_device = plan.streamed_chunks(layout, group.placement) / chunks
         device += by_device * trained
         concurrent += (1 - by_device) * trained
-    host_products, device_products = _matrix_s(plan, rates)
-    slowest = [_update_rate(rates, name) for name in _formats(plan)]
-    host_rate = min(slowest, default=0.0)
-    device_s = device / rates.device_update if rates.device_update else 0.0
-    host_s = host / host_rate if host_rate else 0.0
-    concurrent_s = concurrent / host_rate if host_rate else 0.0
-    return host_s + host_products, concurrent_s, device_s + device_products
+    host_rate = math.inf  # that of the slowest format
+    for name in [moment.value for moment in plan.precision.moments] or ["fp32"]:
+        rate = rates.update.get("bf16" if name.startswith("bf16") else name)
+        host_rate = min(host_rate, rate or rates.update.get("fp32") or 0.0)
+    device_flop_rate = rates.compute.get("bf16") or math.inf
+    host_flop_rate = device_flop_rate if plan.unified else HOST_FLOPS
+    return (
+        _seconds_at(host, host_rate) + host_flops / host_flop_rate,
+        _seconds_at(concurrent, host_rate),
+        _seconds_at(device, rates.device_update) + device_flops / device_flop_rate,
+    )
 
 
 def matrix_flops(layout: UnitLayout, steps: int) -> int:
@@ -422,18 +421,6 @@ def matrix_flops(layout: UnitLayout, steps: int) -> int:
         m, n = sorted((rows, columns))
         flops += math.prod(stacked) * (4 * m * m * n + 2 * m**3)
     return steps * flops
-
-
-def _matrix_s(plan: Plan, rates: Rates) -> tuple[float, float]:
-    """Return seconds of the update rule's matrix products in bf16: on the host, and the device."""
-    flops = dict.fromkeys((True, False), 0)  # by whether the host updates
-    for group in plan.unit_groups if plan.rule.matrix_steps else ():
-        by_host = update_place(plan, group.units[0]) is UpdatePlace.CPU
-        unit_flops = matrix_flops(group.layout, plan.rule.matrix_steps)
-        flops[by_host] += unit_flops * len(group.units) // plan.ranks
-    device_rate = rates.compute.get("bf16") or math.inf
-    host_rate = device_rate if plan.unified else HOST_FLOPS
-    return flops[True] / host_rate, flops[False] / device_rate
 
 
 def stream_s(plan: Plan, rates: Rates) -> float:
@@ -492,20 +479,6 @@ def issue_calls_s(plan: Plan) -> float:
     return CALL_S * sum(
         len(group.units) * streamed_calls(plan, group.layout, group.placement) for group in streamed
     )
-
-
-def _formats(plan: Plan) -> list[str]:
-    return [moment.value for moment in plan.precision.moments] or ["fp32"]
-
-
-def _update_rate(rates: Rates, name: str) -> float:
-    format_name = "bf16" if name.startswith("bf16") else name
-    return rates.update.get(format_name) or rates.update.get("fp32") or 0.0
-
-
-def _memory_rate(plan: Plan, rates: Rates) -> float | None:
-    """Return bytes per second of compute memory if the device is the host, else None."""
-    return _host_memory_rate(rates) if plan.unified else None
 
 
 def _host_memory_rate(rates: Rates) -> float | None:

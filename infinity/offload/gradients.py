@@ -37,7 +37,7 @@ from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
 from infinity.optim.cpu import CpuKernels
-from infinity.plan.budget import NUM_GRADIENT_BUFFERS, largest_trained
+from infinity.plan.budget import NUM_GRADIENT_BUFFERS
 from infinity.plan.layout import Segment
 from infinity.plan.plan import Plan
 from infinity.storage.device import HAPPENED, Event
@@ -108,7 +108,7 @@ class GradientStore:
                 plan, transfers, ranks, self.take, self._with_gradient, window
             )
             self._tree = NormTree(plan, ranks, kernels, transfers.count)
-        nbytes = NUM_GRADIENT_BUFFERS * largest_trained(plan)  # in flight
+        nbytes = NUM_GRADIENT_BUFFERS * plan.facts.largest_trained  # in flight
         self._copies = GradientCopies(transfers, nbytes)
         self._device_squares = SquaresOnDevice(transfers.device)
         self._worker: GradientWorker | None = None

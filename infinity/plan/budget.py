@@ -46,12 +46,6 @@ class Limits:
         """Budgets by tier."""
         return {Tier.DEVICE: self.device, Tier.HOST: self.host, Tier.DISK: self.disk}
 
-    def for_placement(self, budget: int) -> int:
-        """Return the bytes of a budget of compute memory that automatic placement may fill."""
-        if self.activations is None:
-            return int(AUTO_SHARE * budget)
-        return max(budget - self.activations, 0)
-
 
 def with_memory(plan: Plan, limits: Limits) -> Plan:
     """Return the plan with its slot classes, and bytes by tier and purpose."""
@@ -65,7 +59,7 @@ def with_memory(plan: Plan, limits: Limits) -> Plan:
 
 
 def _with_memory(plan: Plan, limits: Limits) -> Plan:
-    plan = plan.changed(slot_classes=_slot_classes(plan))
+    plan, facts = plan.changed(slot_classes=_slot_classes(plan)), plan.facts
     device, host, disk = _stored_bytes(plan).values()
     device = {
         "slots": sum(c.slot_bytes * c.count for c in plan.slot_classes),
@@ -73,29 +67,40 @@ def _with_memory(plan: Plan, limits: Limits) -> Plan:
         "streaming": NUM_STREAM_BUFFERS * stream_bytes(plan),
         "optimizer matrices": matrix_bytes(plan, by_host=False),
     }
-    if quantized := plan.facts.largest_quantized:
-        device["dequantizing"] = FrozenFormat.work_bytes(quantized)
+    if facts.largest_quantized:
+        device["dequantizing"] = FrozenFormat.work_bytes(facts.largest_quantized)
     if plan.ranks > 1:
         device["exchange"] = 2 * num_exchanges(plan) * exchange_bytes(plan)
-    num_fetches = num_fetch_buffers(plan)
+    num_fetches, unreachable = num_fetch_buffers(plan), _unreachable_tiers(plan)
+    # A save copies a shard to RAM at once to write its frozen bytes.
+    copied_shards = [
+        group.layout.shard_bytes
+        for group in plan.unit_groups
+        if group.layout.frozen_bytes and group.placement.weight in unreachable
+    ]
     host = {
         "process": limits.base,
         **host,
         "staging": plan.num_staging_buffers * staging_bytes(plan),
         "gradient windows": num_gradient_windows(plan) * gradient_window_bytes(plan),
         "fetch staging": num_fetches and num_fetches * fetch_bytes(plan),
-        "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * largest_trained(plan),
-        "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + _frozen_copy_bytes(plan),
+        "gradient staging": 0 if plan.unified else NUM_GRADIENT_BUFFERS * facts.largest_trained,
+        "saving": NUM_COPY_BUFFERS * copy_buffer_bytes(plan) + max(copied_shards, default=0),
         "optimizer tiles": TILE_BUFFERS * 4 * plan.rule.tile_elements,
         "optimizer matrices": matrix_bytes(plan, by_host=True),
     }
     if plan.durable:
         host["committing"] = NUM_COMMIT_BUFFERS * commit_buffer_bytes(plan)
-        disk = {**disk, "durable": _durable_bytes(plan, disk)}
+        all_state = sum(
+            len(g.units) * (plan.state_bytes(g.layout, g.placement, TIERS) + g.layout.frozen_bytes)
+            for g in plan.unit_groups
+        )
+        # Two extents of all state, of which the state on the disk tier is counted already.
+        disk["durable"] = 2 * all_state - disk["weights"] - disk["state"]
     if plan.saved.offload is not None:
         host["activations"] = plan.saved.host_bytes
-        disk = {**disk, "activations": plan.saved.disk_bytes}
-    host["checksums"] = checksum_bytes(sum(disk.values())) if plan.verify else 0
+        disk["activations"] = plan.saved.disk_bytes
+    host["checksums"] = -(-sum(disk.values()) // PAGE) * 4 if plan.verify else 0  # 4 a page
     host["initial_write"] = _initial_write_bytes(plan, limits, device, host)
     return plan.changed(memory={Tier.DEVICE: device, Tier.HOST: host, Tier.DISK: disk})
 
@@ -138,9 +143,14 @@ def excess(plan: Plan, limits: Limits, *, auto: bool = False) -> dict[Tier, int]
     compute_tier = Tier.HOST if plan.unified else Tier.DEVICE
     used = budgeted_bytes(plan)
     for tier, limit in limits.budgets.items():
-        if limit is not None and auto and tier is compute_tier:
-            limit = limits.for_placement(limit)
-        if limit is not None and used[tier] > limit:
+        if limit is None:
+            continue
+        if auto and tier is compute_tier:
+            if limits.activations is None:
+                limit = int(AUTO_SHARE * limit)
+            else:
+                limit = max(limit - limits.activations, 0)
+        if used[tier] > limit:
             over[tier] = used[tier] - limit
     return over
 
@@ -160,15 +170,11 @@ def _slot_classes(plan: Plan) -> tuple[SlotClass, ...]:
     slot each, of their size.
     """
     in_place = plan.units_on_device - plan.facts.dequantized if plan.ranks == 1 else frozenset()
-    key = (in_place | plan.unsharded, plan.unsharded, plan.prefetch_units)
-    if key not in plan.facts.known:
-        plan.facts.known[key] = _make_slot_classes(plan, in_place | plan.unsharded)
-    classes: tuple[SlotClass, ...] = plan.facts.known[key]
-    return classes
-
-
-def _make_slot_classes(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass, ...]:
-    """Return slot classes for all units but those in `on_device`, and for `unsharded` ones."""
+    on_device = in_place | plan.unsharded
+    key = (on_device, plan.unsharded, plan.prefetch_units)
+    cached: tuple[SlotClass, ...] | None = plan.facts.known.get(key)
+    if cached is not None:
+        return cached
     moving = [unit for unit in plan.units if unit.index not in on_device]
     groups: list[list[UnitLayout]] = []
     for unit in sorted(moving, key=lambda u: (u.is_range, -u.slot_bytes, u.index)):
@@ -185,12 +191,9 @@ def _make_slot_classes(plan: Plan, on_device: frozenset[int]) -> tuple[SlotClass
     for index in sorted(plan.unsharded):
         sizes.setdefault(plan.units[index].slot_bytes, []).append(index)
     classes += [SlotClass(size, len(units), tuple(units)) for size, units in sizes.items()]
-    return tuple(sorted((c for c in classes if c.slot_bytes), key=lambda c: -c.slot_bytes))
-
-
-def checksum_bytes(nbytes: int) -> int:
-    """Return the bytes of checksums for `nbytes` on disk: 4 per page."""
-    return -(-nbytes // PAGE) * 4
+    classes = sorted((c for c in classes if c.slot_bytes), key=lambda c: -c.slot_bytes)
+    plan.facts.known[key] = tuple(classes)
+    return tuple(classes)
 
 
 def _stored_bytes(plan: Plan) -> dict[Tier, dict[str, int]]:
@@ -220,19 +223,28 @@ def _unit_bytes(plan: Plan, group: UnitGroup) -> _UnitBytes:
     kind, is_streamed = plan.facts.kinds[layout.index], placement in plan.streamed
     key = (kind, placement, is_streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
     cached: _UnitBytes | None = plan.facts.known.get(key)
-    if cached is None:
+    if cached is not None:
+        return cached
+    unreachable, staged, streamed = _unreachable_tiers(plan), 0, 0
+    if update_place(plan, group.units[0]) is not UpdatePlace.DEVICE:
+        # Streamed chunks that are stored on the device are updated there.
+        num_streamed = plan.streamed_chunks(layout, placement)
+        all_streamed = num_streamed == layout.num_chunks(plan.chunk_elements)
+        tiers = (Tier.DISK,) if all_streamed else unreachable
+        chunks = plan.chunks_per_batch(placement, by_device=False)
+        staged = _bytes_at_once(plan, group, tiers, chunks, gradient=True)
+    if is_streamed:
         chunks = plan.chunks_per_batch(placement)
-        cached = plan.facts.known[key] = _UnitBytes(
-            weight=layout.shard_bytes,
-            state=plan.weight_and_state(layout)[1],
-            gradient=plan.gradient_bytes(layout),
-            staged=_staged_bytes(plan, group),
-            streamed=_bytes_at_once(plan, group, OFF_DEVICE, chunks, gradient=True)
-            if is_streamed
-            else 0,
-            copied=_bytes_at_once(plan, group, _unreachable_tiers(plan)),
-        )
-    return cached
+        streamed = _bytes_at_once(plan, group, OFF_DEVICE, chunks, gradient=True)
+    unit_bytes = plan.facts.known[key] = _UnitBytes(
+        weight=layout.shard_bytes,
+        state=plan.weight_and_state(layout)[1],
+        gradient=plan.gradient_bytes(layout),
+        staged=staged,
+        streamed=streamed,
+        copied=_bytes_at_once(plan, group, unreachable),
+    )
+    return unit_bytes
 
 
 def staging_bytes(plan: Plan) -> int:
@@ -241,17 +253,6 @@ def staging_bytes(plan: Plan) -> int:
     The maximum over all units.
     """
     return max((_unit_bytes(plan, group).staged for group in plan.unit_groups), default=0)
-
-
-def _staged_bytes(plan: Plan, group: UnitGroup) -> int:
-    if update_place(plan, group.units[0]) is UpdatePlace.DEVICE:
-        return 0
-    # Streamed chunks that are stored on the device are updated there.
-    num_streamed = plan.streamed_chunks(group.layout, group.placement)
-    all_streamed = num_streamed == group.layout.num_chunks(plan.chunk_elements)
-    tiers = (Tier.DISK,) if all_streamed else _unreachable_tiers(plan)
-    chunks = plan.chunks_per_batch(group.placement, by_device=False)
-    return _bytes_at_once(plan, group, tiers, chunks, gradient=True)
 
 
 def stream_bytes(plan: Plan) -> int:
@@ -283,15 +284,6 @@ def copy_buffer_bytes(plan: Plan) -> int:
     The maximum over all units.
     """
     return max((_unit_bytes(plan, group).copied for group in plan.unit_groups), default=0)
-
-
-def _frozen_copy_bytes(plan: Plan) -> int:
-    """Return bytes of the largest shard that a save copies to RAM at once to write frozen bytes."""
-    unreachable = _unreachable_tiers(plan)
-    frozen = (
-        g for g in plan.unit_groups if g.layout.frozen_bytes and g.placement.weight in unreachable
-    )
-    return max((group.layout.shard_bytes for group in frozen), default=0)
 
 
 def _unreachable_tiers(plan: Plan) -> tuple[Tier, ...]:
@@ -329,15 +321,6 @@ def commit_buffer_bytes(plan: Plan) -> int:
         precision = plan.precision_of(group.layout)
         nbytes = max([nbytes, *(precision.nbytes(k, count) for k in device_kinds)])
     return nbytes
-
-
-def _durable_bytes(plan: Plan, disk: dict[str, int]) -> int:
-    """Return bytes of two extents of all state, less the state already counted on disk."""
-    total = 0
-    for group in plan.unit_groups:
-        state = plan.state_bytes(group.layout, group.placement, TIERS)
-        total += len(group.units) * (state + group.layout.frozen_bytes)
-    return 2 * total - disk["weights"] - disk["state"]
 
 
 def num_gradient_windows(plan: Plan) -> int:
@@ -387,8 +370,3 @@ def exchange_bytes(plan: Plan) -> int:
     """
     itemsize = 4 if plan.saved.slices > 1 else plan.precision.weight
     return max((itemsize * group.layout.numel for group in plan.unit_groups), default=0)
-
-
-def largest_trained(plan: Plan) -> int:
-    """Return bytes of the largest trained range in the compute dtype."""
-    return plan.facts.largest_trained

@@ -120,20 +120,17 @@ def _count_moves(
 
 
 def _course_of(plan: Plan, cycle: tuple[int, ...]) -> _Course:
+    # Equal units are checked once.
+    groups = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
+    published = set(chain.from_iterable(groups))
     return _Course(
         cycle=cycle,
         slot_classes=plan.slot_classes,
         trained=plan.facts.trained,
-        publishes=tuple(map(_published_units(plan).__contains__, range(len(plan.units)))),
+        publishes=tuple(map(published.__contains__, range(len(plan.units)))),
         prefetch_units=plan.prefetch_units,
         micro_batches=plan.micro_batches,
     )
-
-
-def _published_units(plan: Plan) -> set[int]:
-    """Return the units that the optimizer pass publishes; equal units are checked once."""
-    groups = (group.units for group in plan.unit_groups if publishes(plan, group.units[0]))
-    return set(chain.from_iterable(groups))
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,26 +246,37 @@ class _ByteCounter:
 
     def of_phase(self, moves: _PhaseMoves) -> PhaseBytes:
         """Return the bytes of one phase."""
+        plan = self.plan
         moved = dict.fromkeys(DIRECTIONS, 0)
         if moves.fetched:
             moved["disk_read"] += sum(map(self._fetched_from_disk.__getitem__, moves.fetched))
             moved["to_device"] += sum(map(self._fetched_to_device.__getitem__, moves.fetched))
         _add(self._saved[moves.backward], moved)
         if not moves.backward and not moves.micro_batch:
-            moved["disk_write"] += self.plan.commit_bytes // self.plan.durable_every
+            moved["disk_write"] += plan.commit_bytes // plan.durable_every
         if moves.updated:
             group = self._group_of_unit
             updates = Counter((group[unit], publish) for unit, publish in moves.updated)
             for update, count in updates.items():
-                _add(self._cached_update_bytes(*update), moved, count)
-            moved["from_device"] += self._norm_bytes(moves.updated)
+                _add(self._update_bytes(*update), moved, count)
+            if not plan.unified and not (plan.device_kernels and plan.ranks == 1):
+                # The host reads gradients for the norm from the device, without padding.
+                on_device = (
+                    u for u, _ in moves.updated if plan.placements[u].gradient is Tier.DEVICE
+                )
+                read = sum(plan.local_units[u].num_trained for u in on_device)
+                moved["from_device"] += plan.gradient_itemsize * read
         if moves.backward:
             _add(self._gradients[moves.micro_batch > 0], moved)
-        if self.plan.ranks > 1:
+        if plan.ranks > 1:
             moved["all_gather"], copied = self._gathered_bytes(moves)
-            moved["between_hosts"] = self._between_hosts(moves)
-            if not self.plan.unified:
+            if not plan.unified:
                 moved["to_device"] += copied
+        if plan.shared:
+            # After each update a node receives new weights in shared RAM once from other nodes: a
+            # rank receives the shards of the ranks with the same local rank.
+            units = (plan.local_units[u] for u, _ in moves.updated if plan.is_shared(u))
+            moved["between_hosts"] = (plan.nodes - 1) * sum(unit.trained_bytes for unit in units)
         return PhaseBytes(moves.micro_batch, moves.backward, moved)
 
     def _gathered_bytes(self, moves: _PhaseMoves) -> tuple[int, int]:
@@ -291,41 +299,18 @@ class _ByteCounter:
             nbytes += 8 * num_others * self.plan.facts.num_reported_squares
         return nbytes, copied
 
-    def _between_hosts(self, moves: _PhaseMoves) -> int:
-        """Return bytes of weights in shared RAM received from other nodes, once after each update.
-
-        A rank receives the shards of the ranks with the same local rank.
-        """
-        if not self.plan.shared:
-            return 0
-        units = [unit for unit, _ in moves.updated if self.plan.is_shared(unit)]
-        return (self.plan.nodes - 1) * sum(self.plan.local_units[u].trained_bytes for u in units)
-
-    def _norm_bytes(self, updated: list[tuple[int, bool]]) -> int:
-        """Return bytes of gradients that the host reads from the device for the norm, unpadded."""
-        plan = self.plan
-        if plan.unified or (plan.device_kernels and plan.ranks == 1):
-            return 0
-        on_device = (u for u, _ in updated if plan.placements[u].gradient is Tier.DEVICE)
-        return plan.gradient_itemsize * sum(plan.local_units[u].num_trained for u in on_device)
-
-    def _cached_update_bytes(self, group: int, publish: bool) -> dict[str, int]:
+    def _update_bytes(self, group: int, publish: bool) -> dict[str, int]:
         """Return the bytes of the update of one unit of a group."""
         plan, unit_group = self.plan, self.plan.unit_groups[group]
         layout, placement = unit_group.layout, unit_group.placement
         kind, streamed = plan.facts.kinds[layout.index], placement in plan.streamed
         key = (kind, placement, publish, streamed, plan.chunks_at_once, plan.cpu_share, plan.basis)
         cached: dict[str, int] | None = plan.facts.known.get(key)
-        if cached is None:
-            cached = plan.facts.known[key] = self._update_bytes(layout, placement, publish)
-        return cached
-
-    def _update_bytes(
-        self, layout: UnitLayout, placement: UnitPlacement, publish: bool
-    ) -> dict[str, int]:
-        plan = self.plan
+        if cached is not None:
+            return cached
         read, written = pass_disk_bytes(plan, layout, placement)
         moved = {"disk_read": read, "disk_write": written, "to_device": 0, "from_device": 0}
+        plan.facts.known[key] = moved
         if update_place(plan, layout.index) is UpdatePlace.DEVICE:
             return moved
         moved["to_device"], returned = streamed_bytes(plan, layout, placement)
@@ -405,13 +390,15 @@ class _SimulatedRun:
         self.phases.append(_PhaseMoves(micro_batch, backward))
 
     def step(self) -> None:
-        backward_start = _backward_start(self.order)
+        first_uses = map(self.order.sequence.index, self.order.first_uses())
+        backward_start = max(first_uses, default=-1) + 1  # after the last of them
         previous: object = None
         for micro_batch in range(self.course.micro_batches):
             self.wraps = micro_batch + 1 < self.course.micro_batches
             state = ([set(slots) for slots in self.resident], list(self.pending))
-            if micro_batch > 1 and self.wraps and state == previous:
-                self._repeat(micro_batch)  # it starts in the same state as the previous one
+            if micro_batch > 1 and self.wraps and state == previous:  # the same moves again
+                for phase in self.phases[-2:]:
+                    self.phases.append(replace(phase, micro_batch=micro_batch, repeats=True))
                 continue
             previous = state
             self.order.begin()
@@ -429,13 +416,9 @@ class _SimulatedRun:
         for slots in self.resident:
             slots.difference_update(trained)
         while self.pending:  # units not used in the cycle: updated and written back
-            self._record_update(self.pending.pop(0), publish=False)
+            self.phases[-1].updated.append((self.pending.pop(0), False))
         self.pending = trained
         self._run_pass()
-
-    def _repeat(self, micro_batch: int) -> None:
-        for phase in self.phases[-2:]:
-            self.phases.append(replace(phase, micro_batch=micro_batch, repeats=True))
 
     def _use(self, unit: int) -> None:
         self.current = unit
@@ -462,12 +445,10 @@ class _SimulatedRun:
             slot_class = self.class_of(unit) if self.publishes(unit) else None
             if slot_class is not None and not self.num_free(slot_class):
                 return
-            self._record_update(self.pending.pop(0), publish=self.publishes(unit))
+            self.pending.pop(0)
+            self.phases[-1].updated.append((unit, self.publishes(unit)))
             if slot_class is not None:
                 self.resident[slot_class].add(unit)
-
-    def _record_update(self, unit: int, *, publish: bool) -> None:
-        self.phases[-1].updated.append((unit, publish))
 
     # SlotView
     def class_of(self, unit: int) -> int | None:
@@ -500,8 +481,3 @@ class _SimulatedRun:
         assert self.num_free(slot_class) > 0
         self.resident[slot_class].add(unit)
         self.phases[-1].fetched.append(unit)
-
-
-def _backward_start(order: AccessOrder) -> int:
-    """Return the index in the access order where backward begins: after the last first use."""
-    return max((order.sequence.index(unit) for unit in order.first_uses()), default=-1) + 1

@@ -277,7 +277,18 @@ class UnitLayout:
 
     @cached_property
     def _shard_layouts(self) -> tuple[UnitLayout, ...]:
-        return tuple(map(self._shard, range(self.shards)))
+        count, frozen = self.shard_numel, self.frozen_bytes // self.shards
+        layouts = []
+        for start in (rank * count for rank in range(self.shards)):
+            segments = tuple(
+                replace(segment, offset=segment.offset - start)
+                for segment in self.trained_segments
+                if segment.offset < start + count and segment.offset + segment.numel > start
+            )
+            layouts.append(
+                replace(self, segments=segments, numel=count, frozen_bytes=frozen, shards=1)
+            )
+        return tuple(layouts)
 
     @cached_property
     def reported_squares(self) -> dict[int, tuple[int, ...]]:
@@ -302,16 +313,6 @@ class UnitLayout:
     def num_reported_squares(self) -> tuple[int, ...]:
         """Number of reported square sums of all parameters, by rank."""
         return tuple(map(sum, zip(*self.reported_squares.values(), strict=True)))
-
-    def _shard(self, rank: int) -> UnitLayout:
-        start, count = rank * self.shard_numel, self.shard_numel
-        segments = tuple(
-            replace(segment, offset=segment.offset - start)
-            for segment in self.trained_segments
-            if segment.offset < start + count and segment.offset + segment.numel > start
-        )
-        frozen = self.frozen_bytes // self.shards
-        return replace(self, segments=segments, numel=count, frozen_bytes=frozen, shards=1)
 
     @cached_property
     def num_trained(self) -> int:

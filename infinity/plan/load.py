@@ -9,9 +9,8 @@ import psutil
 
 QUIET_SHARE = 0.15  # of all processors: background load of a desktop or a monitor
 IDLE_SHARE = 0.5  # of all processors: with more idle time no thread waits for a processor
-MIN_LOAD_SAMPLE_S = (
-    1.0  # seconds of all processors together: less is a few ticks of the kernel's counters
-)
+# Seconds of all processors together: less is a few ticks of the kernel's counters.
+MIN_LOAD_SAMPLE_S = 1.0
 
 
 @dataclass(frozen=True)

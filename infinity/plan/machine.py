@@ -112,14 +112,14 @@ def memory_headroom(root: Path = Path("/")) -> tuple[int, int]:
     return min(limits, key=lambda limit_and_free: limit_and_free[1])
 
 
-def peak_ram_bytes(root: Path = Path("/")) -> int:
+def peak_ram_bytes() -> int:
     """Return the peak RAM of this process; 0 if the kernel does not report it."""
-    return _kib_as_bytes(root / "proc/self/status", r"^VmHWM:\s*([0-9]+) kB$")
+    return _kib_as_bytes(Path("/proc/self/status"), r"^VmHWM:\s*([0-9]+) kB$")
 
 
-def shared_rss_bytes(root: Path = Path("/")) -> int:
+def shared_rss_bytes() -> int:
     """Return the resident shared memory of this process; 0 if the kernel does not report it."""
-    return _kib_as_bytes(root / "proc/self/status", r"^RssShmem:\s*([0-9]+) kB$")
+    return _kib_as_bytes(Path("/proc/self/status"), r"^RssShmem:\s*([0-9]+) kB$")
 
 
 def default_host_budget_bytes(machine: Machine) -> int:
@@ -142,12 +142,12 @@ def disk_free_bytes(path: Path) -> int:
     return stats.f_bavail * stats.f_frsize
 
 
-def may_have_gpu(root: Path = Path("/")) -> bool:
+def may_have_gpu() -> bool:
     """Return True if CUDA's driver or ROCm's device exists, so that torch may find a GPU.
 
     Avoids an import of torch, which takes seconds, on machines without a GPU.
     """
-    if (root / "dev/kfd").exists():
+    if Path("/dev/kfd").exists():
         return True
     try:
         ctypes.CDLL("libcuda.so.1")

@@ -93,9 +93,7 @@ def placed(
     if plan.may_share and not plan.shared:
         for start in list(starts):
             shared = with_memory(start.changed(shared=True), limits)
-            if fits_no_worse(
-                shared, start, limits, auto=True
-            ):  # on several nodes it needs more RAM
+            if fits_no_worse(shared, start, limits, auto=True):  # several nodes need more RAM
                 starts.append(shared)
     candidates = starts
     if fields:
@@ -216,15 +214,17 @@ class _PlacementSearch:
         If the device is separate, also those of all fields of a unit to the device together.
         """
         for group in plan.unit_groups:
+            num_raisable = 0
             for field in self.fields:
-                for tier in _tiers(plan, field):
-                    if group.placement.of_field(field).is_below(tier):
-                        yield _Move((field,), group.units, tier)
-            if not plan.unified and self._raisable(group.placement):
+                now = group.placement.of_field(field)
+                num_raisable += now.is_below(Tier.DEVICE)
+                if now.is_below(Tier.DEVICE):
+                    yield _Move((field,), group.units, Tier.DEVICE)
+                # A unified device needs no second copy of weights.
+                if now.is_below(Tier.HOST) and not (plan.unified and field == "weight"):
+                    yield _Move((field,), group.units, Tier.HOST)
+            if not plan.unified and num_raisable > 1:
                 yield _Move(self.fields, group.units, Tier.DEVICE)
-
-    def _raisable(self, placement: UnitPlacement) -> bool:
-        return sum(placement.of_field(f).is_below(Tier.DEVICE) for f in self.fields) > 1
 
     def _lowered(self, plan: Plan, raised: _Move) -> Iterator[Plan]:
         """Yield the plan with one kind of one unit moved off a full tier, except those of `raised`.
@@ -297,8 +297,3 @@ class _PlacementSearch:
             if limit:
                 price += max(used_after[tier] - used_before[tier], 0) / limit
         return price
-
-
-def _tiers(plan: Plan, field: str) -> tuple[Tier, ...]:
-    """Return the tiers to try for a field; a unified device needs no second copy of weights."""
-    return (Tier.DEVICE,) if plan.unified and field == "weight" else (Tier.DEVICE, Tier.HOST)

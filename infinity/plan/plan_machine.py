@@ -36,7 +36,6 @@ from infinity.plan.rates import (
 )
 
 FORMAT = 1
-_SEPARATE_DEVICE_RATES = (*COPIES, DEVICE_UPDATE)
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class PlanMachine:
         """Rates of one rank."""
         return self.rates.of_rank(self.gpus, self.nodes, unified=self.unified)
 
-    def with_ranks(self, gpus: int, nodes: int = 1) -> PlanMachine:
+    def with_ranks(self, gpus: int, nodes: int) -> PlanMachine:
         """Return the machine with `gpus` ranks on each of `nodes`.
 
         Links with known rates keep them, other links get nominal ones.
@@ -147,7 +146,9 @@ class PlanMachine:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON object of a machine file; nominal rates are omitted."""
         numbers = self.rates.numbers().items()
-        rates = nested({name: _rounded_rate(n) for name, n in numbers if name not in self.nominal})
+        # Four significant digits exceed the measurement's accuracy; a rate must be positive.
+        rates = nested({name: int(float(f"{rate:.4g}")) or 1 for name, rate in numbers
+                        if name not in self.nominal})  # fmt: skip
         if not self.unified and self.rates.device_update is None:
             rates[DEVICE_UPDATE] = None
         facts = {
@@ -197,14 +198,6 @@ def read_machine_file(path: str | os.PathLike[str]) -> PlanMachine:
         measured=parsed.measured,
         nodes=parsed.nodes,
     ).with_ranks(parsed.gpus, parsed.nodes)
-
-
-def _rounded_rate(rate: float) -> int:
-    """Round to four significant digits, which are readable and exceed the measurement's accuracy.
-
-    At least 1: a rate must be positive.
-    """
-    return int(float(f"{rate:.4g}")) or 1
 
 
 def _parse_rate(value: Any) -> Any:
@@ -276,7 +269,7 @@ class _File(Section):
     @field_validator("rates")
     @classmethod
     def _check_rates(cls, rates: _Rates, info: ValidationInfo) -> _Rates:
-        given = [name for name in _SEPARATE_DEVICE_RATES if getattr(rates, name) is not None]
+        given = [name for name in (*COPIES, DEVICE_UPDATE) if getattr(rates, name) is not None]
         if info.data.get("unified") is True and given:
             raise ValueError(f"{', '.join(given)}: not where unified is true; leave them out")
         return rates

@@ -87,11 +87,10 @@ class Rates:
     def copies_s(self, inward_bytes: int, outward_bytes: int) -> tuple[float, float]:
         """Return the seconds of concurrent copies (to the device, from it), as in `disk_s`."""
         pairs = (inward_bytes, self.to_device), (outward_bytes, self.from_device)
-        if self.copies_mixed is None:
-            inward_s, outward_s = (nbytes / rate if rate else 0.0 for nbytes, rate in pairs)
-            return inward_s, outward_s
-        both = min(inward_bytes, outward_bytes)
-        both_s = 2 * both / self.copies_mixed
+        both, both_s = 0, 0.0
+        if self.copies_mixed is not None:
+            both = min(inward_bytes, outward_bytes)
+            both_s = 2 * both / self.copies_mixed
         inward_s, outward_s = (
             both_s + (nbytes - both) / rate if rate else 0.0 for nbytes, rate in pairs
         )

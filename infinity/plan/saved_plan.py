@@ -19,7 +19,6 @@ from functools import lru_cache
 from infinity.common.sizes import format_size
 from infinity.config.schema import ActivationsConfig, Recompute
 from infinity.errors import ConfigError
-from infinity.plan.activations import block_widths
 from infinity.plan.layout import UnitLayout
 from infinity.types import PAGE, Tier, round_up
 
@@ -74,25 +73,24 @@ def plan_saved(
     units: Sequence[UnitLayout],
     *,
     unified: bool,
-    widths: list[int] | None = None,
+    widths: list[int],
 ) -> tuple[SavedPlan, tuple[str, ...]]:
     """Return the settings of saved tensors, and notes of the plan.
 
-    A unified device moves nothing to RAM, which is its memory; it can use the disk. Raises
-    `ConfigError` if the pools' sizes are neither configured nor derivable from a number of tokens.
+    `widths` are those of the inputs of blocks. A unified device moves nothing to RAM, which is its
+    memory; it can use the disk. Raises `ConfigError` if the pools' sizes are neither configured nor
+    derivable from a number of tokens.
     """
     notes: tuple[str, ...] = ()
     sizes: tuple[int, ...] = ()
     if settings.tokens is not None:
-        input_widths = block_widths(units) if widths is None else widths
-        sizes = _expected_sizes(settings, units, input_widths)
+        sizes = _expected_sizes(settings, units, widths)
     offload = None if settings.offload == "none" else Tier(settings.offload)
     if offload is Tier.HOST and unified:
         offload = None
         notes = ("activations.offload: host moves nothing: the device's memory is the host's",)
     if offload is None:
-        saved = SavedPlan(settings.recompute, settings.slices, sizes=sizes)
-        return saved, notes
+        return SavedPlan(settings.recompute, settings.slices, sizes=sizes), notes
     if not sizes and None in (settings.host, settings.disk if offload is Tier.DISK else 0):
         raise ConfigError(
             f"activations.offload is {settings.offload}, and how much room it needs is not known",

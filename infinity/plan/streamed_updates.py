@@ -28,8 +28,6 @@ from infinity.types import Tier
 # Share of a step's time that streaming must save. Each direction's rate was measured alone, and
 # streams compete with weights and gradients for the links, so a smaller predicted gain is noise.
 MIN_SAVED_SHARE = 0.05
-
-
 # Largest share of the device's budget for stream buffers. If they need more, fewer chunks are
 # streamed at once; if they still do, placement is chosen without reserving them.
 MAX_BUFFER_SHARE = 0.1
@@ -121,7 +119,12 @@ def _shortest(
     best = _with_streamed(plan, start, limits)
     if not fits_no_worse(best, plan, limits, auto=leave_share):
         return plan
-    best = _with_cpu_share(best, limits, rates, leave_share)
+    if not plan.rule.matrix_steps:  # needs full units, and the device multiplies faster
+        share = balanced_cpu_share(best, rates)
+        divided = with_memory(best.changed(cpu_share=share), limits)
+        pays = score(divided, rates) < score(best, rates)
+        if pays and fits_no_worse(divided, best, limits, auto=leave_share):
+            best = divided
     improved = True
     while improved:
         improved = False
@@ -134,14 +137,3 @@ def _shortest(
             if shorter and fits_no_worse(candidate, plan, limits, auto=leave_share):
                 best, improved = candidate, True
     return best
-
-
-def _with_cpu_share(plan: Plan, limits: Limits, rates: Rates, leave_share: bool) -> Plan:
-    """Return `plan` with the `cpu_share` for which CPU and links finish together, if it pays.
-
-    0 for a rule that multiplies matrices: it needs full units, and the device multiplies faster.
-    """
-    share = 0.0 if plan.rule.matrix_steps else balanced_cpu_share(plan, rates)
-    changed = with_memory(plan.changed(cpu_share=share), limits)
-    better = share and score(changed, rates) < score(plan, rates)
-    return changed if better and fits_no_worse(changed, plan, limits, auto=leave_share) else plan

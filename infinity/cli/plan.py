@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import json
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, cast, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -20,7 +20,7 @@ from infinity.errors import ConfigError, DoesNotFitError, InfinityError, Machine
 from infinity.model.named_models import NAMED
 
 if TYPE_CHECKING:
-    from infinity.config.schema import Config, Offload, Recompute
+    from infinity.config.schema import Config
     from infinity.integrations.deepspeed.config import Translation
     from infinity.model.partition import Partition
     from infinity.model.targets import Target
@@ -33,11 +33,6 @@ if TYPE_CHECKING:
 DEFAULT_STEP = 65_536  # tokens of all ranks, as in the presets of `infinity init`
 DEFAULT_SAMPLE = 2048  # tokens
 _RECOMPUTE_PARAMETERS = frozenset(("recompute", "recompute_blocks"))
-_RECOMPUTE_VALUES: dict[bool | None, Recompute] = {
-    True: "all",
-    False: 0,
-}  # unless --recompute-blocks
-_FROM_COMMAND_LINE = "COMMANDLINE"  # name of click's `ParameterSource` of typed parameters
 _LEAST_BARE_SIZE = 1 << 20  # bytes; a smaller number without a unit is probably meant in GiB
 DEFAULT_ENDURANCE = "600TB"  # rated writes of common 1 TB drives in data sheets
 
@@ -250,8 +245,14 @@ def plan(
         def with_text(text: str) -> SearchOptions:
             return _search_options(_appended_params(ctx, text))
 
-        with library_stdout_to_stderr(), _no_garbage_collection():
-            report = report_of(options, rated_bytes, with_text)
+        collects = gc.isenabled()
+        gc.disable()  # during the import of torch it takes a tenth of the total time
+        try:
+            with library_stdout_to_stderr():
+                report = report_of(options, rated_bytes, with_text)
+        finally:
+            if collects:
+                gc.enable()
         if as_json:
             print(json.dumps(report), flush=True)
         else:
@@ -264,13 +265,17 @@ def plan(
 
 def _search_options(params: Mapping[str, Any]) -> SearchOptions:
     """Return the options of the search from the parsed parameters of the command."""
+    from infinity.config.schema import Offload
+
     keys = params["overrides"] or []
     run = _find_run(params["target"], keys)
     names = ("target", "model", "model_class", "gpus", "nodes", "tokens", "micro_batches",
              "sequence", "slices", "precision", "moments", "lora", "frozen_format", "refresh",
              "drives", "finer_units")  # fmt: skip
-    machine, blocks = params["machine"], params["recompute_blocks"]
-    return SearchOptions(
+    machine, recompute = params["machine"], params["recompute_blocks"]
+    if recompute is None and params["recompute"] is not None:
+        recompute = "all" if params["recompute"] else 0
+    options = SearchOptions(
         **{name: params[name] for name in names},
         machine_file=None if machine is None else Path(machine),
         device=_size("--device", params["device"]),
@@ -279,38 +284,26 @@ def _search_options(params: Mapping[str, Any]) -> SearchOptions:
         paths=tuple(Path(part).expanduser() for part in params["path"] or ()),
         link=_rate("--link", params["link"]),
         between=_rate("--between", params["between"]),
-        offload=_tier(params["activations"]),
-        recompute=_RECOMPUTE_VALUES.get(params["recompute"]) if blocks is None else blocks,
+        offload=params["activations"],
+        recompute=recompute,
         keys=() if run is not None else tuple(keys),
         run=run,
     )
+    if options.offload not in (None, *get_args(Offload)):
+        raise ConfigError(f"--activations is {options.offload}", remedy="none, host or disk")
+    return options
 
 
 def _appended_params(ctx: typer.Context, text: str) -> dict[str, Any]:
     """Return the parameters of the command with options and keys of `text` appended to it."""
     appended = ctx.command.make_context("plan", [ctx.params["target"], *shlex.split(text)])
-    typed = {
-        n
-        for n in appended.params
-        if getattr(appended.get_parameter_source(n), "name", "") == _FROM_COMMAND_LINE
-    }
+    sources = {name: appended.get_parameter_source(name) for name in appended.params}
+    typed = {n for n, source in sources.items() if getattr(source, "name", "") == "COMMANDLINE"}
     if not typed.isdisjoint(_RECOMPUTE_PARAMETERS):  # they exclude each other: the last one counts
         typed |= _RECOMPUTE_PARAMETERS
     keys = [*(ctx.params["overrides"] or ()), *(appended.params["overrides"] or ())]
     values = {name: appended.params[name] for name in typed}
     return {**ctx.params, **values, "overrides": keys, "refresh": False}
-
-
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: during the import of torch it takes a tenth of the total time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -597,7 +590,6 @@ def _find_model(text: str, options: SearchOptions) -> Target:
 
 
 def _reject_class(options: SearchOptions, name: str, is_fixed: bool) -> None:
-    """Raise `ConfigError` for --class with a model whose class is fixed."""
     if options.model_class is not None and is_fixed:
         raise ConfigError(
             f"--class {options.model_class}: {name} is a causal language model",
@@ -606,7 +598,6 @@ def _reject_class(options: SearchOptions, name: str, is_fixed: bool) -> None:
 
 
 def _model_of_run(run: RunConfig) -> Target:
-    """Return the model of a run's configuration, on the meta device."""
     from infinity.train.preparation import target_on_meta
 
     try:
@@ -637,16 +628,7 @@ def _for_machine(config: Config, options: SearchOptions, machine: PlanMachine) -
     return config.model_copy(update={"nvme_path": paths if machine.disk_bytes else ()})
 
 
-def _tier(text: str | None) -> Offload | None:
-    from infinity.config.schema import Offload
-
-    if text not in (None, *get_args(Offload)):
-        raise ConfigError(f"--activations is {text}", remedy="none, host or disk")
-    return cast("Offload | None", text)
-
-
 def _rate(option: str, text: str | None) -> int | None:
-    """Parse bytes per second."""
     try:
         return None if text is None else _size(option, text.strip().removesuffix("/s"))
     except ConfigError as error:

@@ -128,7 +128,6 @@ def _with_sizes(machine: PlanMachine, options: SearchOptions) -> PlanMachine:
 
 
 def _with_ranks(machine: PlanMachine, options: SearchOptions) -> PlanMachine:
-    """Return the machine with several ranks and the given rates between them."""
     from infinity.plan.plan import LINKS
     from infinity.plan.rates import BETWEEN_NODES
 

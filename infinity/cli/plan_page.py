@@ -9,7 +9,7 @@ from infinity.common.sizes import format_duration, format_parameters, format_siz
 from infinity.integrations.deepspeed.keys import rows_as_text
 
 
-def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
+def show_plan(report: dict[str, Any], *, verbose: bool) -> None:
     """Print the prediction, its assumptions, and changes that make the run faster or make it fit.
 
     `verbose` adds `Plan.describe`, the wear of drives and the times of each phase.
@@ -24,8 +24,13 @@ def show_plan(report: dict[str, Any], *, verbose: bool = False) -> None:
     page.say()
     if not report["fits"]:
         show_suggestions(page, report)
+    elif not report["faster"]:
+        page.say("nothing that was tried would be much faster: see the bottleneck")
     else:
-        _print_faster(page, report)
+        page.say("to go faster (each planned again; predicted)")
+        for suggestion in report["faster"]:
+            batch = "; another training" if suggestion["changes_batch"] else ""
+            _print_suggestion(page, suggestion, f"{suggestion['speed_up']:.2f}x", batch)
     if not verbose:
         page.say()
         page.say("placement, memory, bytes and times of each phase: -v; all numbers: --json")
@@ -195,16 +200,6 @@ def _speed(tokens_per_s: float) -> str:
     if tokens_per_s >= 1:
         return f"{tokens_per_s:,.{0 if tokens_per_s >= 100 else 1}f} tokens/s"
     return f"{tokens_per_s:.2g} tokens/s"
-
-
-def _print_faster(page: Page, report: dict[str, Any]) -> None:
-    if not report["faster"]:
-        page.say("nothing that was tried would be much faster: see the bottleneck")
-        return
-    page.say("to go faster (each planned again; predicted)")
-    for suggestion in report["faster"]:
-        batch = "; another training" if suggestion["changes_batch"] else ""
-        _print_suggestion(page, suggestion, f"{suggestion['speed_up']:.2f}x", batch)
 
 
 def show_suggestions(page: Page, report: dict[str, Any]) -> None:

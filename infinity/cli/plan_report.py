@@ -119,6 +119,7 @@ def report(
     runner_up = None if chosen is None else chosen.runner_up
     best = None if chosen is None else chosen.best
     schedule, blocks = BatchSchedule.of(case), num_blocks(case.units)
+    activations = case.activations()
     facts: dict[str, Any] = {
         "infinity": __version__,
         "model": _model(case, target),
@@ -150,7 +151,8 @@ def report(
         },
         "fits": True,
         "problem": None,
-        "activations": _activations(case),
+        "activations": asdict(activations)
+        | {"total": activations.total, "tier": case.compute_tier},
         "ways": [],
         "plan": None,
         "faster": [],
@@ -308,18 +310,13 @@ def _machine(case: PlanInput) -> dict[str, Any]:
     }
 
 
-def _activations(case: PlanInput) -> dict[str, Any]:
-    activations = case.activations()
-    return {**asdict(activations), "total": activations.total, "tier": case.compute_tier}
-
-
 def _plan_sections(estimate: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
     """Return the sections of the report that need a plan, whether or not activations fit."""
     plan, cost, machine = estimate.plan, estimate.cost, estimate.case.machine
     parameters, rates = max(plan.num_trained, 1), machine.rank_rates.numbers()
     written = plan.predicted_bytes["disk_write"] * machine.gpus
     days = disk_days(written, cost.seconds, rated_bytes)
-    used = budgeted_bytes(plan)
+    used, bound_s = budgeted_bytes(plan), cost.bound_s
     ranks = {
         "count": plan.ranks,
         "zero_stage": plan.zero_stage,
@@ -369,7 +366,7 @@ def _plan_sections(estimate: PlanEstimate, rated_bytes: int) -> dict[str, Any]:
             "tokens_per_s": estimate.tokens_per_s,
             "binds": cost.binds,
             "resources": cost.resources,
-            "bottlenecks": _bottlenecks(cost.phases),
+            "bottlenecks": {name: s / sum(bound_s.values()) for name, s in bound_s.items() if s},
             "phases": _phases(cost.phases),
         },
         "wear": {
@@ -387,16 +384,6 @@ def _placed_bytes(plan: Plan, kind: Kind, purpose: str) -> dict[str, dict[str, i
         for tier in Tier
         if counts[tier]
     }
-
-
-def _bottlenecks(phases: Sequence[PhaseCost]) -> dict[str, float]:
-    """Return the share of all seconds in which each resource binds, the largest first."""
-    seconds = {phase.binds: 0.0 for phase in phases}
-    for phase in phases:
-        seconds[phase.binds] += phase.seconds
-    total = sum(seconds.values())
-    longest = sorted(seconds.items(), key=lambda item: -item[1])
-    return {name: s / total for name, s in longest if s > 0}
 
 
 def _phases(phases: Sequence[PhaseCost]) -> list[dict[str, Any]]:

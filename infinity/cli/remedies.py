@@ -13,9 +13,8 @@ from infinity.config.schema import checkpoint_setting
 from infinity.plan.advice import Change
 from infinity.train.settings import RunConfig
 
-CommandText = Callable[
-    [Sequence[Change]], "str | None"
-]  # text to type for all changes of a suggestion
+# Text to type for all changes of a suggestion.
+CommandText = Callable[[Sequence[Change]], "str | None"]
 
 # Keys of the engine's configuration by the name of a change; placement has one key per kind.
 _KEYS = {
@@ -76,7 +75,10 @@ def train_command_text(run: RunConfig, length: int) -> CommandText:
     def text_of(change: Change) -> str | None:
         if change.name == "batch":
             tokens, _, micro_batch_tokens = change.value
-            return _batch_keys(run, length, tokens, micro_batch_tokens)
+            keys = f"training.micro_batch={micro_batch_tokens // length}"
+            if run.training.tokens_per_step is not None:  # of all ranks
+                return f"{keys} training.tokens_per_step={tokens}"
+            return f"{keys} engine.gradient_accumulation_steps={tokens // micro_batch_tokens}"
         if change.name == "recompute" and run.model.gradient_checkpointing:
             return None if change.value else "model.gradient_checkpointing=false"
         if change.name == "adapter":
@@ -105,14 +107,6 @@ def _key_text(prefix: str, change: Change) -> str:
 def _adapter_key(change: Change) -> str:
     """Return the key of a run for adapters; the rank is the default of `AdapterSection`."""
     return f"adapter.type={'qlora' if change.value[1] else 'lora'}"
-
-
-def _batch_keys(run: RunConfig, length: int, tokens: int, micro_batch_tokens: int) -> str:
-    """Return the keys for a step of `tokens`, of all ranks, and of a micro-batch."""
-    windows = f"training.micro_batch={micro_batch_tokens // length}"
-    if run.training.tokens_per_step is not None:
-        return f"{windows} training.tokens_per_step={tokens}"
-    return f"{windows} engine.gradient_accumulation_steps={tokens // micro_batch_tokens}"
 
 
 def exact_size(nbytes: int) -> str:

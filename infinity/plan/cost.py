@@ -135,12 +135,17 @@ class StepCost:
         return busy
 
     @property
+    def bound_s(self) -> dict[str, float]:
+        """Seconds of the phases that each resource binds, the longest first."""
+        bound: dict[str, float] = {}
+        for phase in self.phases:
+            bound[phase.binds] = bound.get(phase.binds, 0.0) + phase.seconds
+        return dict(sorted(bound.items(), key=lambda item: -item[1]))
+
+    @property
     def binds(self) -> str:
         """The resource that determines most of the step's time."""
-        shares: dict[str, float] = {}
-        for phase in self.phases:
-            shares[phase.binds] = shares.get(phase.binds, 0.0) + phase.seconds
-        return max(shares, key=lambda resource: shares[resource], default="compute")
+        return next(iter(self.bound_s), "compute")
 
 
 def computing(resources: Mapping[str, float]) -> str:

@@ -38,9 +38,6 @@ from infinity.model.weight_files import write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.storage.run_dir import RECORD_NAME
 
-_MAX_TAGS = 20
-
-
 # --- the report of `inspect` ----------------------------------------------------------------------
 
 
@@ -167,7 +164,7 @@ def _show(report: dict[str, Any]) -> None:
     others = [tag for tag in report.get("tags", ()) if tag != report["tag"]]
     if others:
         page.say()
-        page.say(f"other checkpoints: {listed(others, limit=_MAX_TAGS)}")
+        page.say(f"other checkpoints: {listed(others, limit=20)}")
 
 
 def _show_commit(page: Page, report: dict[str, Any]) -> None:
@@ -192,9 +189,6 @@ checkpoint = typer.Typer(
 )
 
 _Out = Annotated[Path, typer.Argument(metavar="OUT", help="A directory to write to.")]
-_MaxShard = Annotated[
-    str, typer.Option("--max-shard", metavar="SIZE", help="Largest file, but for larger tensors.")
-]
 
 
 @checkpoint.callback()
@@ -297,7 +291,10 @@ def export(
         bool, typer.Option("--merge", help="Add adapters to the weights of their base.")
     ] = False,
     model: ModelSource = None,
-    max_shard: _MaxShard = "5GiB",
+    max_shard: Annotated[
+        str,
+        typer.Option("--max-shard", metavar="SIZE", help="Largest file, but for larger tensors."),
+    ] = "5GiB",
     force: Annotated[bool, typer.Option("--force", help="Replace existing weights.")] = False,
 ) -> None:
     """Write a model that Hugging Face loads: weights, config, tokenizer and chat template.

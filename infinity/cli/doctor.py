@@ -69,7 +69,12 @@ def collect_facts(paths: Sequence[Path], root: Path = Path("/")) -> dict[str, An
     facts["io"] = check(_io)
     facts["drives"] = [check(partial(_drive, path)) for path in paths]
     facts["places"] = [] if paths else _file_systems()
-    facts["notes"] = _notes(paths, facts)
+    facts["notes"] = drive_notes(paths, [drive for drive in facts["drives"] if drive])
+    if facts["memory"].get("transparent_huge_pages") == "never":
+        facts["notes"].append(
+            "transparent huge pages are off: requests to the drives are cut into 4 KiB pieces;"
+            " echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
+        )
     facts["problems"] = problems
     facts["ok"] = not problems
     return facts
@@ -90,7 +95,7 @@ def machine_facts() -> dict[str, Any]:
     }
 
 
-def measured_links(refresh: bool = False) -> dict[str, Any] | None:
+def measured_links(refresh: bool) -> dict[str, Any] | None:
     """Return rates between the ranks that a launcher started; None for a single process.
 
     Collective: all ranks measure together, and each node caches the result. Keys: `rank` (of this
@@ -115,7 +120,7 @@ def measured_links(refresh: bool = False) -> dict[str, Any] | None:
 
 
 def describe(
-    paths: Sequence[Path], refresh: bool = False, links: dict[str, Any] | None = None
+    paths: Sequence[Path], refresh: bool, links: dict[str, Any] | None = None
 ) -> PlanMachine:
     """Return this machine for a plan, with cached rates or rates measured now.
 
@@ -263,17 +268,6 @@ def drive_notes(paths: Sequence[Path], drives: Sequence[dict[str, Any]]) -> list
     return notes + (shared_drives(paths) if len(paths) > 1 else [])
 
 
-def _notes(paths: Sequence[Path], facts: dict[str, Any]) -> list[str]:
-    """Return messages about settings that slow a run down but do not stop it."""
-    notes = drive_notes(paths, [drive for drive in facts["drives"] if drive])
-    if facts["memory"].get("transparent_huge_pages") == "never":
-        notes.append(
-            "transparent huge pages are off: requests to the drives are cut into 4 KiB pieces;"
-            " echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
-        )
-    return notes
-
-
 def doctor(
     path: Drives = None,
     machine_file: Annotated[
@@ -319,7 +313,6 @@ def doctor(
 
 
 def _write(path: Path, text: str) -> None:
-    """Replace the file atomically."""
     try:
         with atomic_write(path) as file:
             file.write(text.encode())
@@ -402,9 +395,9 @@ def rate_lines(rates: dict[str, Any], origin: str) -> list[str]:
     lines = [f"rates      {origin}"]
     busy = "" if "to_device" in rates else "; with busy processors"
     for title, names, suffix in (("disk", DISK, busy), ("copies", COPIES, "")):
-        known = [name for name in names if name in rates]
-        texts = ", ".join(f"{_label(name)} {format_rate(rates[name])}" for name in known)
-        lines += [f"           {title}: {texts}{suffix}"] if known else []
+        labels = {n: n.removeprefix("disk_").replace("_", " ") for n in names if n in rates}
+        texts = ", ".join(f"{label} {format_rate(rates[n])}" for n, label in labels.items())
+        lines += [f"           {title}: {texts}{suffix}"] if labels else []
     if LINKS[0] in rates:
         lines.append(f"           links: {link_text(rates)}")
     updates = dict(rates["update"])
@@ -428,10 +421,6 @@ def link_text(rates: dict[str, Any]) -> str:
     hosts = rates.get(BETWEEN_HOSTS)
     suffix += f", {format_rate(hosts)} by each rank from RAM to RAM" if hosts else ""
     return f"{texts}, received by each rank{suffix}"
-
-
-def _label(name: str) -> str:
-    return name.removeprefix("disk_").replace("_", " ")
 
 
 def _drive_lines(drive: dict[str, Any]) -> list[str]:

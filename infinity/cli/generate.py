@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from infinity.engine import Engine
     from infinity.train.saved_model import SavedModel
 
-_STDIN = "-"
-
 
 def generate(
     directory: Annotated[
@@ -67,7 +65,7 @@ def generate(
     if the run was on conversations.
     """
     with command(), ExitStack() as closing:
-        text = sys.stdin.read() if prompt == _STDIN else prompt
+        text = sys.stdin.read() if prompt == "-" else prompt
         if not text:
             raise ConfigError("the prompt is empty", remedy="give a text")
         options = _sampling(temperature, top_p) | {"max_new_tokens": max_tokens}
@@ -135,7 +133,6 @@ def _sampling(temperature: float | None, top_p: float | None) -> dict[str, Any]:
 def _print_continuation(
     engine: Engine, saved: SavedModel, text: str, raw: bool, seed: int, options: dict[str, Any]
 ) -> None:
-    """Print generated text token by token."""
     import torch
 
     from infinity.integrations.huggingface.packages import transformers

@@ -56,7 +56,7 @@ def quick_rates(monkeypatch: pytest.MonkeyPatch) -> None:
 def cached_or_nominal_rates(quick_rates: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Measure rates of processors only, never of disks."""
     describe = doctor.describe
-    monkeypatch.setattr(doctor, "describe", lambda paths, refresh: describe([]))
+    monkeypatch.setattr(doctor, "describe", lambda paths, refresh: describe([], refresh=False))
 
 
 @pytest.fixture

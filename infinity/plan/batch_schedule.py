@@ -356,8 +356,8 @@ class _ScheduleSearch:
             if best.case.config.activations.offload == "none":
                 # Inputs of blocks in RAM leave device memory to weights.
                 case = self._case(best.case.micro_batches, best.case.work.slices, "host", "all")
-                estimate = self._estimate(case) if self._activations_fit(case) else None
-                self.estimates += [estimate] if estimate is not None else []
+                in_ram = self._estimate(case) if self._activations_fit(case) else None
+                self.estimates += [in_ram] if in_ram is not None else []
 
     def _can_refine(self, estimate: PlanEstimate) -> bool:
         return self.options.recompute is None and bool(self.blocks and estimate.case.work.recompute)

@@ -343,11 +343,6 @@ def num_fetch_buffers(plan: Plan) -> int:
     return plan.prefetch_units + 2 if on_disk else 0
 
 
-def largest_slot(plan: Plan) -> int:
-    """Return bytes of the largest slot."""
-    return max((c.slot_bytes for c in plan.slot_classes), default=0)
-
-
 def fetch_bytes(plan: Plan) -> int:
     """Return bytes of the largest fetch: a rank's shard of a unit's weights."""
     moving = chain.from_iterable(c.members for c in plan.slot_classes)

@@ -43,7 +43,7 @@ class PhaseBytes:
 
     micro_batch: int
     backward: bool
-    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(DIRECTIONS, 0))
+    moved: dict[str, int]
 
     @property
     def has_update(self) -> bool:
@@ -162,12 +162,10 @@ class _PhaseMoves:
 
 
 def _shortened(course: _Course) -> _Course:
-    """Return the course with at most `FEW` micro-batches."""
     return replace(course, micro_batches=min(course.micro_batches, FEW))
 
 
 def _step_moves(course: _Course) -> tuple[_PhaseMoves, ...]:
-    """Return the moves of a steady step."""
     few, added = _simulate(_shortened(course))
     if course.micro_batches <= FEW:
         return few

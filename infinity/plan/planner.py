@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from infinity.common.sizes import format_size
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, DoesNotFitError
-from infinity.plan.budget import Limits, excess, largest_slot, with_memory
+from infinity.plan.budget import Limits, excess, with_memory
 from infinity.plan.cost import step_cost
 from infinity.plan.forecast import forecast_bytes
 from infinity.plan.hints import may_shorten_prefetch, with_slots_note, with_weights_in_ram
@@ -94,7 +94,6 @@ def make_plan(
         )
     rates, rule = rates or nominal(unified), rule or RuleFacts()
     precision = replace(PRECISIONS[config.precision], moments=rule.moments)
-    largest_shard = max((u.shard_numel for u in units), default=0)
     ranks = units[0].shards if units else 1
     chunk = config.chunk_size if isinstance(config.chunk_size, int) else CHUNK_ELEMENTS
     facts = facts or UnitFacts(units)
@@ -113,7 +112,7 @@ def make_plan(
         units=units,
         placements=(),
         slot_classes=(),
-        chunk_elements=min(chunk, round_up(max(largest_shard, 1), ELEMENT_ALIGN)),
+        chunk_elements=min(chunk, round_up(max(facts.largest_shard, 1), ELEMENT_ALIGN)),
         num_staging_buffers=NUM_STAGING_BUFFERS,
         prefetch_units=config.prefetch_units,
         micro_batches=config.gradient_accumulation_steps,
@@ -285,7 +284,7 @@ def _commit_interval(plan: Plan, rates: Rates) -> int:
 
 
 def _require_fit(plan: Plan, limits: Limits, config: Config) -> None:
-    largest = largest_slot(plan)
+    largest = max((c.slot_bytes for c in plan.slot_classes), default=0)
     device = limits.device if limits.device is not None else limits.host
     if device is not None and 2 * largest > device:
         name = max(plan.units, key=lambda u: u.slot_bytes).name

@@ -327,7 +327,7 @@ class Engine:
             self._bound.verify(every=True)
             self._bound.release_all(reached=True)
             self._values.release_all_materialized()
-            self._values.settle()
+            self._values.finish_updates()
             samples = self._micro_batch_size * self._window.share
             document = None if self._components.durability is None else self._checkpoints.document
             self._step_runner.update(
@@ -636,7 +636,7 @@ class Engine:
         """
         index = self._index_for(parameter, value)
         self._values.release_all_materialized()
-        self._values.settle()
+        self._values.finish_updates()
         components = self._components
         params_by_index = self.optimizer.params_by_index(self._index_of)
         for piece, rows in self._values.rows(index):
@@ -673,7 +673,7 @@ class Engine:
     def settle(self) -> None:
         """Block until no update is pending and all state is in its tier."""
         self._check_usable()
-        self._values.settle()
+        self._values.finish_updates()
         store = self._components.store
         for unit in range(len(self.plan.units)):
             store.wait_writes(unit)

@@ -12,9 +12,8 @@ from collections.abc import Callable
 import torch
 
 from infinity.offload.prefetch import Prefetcher
-from infinity.plan.access_order import AccessOrder
+from infinity.plan.access_order import AccessOrder, usual_cycle
 from infinity.plan.plan import Plan
-from infinity.plan.usual_cycle import usual_cycle
 
 
 class Cycles:

@@ -14,9 +14,9 @@ from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan.budget import fetch_bytes, num_fetch_buffers
 from infinity.plan.plan import Plan
-from infinity.storage.device import HAPPENED
+from infinity.storage.device import HAPPENED, merge_events
 from infinity.storage.staging import BufferPool
-from infinity.storage.store import Priority, merge_events
+from infinity.storage.store import Priority
 from infinity.types import Kind
 
 

@@ -31,8 +31,12 @@ from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import TrainingError
 from infinity.offload.exchange import GradientExchange, NormTree
 from infinity.offload.gradient_copies import Copy, GradientCopies, SquaresOnDevice
-from infinity.offload.gradient_sums import GradientSums, norm_slices, segment_slice
-from infinity.offload.gradient_windows import GradientWindows, untimed
+from infinity.offload.gradient_sums import (
+    GradientSums,
+    GradientWindows,
+    norm_slices,
+    segment_slice,
+)
 from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
 from infinity.offload.window import AccumulationWindow
@@ -115,11 +119,11 @@ class GradientStore:
         if not plan.unified:
             staging = BufferPool(1, nbytes, self._device).take()
             self._worker = GradientWorker(transfers, staging)
-        stall = transfers.stall if self._worker is None else untimed
-        self._windows = GradientWindows(plan, transfers, self.dtype, on_disk, stall)
+        self._windows = GradientWindows(plan, transfers, self.dtype, on_disk)
         sums_transfers = None if self._worker is None else transfers
-        square = self._square_sums if ranks.count == 1 else self._square_blocks
-        self._sums = GradientSums(kernels, square, self.ram, self._windows, sums_transfers)
+        self._sums = GradientSums(
+            kernels, self.ram, self._windows, sums_transfers, by_blocks=ranks.count > 1
+        )
 
     def _reserve(self) -> dict[int, Range]:
         plan = self.plan
@@ -354,7 +358,8 @@ class GradientStore:
             for parameter in sorted(self._with_gradient & self._locations.keys()):
                 sums = self._sums.squares.get(parameter)
                 if sums is None:
-                    sums = self.kernels.square_blocks(self._read(parameter))
+                    segment = self._segments[parameter][1]
+                    sums = self._sums.square_sums(self._read(parameter), segment)
                 blocks[parameter] = sums
             self._squares = self._tree.fold(blocks, sorted(self._with_gradient), equal)
         else:
@@ -372,7 +377,7 @@ class GradientStore:
         for parameter in self._in_order():
             if parameter not in self._squares:
                 segment = self._segments[parameter][1]
-                self._squares[parameter] = self._square_sums(self._read(parameter), segment)
+                self._squares[parameter] = self._sums.square_sums(self._read(parameter), segment)
             for square in self._squares[parameter]:
                 total += square
         return total
@@ -382,12 +387,6 @@ class GradientStore:
         segments = (self._segments[parameter][1] for parameter in self._with_gradient)
         ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
         return [segment.parameter for segment in ordered]
-
-    def _square_sums(self, flat: Tensor, segment: Segment) -> list[float]:
-        return [self.kernels.square_sum(part) for part in norm_slices(flat, segment)]
-
-    def _square_blocks(self, flat: Tensor, segment: Segment) -> Tensor:
-        return self.kernels.square_blocks(flat)
 
     def non_finite(self) -> list[str]:
         """Return names of parameters with non-finite gradients, in order; after `square_sum`."""

@@ -8,15 +8,37 @@ optimizer pass updates that unit next, and only writes back units that it cannot
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from infinity.offload.failure import FailureLatch
+from infinity.offload.gradient_copies import Copy
 from infinity.offload.slots import Residency, Slot, SlotLedger
 from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan, UpdatePlace, publishes, update_place
 from infinity.storage.device import Event
 
 LOOK_AGAIN_S = 0.1  # dropping the last reference to a slot notifies nothing
+
+
+@dataclass(frozen=True)
+class UpdateJob:
+    """Everything that an optimizer pass depends on; captured at `step()`.
+
+    `params_by_index` and `steps` have exactly the parameters to update, by index; `steps` counts
+    this update, from 1. `computed` is the end of the compute that produced the gradients and read
+    the weights that will change. `copies` has the copies of gradients to RAM in flight, by unit;
+    the optimizer pass removes them as it waits for them.
+    """
+
+    units: tuple[int, ...]
+    params_by_index: Mapping[int, Any]
+    steps: Mapping[int, int]
+    grad_scale: float
+    computed: Event
+    copies: dict[int, list[Copy]] = field(default_factory=dict)
+    document: Mapping[str, Any] | None = None  # in the commit of a durable run
 
 
 class UpdateHandover:

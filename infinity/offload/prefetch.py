@@ -20,14 +20,13 @@ from infinity.offload.exchange import GradientExchange
 from infinity.offload.failure import FailureLatch
 from infinity.offload.fetcher import Fetcher
 from infinity.offload.handover import LOOK_AGAIN_S, UpdateHandover
-from infinity.offload.live_slots import LiveSlots
 from infinity.offload.slots import Residency, SlotLedger
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.offload.unit_gather import MAX_AHEAD, UnitGather
 from infinity.plan import access_order
 from infinity.plan.access_order import NEVER, AccessOrder
-from infinity.plan.plan import Plan
+from infinity.plan.plan import Plan, publishes
 from infinity.storage.store import Priority
 from infinity.types import Kind
 
@@ -57,7 +56,7 @@ class Prefetcher:
         self.bound = BoundUnits(plan, ledger, binding, self.failure)
         self.handover = UpdateHandover(plan, transfers, ledger, self.failure)
         self._fetcher = Fetcher(plan, transfers, store, ledger, self.failure)
-        self._slots = LiveSlots(plan, ledger, self.bound, self._fetcher)
+        self._slots = _LiveSlots(plan, ledger, self.bound, self._fetcher)
         self._gather: UnitGather | None = None  # None on a single rank
         if exchange is not None:
             self._gather = UnitGather(plan, transfers, store, ledger, exchange)
@@ -268,3 +267,58 @@ class Prefetcher:
             elif entry.residency is Residency.RESIDENT and self._slots.class_of(unit) is not None:
                 with self.ledger.changed:
                     self.bound.evict(unit)
+
+
+class _LiveSlots:
+    """`SlotView` of the rule in `plan/access_order.py`, over the ledger; callers hold `changed`."""
+
+    def __init__(self, plan: Plan, ledger: SlotLedger, bound: BoundUnits, fetcher: Fetcher) -> None:
+        self._plan = plan
+        self._ledger = ledger
+        self._entries = ledger.entries
+        self._bound = bound
+        self._fetcher = fetcher
+
+    def class_of(self, unit: int) -> int | None:
+        """Return the unit's slot class, or None if its weights are stored on the device."""
+        return self._ledger.class_of[unit]
+
+    def holds_slot(self, unit: int) -> bool:
+        """Return True if a slot holds, or will hold, the unit's current weights."""
+        return self._entries[unit].slot is not None
+
+    def is_pending(self, unit: int) -> bool:
+        """Return True if the unit waits for its update by the optimizer pass."""
+        return self._ledger.is_pending(unit)
+
+    def publishes(self, unit: int) -> bool:
+        """Return True if the optimizer pass writes the unit's new weights into a slot."""
+        return publishes(self._plan, unit)
+
+    def num_free(self, slot_class: int) -> int:
+        return len(self._ledger.free_slots(slot_class))
+
+    def evictable(self, slot_class: int) -> Collection[int]:
+        """Return the units in slots of the class, without the one in use and those in a forward."""
+        units = []
+        for slot in self._ledger.slots:
+            unit = slot.owner
+            if slot.slot_class == slot_class and unit is not None and unit != self._ledger.current:
+                entry = self._entries[unit]
+                if entry.residency is Residency.RESIDENT and not entry.forward_depth:
+                    units.append(unit)
+        return units
+
+    def try_evict(self, unit: int) -> bool:
+        """Evict the unit unless its weights are referenced; return True if that freed its slot."""
+        slot = self._entries[unit].slot
+        assert slot is not None
+        if self._entries[unit].num_aliases > 0:
+            return False
+        self._bound.evict(unit)
+        # A thread that inspects the frames of this one may hold their views a moment longer.
+        return slot.is_free()
+
+    def fetch(self, unit: int) -> None:
+        """Start to fetch the unit into a free slot."""
+        self._fetcher.start(unit)

@@ -49,10 +49,10 @@ from infinity.model.torch_private import storage_use_count
 from infinity.offload.transfers import Transfers
 from infinity.plan.layout import Record, UnitLayout
 from infinity.plan.plan import Plan
-from infinity.storage.device import HAPPENED, Event, after_all
+from infinity.storage.device import HAPPENED, Event, after_all, merge_events
 from infinity.storage.disk import Extent
 from infinity.storage.staging import host_buffer
-from infinity.storage.store import MemoryRange, Range, Store, merge_events
+from infinity.storage.store import MemoryRange, Range, Store
 from infinity.types import PAGE, Kind, Tier, round_up
 
 

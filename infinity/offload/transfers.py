@@ -14,9 +14,9 @@ from infinity.errors import TransferError
 from infinity.optim.cpu import Piece
 from infinity.plan.plan import DIRECTIONS
 from infinity.profiling.trace_recorder import NO_UNIT, Trace
-from infinity.storage.device import HAPPENED, Device, Event
+from infinity.storage.device import HAPPENED, Device, Event, merge_events
 from infinity.storage.disk import Disk, DiskTicket
-from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store, merge_events
+from infinity.storage.store import DeviceStore, HostStore, Pieces, Priority, Store
 from infinity.types import Tier
 
 # Identifies moved bytes in the trace: (index of the unit, name of the kind).

@@ -21,7 +21,7 @@ from infinity.offload.slots import SlotLedger
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.plan.plan import Plan
-from infinity.storage.store import merge_events
+from infinity.storage.device import merge_events
 
 MAX_AHEAD = NOTES - 2  # units that a rank reports in addition to the one in use
 _NO_UNIT = -1  # padding of a report

@@ -15,7 +15,7 @@ from itertools import chain
 from typing import Any
 
 from infinity.plan import access_order
-from infinity.plan.access_order import AccessOrder
+from infinity.plan.access_order import AccessOrder, usual_cycle
 from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import (
     DIRECTIONS,
@@ -28,7 +28,6 @@ from infinity.plan.plan import (
     update_place,
 )
 from infinity.plan.saved_plan import saved_moves
-from infinity.plan.usual_cycle import usual_cycle
 from infinity.types import Tier
 
 FEW = 5  # micro-batches after which further ones usually repeat the previous one

@@ -212,7 +212,7 @@ class UnitLayout:
     is_block: bool = False  # a block that can be recomputed, or run in slices
     shards: int = 1  # number of ranks that shard it; 1 in the layout of a shard
     paired: int | None = None  # `Precision.paired` of a shard; None if no parameter is `needs_full`
-    # Units outside blocks only, for the access order: see `plan/usual_cycle.py`.
+    # Units outside blocks only, for the access order: see `plan/access_order.py`.
     at_end: bool = False  # also used after the blocks: holds a norm, or a head
     looked_up: bool = False  # before the blocks only embeddings, which backward does not use
 

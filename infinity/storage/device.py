@@ -62,8 +62,15 @@ class AllOf:
             event.wait()
 
 
+def merge_events(events: Sequence[Event]) -> Event:
+    """Return one event for several; waiting waits for each, so that every error is raised."""
+    if not events:
+        return HAPPENED
+    return events[0] if len(events) == 1 else AllOf(events)
+
+
 def after_all(*events: Event) -> Event:
-    """Return one event for several; events that have happened are dropped."""
+    """Return one event for several, like `merge_events`, but drop events that have happened."""
     flat_events = [e for event in events for e in getattr(event, "events", (event,))]
     pending = [e for e in flat_events if not e.done()]
     if not pending:

@@ -8,9 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
-from infinity.storage.device import Device, DeviceArena, Event
+from infinity.storage.device import Device, DeviceArena, Event, merge_events
 from infinity.storage.host_arena import HostArena
-from infinity.storage.store import merge_events
 from infinity.types import PAGE, round_up
 
 

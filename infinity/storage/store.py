@@ -15,7 +15,7 @@ from typing import Protocol, Self
 
 from torch import Tensor
 
-from infinity.storage.device import HAPPENED, AllOf, Device, Event
+from infinity.storage.device import HAPPENED, Device, Event, merge_events
 from infinity.storage.host_arena import make_arena
 from infinity.types import PAGE, Tier, round_up
 
@@ -146,10 +146,3 @@ def _data_of(source: Range) -> Tensor:
     data = source.addressable_view(by_device=True)
     assert data is not None
     return data
-
-
-def merge_events(events: Sequence[Event]) -> Event:
-    """Return one event for several; waiting waits for each, so that every error is raised."""
-    if not events:
-        return HAPPENED
-    return events[0] if len(events) == 1 else AllOf(events)

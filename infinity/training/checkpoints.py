@@ -482,7 +482,7 @@ class Checkpoints:
         self._values.release_all_materialized()
         self._gradients.finish()
         self._gradients.settle()
-        self._values.settle()
+        self._values.finish_updates()
         for layout in self._plan.units:
             self._store.wait_writes(layout.index)
 

@@ -21,13 +21,12 @@ from infinity.checkpoint.durability import Durability
 from infinity.errors import EngineClosedError, MachineError
 from infinity.offload.failure import FailureLatch
 from infinity.offload.gradients import GradientStore
-from infinity.offload.handover import UpdateHandover
+from infinity.offload.handover import UpdateHandover, UpdateJob
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.update import Updater
 from infinity.plan.plan import Plan
 from infinity.training.unit_updater import AbortedError, BeforeChange, UnitUpdater
-from infinity.training.update_job import UpdateJob
 
 
 class OptimizerPass:

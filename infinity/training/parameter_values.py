@@ -52,8 +52,8 @@ class _CachedUnit:
 class ParameterValues:
     """Reads and writes parameters by index.
 
-    `settle` must lift the pacing and wait for updates. `pieces` maps the index of a stack of
-    experts that is cut into ranges to the indices of its ranges; methods accept either index.
+    `finish_updates` must lift the pacing and wait for updates. `pieces` maps the index of a stack
+    of experts that is cut into ranges to the indices of its ranges; methods accept either index.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ParameterValues:
         prefetcher: Prefetcher,
         binding: ParameterBinding,
         kernels: CpuKernels,
-        settle: Callable[[], None],
+        finish_updates: Callable[[], None],
         guard: CallGuard,
         before_change: Callable[[int], None],
         pieces: Mapping[int, Sequence[int]],
@@ -78,7 +78,7 @@ class ParameterValues:
         self.device = self.ledger.device.torch_device
         self._binding = binding
         self.kernels = kernels
-        self.settle = settle
+        self.finish_updates = finish_updates
         self.materialized_dtypes: dict[int, torch.dtype] = {}
         self.before_change = before_change  # called with a unit before its stored bytes change
         self._locations = {s.parameter: (u, s) for u in store.plan.units for s in u.segments}
@@ -284,7 +284,7 @@ class ParameterValues:
             return self._cached
         if not self._read_only:
             self.flush()
-            self.settle()
+            self.finish_updates()
         self._cached = _CachedUnit(layout, self.store.read(layout.index, Kind.WEIGHT))
         return self._cached
 
@@ -306,7 +306,7 @@ class ParameterValues:
         if not with_master or kind is None:
             return weight, None
         if cached.master_state is None:
-            self.settle()  # a step frees the cache: both are of the same update
+            self.finish_updates()  # a step frees the cache: both are of the same update
             cached.master_state = self.store.read(layout.index, kind)
         return weight, cached.master_state.view(KIND_DTYPES[kind])[elements]
 

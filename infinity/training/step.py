@@ -38,6 +38,7 @@ from infinity.errors import (
     TransferError,
 )
 from infinity.model.torch_private import close_checkpoints
+from infinity.offload.handover import UpdateJob
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.profiling.step_log import StepLog
 from infinity.profiling.step_report import Meter, StepReport
@@ -45,7 +46,6 @@ from infinity.storage.device import Event
 from infinity.training.components import EngineComponents
 from infinity.training.loss_scale import ScaleRules, ScaleState, exhausted_scale_error
 from infinity.training.optimizer_state import read_state
-from infinity.training.update_job import UpdateJob
 
 MAX_SKIPPED_IN_A_ROW = 20
 # Skipped steps in a row that warn under a dynamic loss scale: fewer are its search.

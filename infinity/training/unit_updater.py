@@ -31,18 +31,19 @@ import torch
 from torch import Tensor
 
 from infinity.offload.gradients import GradientStore
-from infinity.offload.handover import UpdateHandover
+from infinity.offload.handover import UpdateHandover, UpdateJob
 from infinity.offload.slots import Slot
 from infinity.offload.state import StateStore
 from infinity.offload.transfers import Transfers
 from infinity.optim.cpu import Piece
+from infinity.optim.moments import master_views, moment_view
 from infinity.optim.update import KernelUpdater, Tile, Updater
 from infinity.plan.budget import NUM_STREAM_BUFFERS, staging_bytes, stream_bytes
+from infinity.plan.layout import UnitLayout
 from infinity.plan.plan import Plan, UpdatePlace, update_place
 from infinity.profiling.trace_recorder import Laps
 from infinity.storage.device import HAPPENED, Event, after_all
 from infinity.storage.staging import BufferPool
-from infinity.training.update_job import UpdateJob, tiles_of
 from infinity.types import Kind
 
 
@@ -319,8 +320,43 @@ class UnitUpdater:
             for kind, view in views.items():
                 part, start = plan.part(layout, kind, first, len(span)), starts[kind]
                 chunk_views[kind] = view[part.start - start : part.stop - start]
-            tiles += tiles_of(job, plan, layout, span, chunk_views, self.gradients.dtype)
+            tiles += self._tiles_of_span(job, layout, span, chunk_views)
         return tiles
+
+    def _tiles_of_span(
+        self, job: UpdateJob, layout: UnitLayout, chunks: range, views: Mapping[Kind, Tensor]
+    ) -> Iterator[Tile]:
+        """Yield the tiles of chunks: ranges of the parameters that the job updates.
+
+        `views` (uint8) have every state kind, and the gradient, of exactly these `chunks`: one, or
+        several if they hold nothing but values (`Precision.is_flat`).
+        """
+        precision = self.plan.precision_of(layout)
+        start, _ = layout.chunk(chunks.start, self.plan.chunk_elements)
+        count = sum(layout.chunk(chunks.stop - 1, self.plan.chunk_elements)) - start
+        weights, residuals = master_views(views, precision)
+        gradients = views[Kind.GRADIENT].view(self.gradients.dtype)
+        moments = {
+            kind: moment_view(
+                views[kind], precision.num_with_moment(kind, count), precision.format_of(kind)
+            )
+            for kind in precision.moment_kinds
+        }
+        for segment in layout.trained_segments:
+            first, last = segment.within(start, count)
+            if first >= last or segment.parameter not in job.params_by_index:
+                continue
+            yield Tile(
+                parameter=segment.parameter,
+                shape=segment.shape,
+                first=start + first - segment.offset + segment.first_element,
+                weight=weights[first:last],
+                master_state=None if residuals is None else residuals[first:last],
+                moments=tuple(m.part(first, last) for k, m in moments.items() if segment.keeps(k)),
+                gradient=gradients[first:last],
+                rule_params=job.params_by_index[segment.parameter],
+                step=job.steps[segment.parameter],
+            )
 
     # --- on the CPU ----------------------------------------------------------------------------
 

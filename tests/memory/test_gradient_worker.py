@@ -32,9 +32,9 @@ from support.small import (
 from torch import Tensor
 
 from infinity.errors import EngineFailedError, TransferError
-from infinity.offload import gradient_windows, gradient_worker
+from infinity.offload import gradient_sums, gradient_worker
 from infinity.offload.gradient_copies import Copy
-from infinity.offload.gradient_windows import GradientWindows
+from infinity.offload.gradient_sums import GradientWindows
 from infinity.offload.gradient_worker import GradientWorker
 from infinity.offload.transfers import Transfers
 from infinity.profiling.trace_reader import read_timeline
@@ -83,15 +83,15 @@ def test_windows_read_in_expected_order(
         reads.append(label[0])
         return HAPPENED
 
-    monkeypatch.setattr(gradient_windows, "num_gradient_windows", lambda plan: 2)
-    monkeypatch.setattr(gradient_windows, "gradient_window_bytes", lambda plan: 4096)
+    monkeypatch.setattr(gradient_sums, "num_gradient_windows", lambda plan: 2)
+    monkeypatch.setattr(gradient_sums, "gradient_window_bytes", lambda plan: 4096)
     plan: Any = SimpleNamespace(
         local_units=[SimpleNamespace(trained_segments=[0])] * 5, ranks=1,
-        gradient_bytes=lambda unit: 4096,
+        gradient_bytes=lambda unit: 4096, unified=False,
     )  # fmt: skip
     extents: Any = {unit: SimpleNamespace(nbytes=4096) for unit in range(5)}
     transfers: Any = SimpleNamespace(read=read, write=lambda pieces, label: tickets.pop(0))
-    windows = GradientWindows(plan, transfers, torch.float32, extents, gradient_windows.untimed)
+    windows = GradientWindows(plan, transfers, torch.float32, extents)
     tickets: list[Event] = [quick, quick, quick, slow, slow]
     for micro_batch in range(2):
         for unit in (4, 3, 2, 1, 0):

@@ -18,8 +18,8 @@ from support.stalled import LONG_S
 from torch import Tensor, nn
 
 import infinity
+from infinity.offload.handover import UpdateJob
 from infinity.training.unit_updater import UnitUpdater
-from infinity.training.update_job import UpdateJob
 
 BLOCKS, DIM, SLEEP_S = 8, 64, 0.01
 BLOCK_BYTES = 12 * (DIM * DIM + 2048)  # approximate bytes per block and optimizer pass, each way

@@ -178,7 +178,7 @@ def warnings_in(report: dict[str, Any]) -> list[str]:
     for name, report_facts in contenders.items():
         if report_facts.get("alloc_retries"):
             messages.append(
-                f"{name}: torch's allocator freed all that it kept, and asked the driver again, "
+                f"{name}: torch's allocator freed its cache and asked the driver again, "
                 f"{report_facts['alloc_retries']} times: the device's budget is too small for its "
                 "blocks"
             )
@@ -234,7 +234,7 @@ def run_all(
     for check in checks:
         left = until - time.monotonic()
         if check.device_gib > device_gib:
-            why = f"it takes {check.device_gib:.0f} GiB of a GPU that has {device_gib:.0f}"
+            why = f"needs {check.device_gib:.0f} GiB on the GPU, which has {device_gib:.0f}"
             results.append(Result(check, None, 0.0, why))
         elif left < 5:
             results.append(Result(check, None, 0.0, "no time was left"))
@@ -303,7 +303,7 @@ def describe(checks: Sequence[Check]) -> None:
     total = sum(check.limit_s for check in checks)
     print(f"in all at most {total:.0f} s")
     if total > LIMIT_S:
-        print(f"after {LIMIT_S:.0f} s what is left is not run: better one stage at a time")
+        print(f"checks not started after {LIMIT_S:.0f} s are skipped: run one stage at a time")
 
 
 def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Path) -> int:
@@ -319,7 +319,7 @@ def dry_run(checks: Sequence[Check], stages: Sequence[str], site: Path, out: Pat
         from gpu.plan import plan_lines
         from infinity.errors import DoesNotFitError
     except ImportError as error:
-        print(f"plans are not shown, the package is not built here: {error}")
+        print(f"plans are not printed: the package is not built here: {error}")
         return MISSING if _print_problems(problems) else 0
     for stage in stages:
         try:
@@ -338,13 +338,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     parser = argparse.ArgumentParser(prog="gpu_check.sh", description=__doc__)
     parser.add_argument("stages", nargs="*", metavar="STAGE", help=", ".join(STAGES))
-    parser.add_argument("--dry-run", action="store_true", help="run nothing")
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
-    parser.add_argument("--ram", type=float, metavar="GIB", help="of this machine, if that grows")
-    parser.add_argument("--only", metavar="NAMES", help="of the stages' checks, these and rates")
-    parser.add_argument("--fetch", action="store_true", help="wheels into .whl/, from an index")
     parser.add_argument(
-        "--table", nargs="+", metavar="FILE", help="of results.json of several runs"
+        "--dry-run", action="store_true", help="print commands and plans; run nothing"
+    )
+    parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds of this call")
+    parser.add_argument(
+        "--ram", type=float, metavar="GIB", help="RAM of a machine that adds it with use"
+    )
+    parser.add_argument("--only", metavar="NAMES", help="run only these checks, and rates")
+    parser.add_argument("--fetch", action="store_true", help="download wheels into .whl/")
+    parser.add_argument(
+        "--table", nargs="+", metavar="FILE", help="combine results.json of several runs"
     )
     options = parser.parse_args(arguments)
     if options.table:
@@ -370,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.only is not None:
             wanted = {"rates", *options.only.split(",")}
             if unknown := sorted(wanted - {check.name for check in checks}):
-                parser.error(f"{unknown[0]!r} is no check of these stages")
+                parser.error(f"{unknown[0]!r} is not a check of these stages")
             checks = [check for check in checks if check.name in wanted]
         if options.dry_run or no_gpu is not None:
             code = dry_run(checks, stages, site, out)
@@ -409,7 +413,7 @@ def check_all(
     sys.path.insert(0, str(site))
     if lacking := carried.missing():
         lacking = [f"missing: {line}" for line in lacking]
-        lacking.append("bring it with tools/gpu_check.sh --fetch")
+        lacking.append("run tools/gpu_check.sh --fetch on a machine with a network")
         print("\n".join(f"gpu_check: {line}" for line in lacking), file=sys.stderr)
         write_report(results, "\n".join(["unknown machine", *lacking]), stages, out, {})
         return MISSING

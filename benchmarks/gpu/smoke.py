@@ -148,7 +148,7 @@ def overlap(make: Make, say: Say, left_s: float) -> dict[str, Any]:
         getattr(device, name)(*pair).wait()
         overlaps[name] = not compute.done()
         compute.wait()
-    say(f"copies end beside compute: {overlaps}")
+    say(f"copies end during compute: {overlaps}")
     warnings = list(device.warnings)
     device.close()  # before its registered memory is freed
     assert device.host_clock or all(overlaps.values()), f"copies wait for compute: {overlaps}"

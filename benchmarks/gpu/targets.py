@@ -158,22 +158,22 @@ def _why_skipped(results: Results, what: str) -> str:
 
 TARGETS = (
     Target(
-        "1.5B, 32k tokens a step: tokens/s beside plain torch",
+        "1.5B, 32k tokens a step: tokens/s relative to plain torch",
         GPU_SHARES[LARGE_STEP],
         _relative_to_plain("step-1.5b-32k"),
     ),
     Target(
-        "1.5B, 8k: tokens/s beside plain torch",
+        "1.5B, 8k: tokens/s relative to plain torch",
         GPU_SHARES[SMALL_STEP],
         _relative_to_plain("step-1.5b-8k"),
     ),
     Target(
-        "1.5B, 8k, all state in RAM: tokens/s beside plain torch",
+        "1.5B, 8k, all state in RAM: tokens/s relative to plain torch",
         GPU_SHARES[SMALL_STEP],
         _relative_to_plain("step-1.5b-8k-state-in-ram"),
     ),
     Target(
-        "8B, 32k: tokens/s beside plain torch (derived from 4 and 8 of its blocks)",
+        "8B, 32k: tokens/s relative to plain torch (derived from 4 and 8 of its blocks)",
         GPU_SHARES[LARGE_STEP],
         _relative_to_derived("step-8b-32k", "step-8b-32k"),
     ),
@@ -183,32 +183,32 @@ TARGETS = (
         _relative_to_derived("step-8b-32k-m4", "step-8b-32k"),
     ),
     Target(
-        "8B, 16k: tokens/s beside plain torch (derived from 4 and 8 of its blocks)",
+        "8B, 16k: tokens/s relative to plain torch (derived from 4 and 8 of its blocks)",
         GPU_SHARES[MIDDLE_STEP],
         _relative_to_derived("step-8b-16k", "step-8b-16k"),
     ),
     Target(
-        "8B, 8k: tokens/s beside plain torch",
+        "8B, 8k: tokens/s relative to plain torch",
         GPU_SHARES[SMALL_STEP],
         _relative_to_plain("step-8b-8k"),
     ),
     Target(
-        "1.5B, 8k, moments in RAM: tokens/s beside FSDP2 with CPU offload",
+        "1.5B, 8k, moments in RAM: tokens/s relative to FSDP2 with CPU offload",
         PEER,
         _ratio("step-1.5b-8k-fsdp", "fsdp2_to_ram", inverse=False),
     ),
     Target(
-        "1.5B, 8k, as planned: tokens/s beside FSDP2 with CPU offload",
+        "1.5B, 8k, as planned: tokens/s relative to FSDP2 with CPU offload",
         PEER,
         _ratio("step-1.5b-8k-fsdp", "fsdp2_to_plan", inverse=False),
     ),
     Target(
-        "1.5B, 8k: tokens/s beside DeepSpeed ZeRO-3 offload",
+        "1.5B, 8k: tokens/s relative to DeepSpeed ZeRO-3 offload",
         PEER,
         _ratio("step-1.5b-8k", "deepspeed_cpu_to_ram", inverse=False),
     ),
     Target(
-        "8B, 8k: tokens/s beside DeepSpeed ZeRO-3 offload",
+        "8B, 8k: tokens/s relative to DeepSpeed ZeRO-3 offload",
         PEER,
         lambda results: None,
         why_not=": its 16 bytes a parameter and more do not fit the RAM",
@@ -219,14 +219,14 @@ TARGETS = (
         lambda results: _fact(results, "step-14b-32k", "tokens_per_s"),
     ),
     Target(
-        "1.5B, all on disk: step beside the schedule bound",
+        "1.5B, all on disk: step relative to the schedule bound",
         BOUND,
         _ratio("step-1.5b-disk", "schedule", inverse=False),
         at_most=True,
     ),
     *(
         Target(
-            f"{what}: step beside the schedule bound",
+            f"{what}: step relative to the schedule bound",
             BOUND,
             _ratio(check, name, inverse=False),
             at_most=True,
@@ -235,12 +235,14 @@ TARGETS = (
         for what, check in stages.items()
     ),
     *(
-        Target(f"{what}: links in the optimizer pass beside copies alone", LINKS, _links(check))
+        Target(
+            f"{what}: links in the optimizer pass relative to copies alone", LINKS, _links(check)
+        )
         for what, check in {**GIVEN, **PLANNED}.items()
     ),
     *(
         Target(
-            f"{what}: step beside the plan's time, difference",
+            f"{what}: step relative to the plan's time, difference",
             EXACT,
             _from_1(_ratio(check, "plan_to_predicted", inverse=False)),
             at_most=True,
@@ -249,7 +251,7 @@ TARGETS = (
     ),
     *(
         Target(
-            f"{what}: peak of device memory beside the plan's, difference",
+            f"{what}: peak of device memory relative to the plan's, difference",
             EXACT_MEMORY,
             _from_1(_memory(check)),
             at_most=True,

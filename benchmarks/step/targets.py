@@ -38,23 +38,27 @@ def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
     share = share_for(tokens, on_gpu=on_gpu)
     plain_ratio = ratio.get("torch_ram", ratio.get("plan_to_torch_ram") if on_gpu else None)
     if share is not None and plain_ratio is not None:
-        judgements.append(at_least("tokens/s beside plain torch", 1 / plain_ratio, share))
+        judgements.append(at_least("tokens/s relative to plain torch", 1 / plain_ratio, share))
     if "schedule" in ratio:
-        judgements.append(at_most("all on disk: step beside the schedule bound", ratio["schedule"]))
+        judgements.append(
+            at_most("all on disk: step relative to the schedule bound", ratio["schedule"])
+        )
     if on_gpu and SMALL_STEP <= tokens < LARGE_STEP and "deepspeed_cpu_to_ram" in ratio:
         judgements.append(
-            at_least("tokens/s beside DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER)
+            at_least("tokens/s relative to DeepSpeed", ratio["deepspeed_cpu_to_ram"], PEER)
         )
     if on_gpu and "plan_to_schedule" in ratio:
-        name = "the plan's choice: step beside the schedule bound"
+        name = "the plan's choice: step relative to the schedule bound"
         judgements.append(at_most(name, ratio["plan_to_schedule"]))
     if not on_gpu:
         judgements += [at_most(n, ratio[n], limit) for n, limit in PLANNED.items() if n in ratio]
         if "deepspeed_nvme_to_plan" in ratio:
-            name = "the plan's choice beside DeepSpeed"
+            name = "the plan's choice relative to DeepSpeed"
             judgements.append(at_least(name, ratio["deepspeed_nvme_to_plan"], PLANNED_PEER))
     if "plan_to_predicted" in ratio:
-        judgements.append(within("step beside the plan's time", ratio["plan_to_predicted"], EXACT))
+        judgements.append(
+            within("step relative to the plan's time", ratio["plan_to_predicted"], EXACT)
+        )
     ours = contenders.get(name_of_ours(contenders), {})
     wanted = SPEED.get(report["model"])
     if on_gpu and ours and wanted is not None and tokens >= LARGE_STEP:
@@ -67,10 +71,10 @@ def judge(report: dict[str, Any]) -> list[dict[str, Any]]:
             judgements.append(Judgement(f"{name}: device memory, GiB", text, peak / 2**30, met))
         if (share := memory_share(facts)) is not None:
             judgements.append(
-                within(f"{name}: device memory beside the plan's", share, EXACT_MEMORY)
+                within(f"{name}: device memory relative to the plan's", share, EXACT_MEMORY)
             )
         if (share := links_share(report, name)) is not None:
-            what = f"{name}: links in the optimizer pass beside copies alone"
+            what = f"{name}: links in the optimizer pass relative to copies alone"
             judgements.append(at_least(what, share, LINKS))
     return [asdict(judgement) for judgement in judgements]
 

@@ -733,7 +733,7 @@ def test_bench_step_follows_plan(
     assert facts["predicted_device_bytes"] > 0
     expected = facts["median_step_s"] / facts["predicted_s"]
     assert report["ratio"]["plan_to_predicted"] == pytest.approx(expected)
-    assert "step beside the plan's time" in {one["name"] for one in report["targets"]}
+    assert "step relative to the plan's time" in {one["name"] for one in report["targets"]}
 
 
 @pytest.mark.big

@@ -331,7 +331,7 @@ def test_judged_uses_targets_of_device() -> None:
     def judgements(**more: Any) -> dict[str, tuple[str, bool]]:
         return {one["name"]: (one["target"], one["met"]) for one in judge(report_of(**more))}
 
-    plain, peer = "tokens/s beside plain torch", "tokens/s beside DeepSpeed"
+    plain, peer = "tokens/s relative to plain torch", "tokens/s relative to DeepSpeed"
     assert judgements(ratio={"torch_ram": 1.09})[plain] == ("at least 0.93", False)
     assert judgements(ratio={"torch_ram": 1.07})[plain] == ("at least 0.93", True)
     assert judgements(tokens=16384, ratio={"torch_ram": 1.2})[plain] == ("at least 0.8", True)
@@ -341,7 +341,7 @@ def test_judged_uses_targets_of_device() -> None:
     assert plain not in judgements(tokens=512, ratio={"torch_ram": 9.0})
     assert judgements(model="llama-14b")["tokens/s"] == ("at least 5500", True)
     disk = judgements(ratio={"schedule": 1.11})
-    assert disk["all on disk: step beside the schedule bound"] == ("at most 1.10", False)
+    assert disk["all on disk: step relative to the schedule bound"] == ("at most 1.10", False)
     assert judgements()["infinity_ram: device memory, GiB"] == ("at most 24 GiB", True)
     on_cpu = judgements(device="cpu", tokens=512, ratio={"torch_ram": 1.04})
     assert on_cpu[plain] == ("at least 0.9524", True)
@@ -360,10 +360,10 @@ def test_plan_contender_judged_by_its_prediction() -> None:
     def missed(**found: float) -> set[str]:
         return {one["name"] for one in judge(chosen_report(**found)) if not one["met"]}
 
-    plain, step = "tokens/s beside plain torch", "step beside the plan's time"
-    memory = "infinity_plan: device memory beside the plan's"
-    links = "infinity_plan: links in the optimizer pass beside copies alone"
-    bound = "the plan's choice: step beside the schedule bound"
+    plain, step = "tokens/s relative to plain torch", "step relative to the plan's time"
+    memory = "infinity_plan: device memory relative to the plan's"
+    links = "infinity_plan: links in the optimizer pass relative to copies alone"
+    bound = "the plan's choice: step relative to the schedule bound"
     names = {one["name"] for one in judge(chosen_report())}
     assert names == {plain, bound, step, memory, links}
     assert missed() == missed(step=1.14, memory=1.04, links=0.91) == {plain}
@@ -419,8 +419,8 @@ def test_table_has_found_and_not_run_rows() -> None:
     )
     # 24 more blocks of 0.1 s each: 3.8 s, against 5 s.
     assert "plain torch (derived from 4 and 8 of its blocks) | >= 0.93 | 0.76 | MISSED |" in text
-    assert "beside FSDP2 with CPU offload | >= 2 | 2.5 | met |" in text
-    assert "| 1.5B, 8k: tokens/s beside plain torch | >= 0.55 | 0.5 | MISSED |" in text
+    assert "relative to FSDP2 with CPU offload | >= 2 | 2.5 | met |" in text
+    assert "| 1.5B, 8k: tokens/s relative to plain torch | >= 0.55 | 0.5 | MISSED |" in text
     assert "ZeRO-3 offload | >= 2 | - | not run: not importable |" in text
     assert "| 14B, 32k, whole card: tokens/s | >= 5500 | - | not run |" in text
     assert "reserved | <= 24 | 23 | met |" in text
@@ -434,14 +434,16 @@ def test_table_compares_plan_with_result() -> None:
         "step-1.5b-8k-state-in-ram": report_of(ratio={"ram_to_schedule": 1.04}),
     })  # fmt: skip
     for row in (
-        "| 8B, 8k: tokens/s beside plain torch | >= 0.55 | 0.8333 | met |",
-        "| 8B, 8k: step beside the schedule bound | <= 1.1 | 1.05 | met |",
-        "| 8B, 8k: step beside the plan's time, difference | <= 0.15 | 0.2 | MISSED |",
-        "| 8B, 8k: peak of device memory beside the plan's, difference | <= 0.05 | 0.02 | met |",
-        "| 8B, 8k: links in the optimizer pass beside copies alone | >= 0.9 | 0.88 | MISSED |",
-        "| 8B, 32k in 4 micro-batches: step beside the schedule bound | <= 1.1 | 1.2 | MISSED |",
-        "| 1.5B, 8k, all state in RAM: step beside the schedule bound | <= 1.1 | 1.04 | met |",
-        "| 14B, 32k: step beside the schedule bound | <= 1.1 | - | not run |",
+        "| 8B, 8k: tokens/s relative to plain torch | >= 0.55 | 0.8333 | met |",
+        "| 8B, 8k: step relative to the schedule bound | <= 1.1 | 1.05 | met |",
+        "| 8B, 8k: step relative to the plan's time, difference | <= 0.15 | 0.2 | MISSED |",
+        "| 8B, 8k: peak of device memory relative to the plan's, difference | <= 0.05 | 0.02 "
+        "| met |",
+        "| 8B, 8k: links in the optimizer pass relative to copies alone | >= 0.9 | 0.88 | MISSED |",
+        "| 8B, 32k in 4 micro-batches: step relative to the schedule bound | <= 1.1 | 1.2 "
+        "| MISSED |",
+        "| 1.5B, 8k, all state in RAM: step relative to the schedule bound | <= 1.1 | 1.04 | met |",
+        "| 14B, 32k: step relative to the schedule bound | <= 1.1 | - | not run |",
     ):
         assert row in rows, row
 
@@ -647,10 +649,10 @@ def test_main_runs_checks_and_writes_report(
     names = sorted(path.name for path in (tmp_path / "out").iterdir())
     assert names[1:] == ["log.txt", "results.json"]
     assert names[0].startswith("gpu_disk_h200-139_20")
-    row = "| 1.5B, all on disk: step beside the schedule bound | <= 1.1 | 1.05 | met |"
+    row = "| 1.5B, all on disk: step relative to the schedule bound | <= 1.1 | 1.05 | met |"
     page = (tmp_path / "out" / names[0]).read_text()
     assert row in page
-    assert "| large | not run: it takes 80 GiB of a GPU that has 40 |" in page
+    assert "| large | not run: needs 80 GiB on the GPU, which has 40 |" in page
     capsys.readouterr()
     assert tool.main(["--table", str(tmp_path / "out" / "results.json")]) == 0
     assert row in capsys.readouterr().out

@@ -198,7 +198,7 @@ class _RankReader:
 
     def extent(self, nbytes: int, owner: str = "", cuts: Sequence[int] = ()) -> Extent:
         """Reserve an extent, as `Disk.extent` does."""
-        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
+        return Extent(self._stripes.add(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     @property
     def verified(self) -> bool:

@@ -43,7 +43,7 @@ def parse_size(value: str | int | float) -> int:
     if isinstance(value, str):
         num_bytes = _parse_text(value)
     elif isinstance(value, float) and not value.is_integer():
-        because = "a bare number is bytes, and bytes come whole"
+        because = "a bare number is bytes, and bytes are whole numbers"
         raise ConfigError(f"{value!r} is not a size", because=because, remedy=_EXAMPLE)
     else:
         num_bytes = int(value)
@@ -63,7 +63,7 @@ def _parse_text(text: str) -> int:
         raise ConfigError(f"{text!r} is not a size", because=because, remedy=_EXAMPLE)
     exact = Decimal(number) * _BYTES_PER_UNIT[unit.lower()]
     if not unit and exact != int(exact):
-        because = "a bare number is bytes, and bytes come whole"
+        because = "a bare number is bytes, and bytes are whole numbers"
         raise ConfigError(f"{text!r} is not a size", because=because, remedy=_EXAMPLE)
     return int(exact)
 

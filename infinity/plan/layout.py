@@ -491,8 +491,8 @@ def padding_notes(units: Iterable[UnitLayout], rule: str) -> tuple[str, ...]:
         return ()
     unit = max(sharded, key=lambda u: u.numel - u.num_trained)
     return (
-        f"{rule} needs whole parameters, which are dealt to {unit.shards} ranks: shards are as "
-        f"long as the longest, {total:.2f} times what they hold; most in unit {unit.name!r}, "
+        f"{rule} needs full parameters, which are distributed over {unit.shards} ranks: shards are "
+        f"padded to the longest, to {total:.2f} times their elements; most in unit {unit.name!r}, "
         f"{unit.numel / unit.num_trained:.2f} times; larger units are padded less",
     )
 

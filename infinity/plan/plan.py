@@ -550,21 +550,21 @@ class Plan:
         if self.ranks == 1:
             return []
         lines = [
-            f"  rank {self.rank} of {self.ranks}: each keeps 1/{self.ranks} of weights, state and "
-            f"gradients of every unit, and gathers whole units in slots (ZeRO-{self.zero_stage})"
+            f"  rank {self.rank} of {self.ranks}: each stores 1/{self.ranks} of weights, state and "
+            f"gradients of every unit, and gathers full units in slots (ZeRO-{self.zero_stage})"
         ]
         moving = self.num_moving
         if moving < len(self.units):
             of_units = f" of {len(self.units) - moving} units" if moving else ""
             lines.append(
-                f"  weights{of_units} stay whole in slots: gathered once after each update"
+                f"  weights{of_units} stay gathered in slots: one all-gather after each update"
             )
         if num_shared := sum(map(self.is_shared, range(len(self.units)))):
             of_units = f" of {num_shared} units" if num_shared < len(self.units) else ""
             of_nodes = f" of each of {self.nodes} nodes" if self.nodes > 1 else ""
             lines.append(
-                f"  weights{of_units} rest in shared RAM{of_nodes}, and are copied from there, "
-                "whole"
+                f"  weights{of_units} are stored in shared RAM{of_nodes}, and full units are "
+                "copied from there"
             )
         return lines
 

@@ -296,7 +296,7 @@ class Disk:
         `owner` names the bytes in errors. `cuts` are the offsets at which sections begin that are
         also read separately; each section is spread over the drives.
         """
-        return Extent(self._stripes.promise(nbytes, cuts), round_up(nbytes, PAGE), owner)
+        return Extent(self._stripes.add(nbytes, cuts), round_up(nbytes, PAGE), owner)
 
     def reserve(self, sizes: Sequence[int], owners: Sequence[str]) -> list[Extent]:
         return [self.extent(size, owner) for size, owner in zip(sizes, owners, strict=True)]

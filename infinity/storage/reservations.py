@@ -22,7 +22,7 @@ class _Reservation:
     tier_bytes: Mapping[Tier, int]
     device: torch.device
     unified: bool
-    promised: bool
+    pending: bool
 
 
 class Reservations:
@@ -37,13 +37,11 @@ class Reservations:
         tier_bytes: Mapping[Tier, int],
         device: Device,
         *,
-        promised: bool = False,
+        pending: bool = False,
     ) -> None:
-        """Record the reservation of an engine; `promised` bytes are not allocated yet."""
+        """Record the reservation of an engine; `pending` bytes are not allocated yet."""
         torch_device = device.torch_device
-        self._entries[owner] = _Reservation(
-            dict(tier_bytes), torch_device, device.unified, promised
-        )
+        self._entries[owner] = _Reservation(dict(tier_bytes), torch_device, device.unified, pending)
 
     def release(self, owner: object) -> None:
         """Remove the reservation of `owner`, if there is one."""
@@ -62,11 +60,11 @@ class Reservations:
         return sum(entry.tier_bytes.get(tier, 0) for entry in self._entries.values())
 
     def on_device(self, device: Device, *, only_real: bool = False) -> int:
-        """Return the bytes of `device` reserved by engines; `only_real` excludes promised ones."""
+        """Return the bytes of `device` reserved by engines; `only_real` excludes pending ones."""
         return sum(
             entry.tier_bytes.get(Tier.DEVICE, 0)
             for entry in self._entries.values()
-            if entry.device == device.torch_device and not (only_real and entry.promised)
+            if entry.device == device.torch_device and not (only_real and entry.pending)
         )
 
 

@@ -45,7 +45,7 @@ class Striping:
 
 
 class Stripes:
-    """Logical space of one run: `promise` all extents, `distribute` once, then look up `pieces`."""
+    """Logical space of one run: `add` all extents, `distribute` once, then look up `pieces`."""
 
     def __init__(self, num_paths: int, stripe_bytes: int) -> None:
         self.total = 0
@@ -58,9 +58,9 @@ class Stripes:
         self._paths = array("H")
         self._offsets = array("q")
 
-    def promise(self, nbytes: int, cuts: Sequence[int] = ()) -> int:
+    def add(self, nbytes: int, cuts: Sequence[int] = ()) -> int:
         """Reserve full pages and return the logical offset; sections begin at 0 and each cut."""
-        assert not self._starts, "extents are promised before they are placed"
+        assert not self._starts, "extents are added before they are placed"
         start = self.total
         self.total += round_up(nbytes, PAGE)
         if self._num_paths > 1:

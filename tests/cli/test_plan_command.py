@@ -784,7 +784,7 @@ def test_plan_separates_rank_and_node_figures() -> None:
         "4 GPUs with 24 GiB each, 256 GiB of RAM",
         "each of 4 ranks: one micro-batch of 8,192 tokens",
         "4 such ranks: RAM ",
-        "each keeps 1/4 of weights, state and gradients of every unit",
+        "each stores 1/4 of weights, state and gradients of every unit",
         "(ZeRO-3)",
         "predicted per step: ",
         "all gather",
@@ -798,7 +798,7 @@ def test_unsharded_resident_units_are_zero_2(tiny: str) -> None:
     assert report["ranks"]["zero_stage"] == 2
     assert report["ranks"]["whole_units"] == report["model"]["units"] == 6
     page = run(*arguments, "-v")[1]
-    assert "(ZeRO-2)\n  weights stay whole in slots" in page
+    assert "(ZeRO-2)\n  weights stay gathered in slots" in page
 
 
 def test_slow_link_binds_and_faster_link_helps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,7 +51,7 @@ def test_every_page_mapped_exactly_once(
     stripes = Stripes(len(weights), stripe_pages * PAGE)
     ranges = []
     for nbytes, cuts in extents:
-        start = stripes.promise(nbytes, [c * PAGE for c in cuts if c * PAGE < nbytes])
+        start = stripes.add(nbytes, [c * PAGE for c in cuts if c * PAGE < nbytes])
         ranges.append((start, stripes.total - start))
     # Free space from too little to plenty; the last path makes up the difference.
     free = [int(t * stripes.total) for t in tightness[: len(weights)]]
@@ -85,7 +85,7 @@ def relative_time(stripes: Stripes, ranges: list[tuple[int, int]], weights: list
 @pytest.mark.parametrize("weights", [[1.0, 1.0], [2.0, 1.0], [3.0, 2.0], [1.9, 0.87], [5.0, 2, 1]])
 def test_drives_finish_in_equal_time(weights: list[float]) -> None:
     stripes = Stripes(len(weights), MIB)
-    records = [stripes.promise(RECORD, CUTS) for _ in range(96)]
+    records = [stripes.add(RECORD, CUTS) for _ in range(96)]
     used = stripes.distribute(weights, [PLENTY] * len(weights))
     for size, weight in zip(used, weights, strict=True):
         assert size == pytest.approx(sum(used) * weight / sum(weights), rel=0.02)
@@ -100,7 +100,7 @@ def test_drives_finish_in_equal_time(weights: list[float]) -> None:
 def test_small_drive_spread_over_all_records() -> None:
     """If a path has less space than its share, every record uses some of it."""
     stripes = Stripes(2, MIB)
-    records = [stripes.promise(RECORD, CUTS) for _ in range(40)]
+    records = [stripes.add(RECORD, CUTS) for _ in range(40)]
     used = stripes.distribute([1.0, 1.0], [80 * MIB, PLENTY])
     assert used == [80 * MIB, 400 * MIB]
     for start in records:
@@ -110,7 +110,7 @@ def test_small_drive_spread_over_all_records() -> None:
 
 def test_single_path_is_contiguous() -> None:
     stripes = Stripes(1, MIB)
-    starts = [stripes.promise(n) for n in (5000, 4096, 3 * MIB)]
+    starts = [stripes.add(n) for n in (5000, 4096, 3 * MIB)]
     assert starts == [0, 8192, 12288]
     assert stripes.distribute([1.0], [stripes.total]) == [12288 + 3 * MIB]
     assert [(p.path_index, p.offset, p.nbytes) for p in stripes.pieces(4096, 2 * MIB)] == [

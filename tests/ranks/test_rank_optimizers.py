@@ -264,7 +264,7 @@ def test_padding_note_reports_cost() -> None:
     alone = lay_out(1, "embed", facts_of([163_840]), BF16, ranks=4, needs_full=True)
     assert padding_notes([block], "Rule") == ()
     (note,) = padding_notes([block, alone], "Rule")
-    assert "Rule needs whole parameters, which are dealt to 4 ranks" in note
+    assert "Rule needs full parameters, which are distributed over 4 ranks" in note
     assert "2.00 times what they hold; most in unit 'embed', 4.00 times" in note
 
 
@@ -278,7 +278,10 @@ def test_plan_includes_padding_note(tmp_path: Path) -> None:
             return engine.plan.describe()
 
     for message in on_ranks(2, work):
-        assert "torch.optim.Adafactor needs whole parameters, which are dealt to 2 ranks" in message
+        assert (
+            "torch.optim.Adafactor needs full parameters, which are distributed over 2 ranks"
+            in message
+        )
 
 
 # --- differences and errors ----------------------------------------------------------------------

@@ -75,7 +75,7 @@ def test_shared_weights_bits_and_bytes(
     assert moved["to_device"] == before["to_device"] + (copied if device == "fake" else 0)
     trained = sum(unit.trained_bytes for unit in found.plan.local_units)
     assert moved["between_hosts"] == (nodes - 1) * trained
-    assert "weights rest in shared RAM" in found.plan.describe()
+    assert "weights are stored in shared RAM" in found.plan.describe()
 
 
 @pytest.mark.parametrize("nodes", [1, 2])

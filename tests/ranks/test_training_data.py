@@ -1,4 +1,4 @@
-"""Tests of `training_data=`: batches are dealt to ranks in order, also after resuming."""
+"""Tests of `training_data=`: batches are assigned to ranks in order, also after resuming."""
 
 from __future__ import annotations
 

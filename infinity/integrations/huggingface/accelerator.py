@@ -224,7 +224,7 @@ def offload_auxiliary(
         for tier, n in free_bytes.items()
     }
     reserved[Tier.HOST] += limits.base  # the process base: initialize() does not count it again
-    PROCESS.take(model, reserved, storage_device, promised=True)
+    PROCESS.take(model, reserved, storage_device, pending=True)
     try:
         return initialize(model, config, device=device, ranks=ranks)[0]
     except DoesNotFitError:

@@ -81,7 +81,7 @@ def load_model(
 def fill_model(
     kind: Any,
     config: Any,
-    promised: Mapping[str, Tensor],
+    lazy_tensors: Mapping[str, Tensor],
     precision: str,
     options: Mapping[str, Any],
     source: str,
@@ -91,8 +91,8 @@ def fill_model(
     Args:
         kind: Model class of transformers, or an `AutoModel...`.
         config: Its config.
-        promised: Lazy tensors (`model/lazy_tensor.py`) by their names in published files.
-        precision: bf16, fp16 or fp32: dtype of parameters missing in `promised`.
+        lazy_tensors: Lazy tensors (`model/lazy_tensor.py`) by their names in published files.
+        precision: bf16, fp16 or fp32: dtype of parameters missing in `lazy_tensors`.
         options: Other arguments of `from_pretrained`.
         source: Source of the tensors, for error messages.
 
@@ -103,7 +103,7 @@ def fill_model(
         model, info = kind.from_pretrained(
             None,
             config=config,
-            state_dict=dict(promised),
+            state_dict=dict(lazy_tensors),
             dtype=COMPUTE_DTYPES[precision],
             output_loading_info=True,
             **options,

@@ -194,7 +194,7 @@ def test_second_engine_gpu_budget_subtracts_first() -> None:
         PROCESS.take(first, {Tier.DEVICE: 45 << 30}, card)
         card.free -= 45 << 30
         assert budgets() == [27, 72, 19, 64]
-        PROCESS.take(promise, {Tier.DEVICE: 10 << 30}, card, promised=True)
+        PROCESS.take(promise, {Tier.DEVICE: 10 << 30}, card, pending=True)
         assert budgets() == [17, 72, 9, 64]
     finally:
         PROCESS.release(first)

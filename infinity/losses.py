@@ -163,7 +163,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             rows = slice(start, start + size)
             chunk = hidden[rows]
             mask = valid[rows]
-            target = labels[rows].clamp_min(0).where(mask, torch.zeros_like(labels[rows]))
+            target = labels[rows].where(mask, torch.zeros_like(labels[rows]))
             logits = output = torch.nn.functional.linear(chunk, weight, bias)
             if transform is not None:
                 # Tensors saved by autograd bypass outer hooks, such as a checkpoint's.
@@ -197,7 +197,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         grad_hidden, grad_weight, grad_bias, scale = ctx.saved_tensors
         weight_dtype, bias_dtype = ctx.dtypes
-        factor = grads[0] * scale
+        # Without labels the loss is NaN, and gradients are 0, as in torch.
+        factor = torch.where(scale.isinf(), 0.0, grads[0] * scale)
         return (
             None if grad_hidden is None else _scaled(grad_hidden, factor, grad_hidden.dtype),
             None if grad_weight is None else _scaled(grad_weight, factor, weight_dtype),

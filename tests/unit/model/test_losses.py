@@ -156,6 +156,26 @@ def test_fp16_small_gradients_do_not_underflow() -> None:
         assert float(error) < 5e-3
 
 
+def test_loss_without_labels_is_nan_with_zero_gradients() -> None:
+    """As in torch, so that a micro-batch of a window without labels changes nothing."""
+    (hidden, weight), labels = values(torch.float32)
+    loss = chunked_cross_entropy(hidden, weight, torch.full_like(labels, -100), chunk_size=16)
+    loss.backward()
+    assert loss.isnan()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+@pytest.mark.parametrize("label", [-1, VOCABULARY])
+def test_label_outside_vocabulary_raises(label: int) -> None:
+    (hidden, weight), labels = values(torch.float32)
+    labels[5] = label
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        chunked_cross_entropy(hidden, weight, labels, chunk_size=16)
+
+
 def test_only_requested_gradients_computed() -> None:
     tensors, labels = values(torch.float32)
     hidden, weight = tensors

@@ -74,6 +74,10 @@ class Experts:
     def _compute(self, call: RangeCall) -> Tensor:
         if (computer := self._expert_calls.begin_range_call()) is not None:
             return computer(self, call)
+        return self.compute(call)
+
+    def compute(self, call: RangeCall) -> Tensor:
+        """Return the result of a call, computed range by range."""
         self.count(call)
         used = self.used([call.counts])
         pairs = zip(used, call.split(used), strict=True)

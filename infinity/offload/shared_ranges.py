@@ -21,8 +21,9 @@ those of slices that use the ranges separately. Between runs only the rows are s
 send and receive.
 
 Slices use ranges separately if the block draws random numbers (each run would draw others), if
-hooks of other packages take tensors out of it (these would have no gradients), or if it calls
-experts more than once (sums would be added in another order).
+hooks of other packages take tensors out of it (these would have no gradients), if it calls experts
+more than once (sums would be added in another order), or if it sets the gradient mode around the
+call (step 2 of the backward would record nothing after it).
 """
 
 from __future__ import annotations
@@ -268,6 +269,10 @@ class SharedSlices:
         self._mode = _AFTER_EXPERTS
         with torch.no_grad(), self._reruns[number].again():
             result = self._run_slice(number, taps=False)
+            if not torch.is_grad_enabled():
+                raise self._refusal(
+                    "it sets the gradient mode around its call of experts", _SEVERAL_RUNS
+                )
         leaf, self._result_leaf = self._result_leaf, None
         pairs = self._differentiable_outputs(result, gradients)
         if not pairs or leaf is None:

@@ -25,8 +25,10 @@ from infinity.common.accelerators import fork_rng, is_accelerator, module_of
 from infinity.errors import TrainingError
 from infinity.model.buffers import RecomputeBuffers
 from infinity.model.partitioner import UnitModules
+from infinity.model.stacks import RangeCall
 from infinity.model.torch_private import restore_flat_weights
 from infinity.offload.call_tensors import call_checked, flatten_tensors, leaves, unflatten_tensors
+from infinity.offload.expert_ranges import Experts
 from infinity.offload.hooks import Hooks, is_infinity_hook
 from infinity.offload.recorded_outputs import SlicedRecords
 from infinity.offload.shared_ranges import SharedSlices, has_output_hooks
@@ -37,6 +39,8 @@ _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 # Allowed difference of rows between two batch sizes, relative to the largest value.
 _TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-6}
 _COARSE = 5e-2
+# Allowed share of differing integers, such as experts chosen by scores that are nearly equal.
+_MAX_DIFFERING = 0.1
 
 Forward = Callable[..., Any]
 
@@ -226,38 +230,56 @@ class Slicer:
         Without `training` there is no dropout. Returns why slices cannot share ranges of experts,
         or "".
         """
+
+        def copies(rows: slice) -> list[Tensor]:  # the block may modify them in place
+            pairs = zip(tensors, sliced, strict=True)
+            return [t[rows].clone() if s else t.clone() for t, s in pairs]
+
         num_range_calls = self._expert_calls.num_range_calls
         rerun = RecomputeBuffers([*self._module.modules()])
         isolated, paused = self._isolated(training), self._expert_calls.paused()
         with torch.no_grad(), fork_rng(t.device for t in tensors), rerun.again(), isolated, paused:
             random_state = _random_state(tensors)
-            first, second, both = (
-                self._float_results(
-                    structure,  # copies: the block may modify them in place
-                    [
-                        t[rows].clone() if s else t.clone()
-                        for t, s in zip(tensors, sliced, strict=True)
-                    ],
-                )
-                for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size))
-            )
+            runs = []
+            for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size)):
+                results: list[Tensor] = []
+                returned = call_checked(self._forward, self._name, structure, copies(rows))
+                runs.append((flatten_tensors(returned, results), results))
             random = not torch.equal(random_state, _random_state(tensors))
-        for first_rows, second_rows, joint in zip(first, second, both, strict=True):
-            separate = torch.cat([first_rows, second_rows])
-            largest = float(joint.abs().nan_to_num(0.0, 0.0).max()) if joint.numel() else 0.0
-            tolerance = _TOLERANCE.get(first_rows.dtype, _COARSE) * largest
-            same = separate.shape == joint.shape and torch.allclose(
-                separate, joint, rtol=0.0, atol=tolerance, equal_nan=True
+            num_calls = (self._expert_calls.num_range_calls - num_range_calls) // 3
+            keeps_mode = (
+                not self._shares_ranges
+                or num_calls != 1
+                or self._keeps_grad_mode(structure, copies(slice(0, size)))
             )
-            if not same and not random:  # random results cannot be compared
-                raise self._refusal(
-                    f"{size} samples give other results in a larger batch",
-                    "its samples depend on one another, or its first dimension is not the batch",
-                )
-        num_calls = (self._expert_calls.num_range_calls - num_range_calls) // 3
+        (_, first), (_, second), (_, both) = runs
+        same = self._equal_structures([structure for structure, _ in runs])
+        for first_rows, second_rows, joint in zip(first, second, both, strict=False):
+            if same and joint.dim() and not random:  # random results cannot be compared
+                same = _are_close(torch.cat([first_rows, second_rows]), joint)
+        if not same:
+            raise self._refusal(
+                f"{size} samples give other results in a larger batch",
+                "its samples depend on one another, or its first dimension is not the batch",
+            )
         if random:
             return "it draws random numbers (dropout)"
+        if not keeps_mode:
+            return "it sets the gradient mode around its call of experts"
         return "" if num_calls == 1 else f"it calls experts {num_calls} times"
+
+    def _keeps_grad_mode(self, structure: Any, tensors: Sequence[Tensor]) -> bool:
+        """Return True if a gradient mode that is set in the call of experts lasts to the end."""
+
+        def compute(experts: Experts, call: RangeCall) -> Tensor:
+            result = experts.compute(call)
+            torch.set_grad_enabled(True)
+            return result
+
+        saved_unchanged = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
+        with torch.no_grad(), saved_unchanged, self._expert_calls.handled_by(compute):
+            call_checked(self._forward, self._name, structure, tensors)
+            return torch.is_grad_enabled()
 
     @contextmanager
     def _isolated(self, training: bool) -> Iterator[None]:
@@ -279,22 +301,10 @@ class Slicer:
             for part, values in attributes:
                 vars(part).update(values)
 
-    def _float_results(self, structure: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        results: list[Tensor] = []
-        flatten_tensors(call_checked(self._forward, self._name, structure, tensors), results)
-        return [t for t in results if t.is_floating_point() and t.dim() > 0]
-
     def _join(
         self, structures: Sequence[Any], results: Sequence[Sequence[Tensor]], rows: int, size: int
     ) -> Any:
-        try:
-            equal = all(structure == structures[0] for structure in structures)
-        except RuntimeError:  # from a comparison of tensors in an object
-            raise self._refusal(
-                "it returns an object that holds tensors",
-                "only tensors, and tuples, lists and dicts of them can be joined",
-            ) from None
-        if not equal:
+        if not self._equal_structures(structures):
             raise self._refusal("its slices return different structures", "they cannot be joined")
         joined = []
         for tensors in zip(*results, strict=True):
@@ -309,12 +319,33 @@ class Slicer:
             joined.append(torch.cat(tensors))
         return unflatten_tensors(structures[0], joined)
 
+    def _equal_structures(self, structures: Sequence[Any]) -> bool:
+        try:
+            return all(structure == structures[0] for structure in structures)
+        except RuntimeError:  # from a comparison of tensors in an object
+            raise self._refusal(
+                "it returns an object that holds tensors",
+                "only tensors, and tuples, lists and dicts of them can be joined",
+            ) from None
+
     def _refusal(self, what: str, because: str, remedy: str | None = None) -> TrainingError:
         return TrainingError(
             f"block {self._name!r} cannot run in slices: {what}",
             because=because,
             remedy=remedy or "activations.slices=1, and smaller micro-batches if memory is short",
         )
+
+
+def _are_close(separate: Tensor, joint: Tensor) -> bool:
+    """Return True if results of two batch sizes are equal but for rounding."""
+    if separate.shape != joint.shape:
+        return False
+    if not joint.is_floating_point():
+        differing = int((separate != joint).sum())
+        return differing <= _MAX_DIFFERING * joint.numel()
+    largest = float(joint.abs().nan_to_num(0.0, 0.0).max()) if joint.numel() else 0.0
+    tolerance = _TOLERANCE.get(joint.dtype, _COARSE) * largest
+    return torch.allclose(separate, joint, rtol=0.0, atol=tolerance, equal_nan=True)
 
 
 def _holds_tensors(value: Any) -> bool:

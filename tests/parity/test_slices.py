@@ -15,7 +15,7 @@ import pytest
 import torch
 from support.grids import diagonal
 from support.internals import components
-from support.models import VOCAB, WIDTH, Batch, Case, Gpt
+from support.models import VOCAB, WIDTH, Batch, Case, Gpt, Stacked, StackedBlock
 from support.slices import in_slices
 from support.trainer import Result, Run, make_config, make_device, train, train_reference
 from torch import Tensor, nn
@@ -406,6 +406,16 @@ class Appending(Centred):
         return y
 
 
+class ReturnsSize(Centred):
+    def forward(self, x: Tensor) -> Any:
+        return self.act(self.linear(x)), x.shape[0]
+
+
+class ReturnsPositions(Centred):
+    def forward(self, x: Tensor) -> Any:
+        return self.act(self.linear(x)), torch.arange(len(x))
+
+
 class Pair(NamedTuple):
     x: Tensor
     y: Tensor
@@ -438,6 +448,8 @@ def sequence_first() -> nn.Module:
         (StoresInBuffer, {}, "leaves a tensor in its attribute 'aux'"),
         (StoresInList, {}, r"leaves a tensor in its attribute 'found\[0\]'"),
         (NormedInTraining, {}, "other results in a larger batch"),
+        (ReturnsSize, {}, "other results in a larger batch"),
+        (ReturnsPositions, {}, "other results in a larger batch"),
         (Appending, {"found": []}, "changes a list or dict that it was given"),
         (ReturnsPair, {}, "returns an object that holds tensors"),
         (
@@ -576,3 +588,46 @@ def test_experts_in_sliced_block_match_torch() -> None:
         # every slice runs through all experts; with so few slots they are fetched again
         found = Result(losses, run.masters(), expected.norms)
     assert found.differences(expected) == []
+
+
+class ModeSettingBlock(StackedBlock):
+    """Mixture that sets the gradient mode around its call of experts."""
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.training and torch.is_grad_enabled()):
+            return super().feed_forward(x)
+
+
+class ReenteringBlock(StackedBlock):
+    """Mixture that recomputes its experts by a reentrant checkpoint."""
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        result: Tensor = checkpoint(super().feed_forward, x, use_reentrant=True)
+        return result
+
+
+@pytest.mark.parametrize("kind", [StackedBlock, ModeSettingBlock, ReenteringBlock])
+def test_gradients_of_shared_ranges_in_any_gradient_mode(
+    kind: type[StackedBlock], recwarn: pytest.WarningsRecorder
+) -> None:
+    """Slices share ranges if the block leaves the gradient mode as its experts set it."""
+
+    def build() -> nn.Module:
+        torch.manual_seed(0)
+        model = Stacked()
+        for block in model.blocks:
+            block.__class__ = kind
+        return model
+
+    model, plain = build(), build()
+    plain(ids(0)).backward()
+    config = make_config(ON_DISK, activations={"slices": 2}, experts_per_unit=1, prefetch_units=0)
+    with Run(model, config, device="cpu") as run:
+        assert run.engine.plan.shared_stacks
+        run.engine.backward(run.engine(ids(0)))
+        for name, parameter in plain.named_parameters():
+            gradient = run.engine.gradient(run.engine.module.get_parameter(name))
+            assert parameter.grad is not None
+            torch.testing.assert_close(gradient, parameter.grad, rtol=1e-4, atol=1e-6)
+    warned = any("it sets the gradient mode" in str(w.message) for w in recwarn)
+    assert warned == (kind is not StackedBlock)

@@ -9,9 +9,9 @@ during a call is an error. Updates and the gradient norm are computed expert by 
 depends on the number of experts in a unit.
 
 >>> class Experts(nn.Module):
-...     infinity_stacks = ("up", "down")
+...     infinity_stacks = ("up", "down")  # created in `__init__`, as is `num_experts`
 ...     def forward(self, x, expert):  # expert: index for each row of x, sorted
-...         counts = torch.bincount(expert, minlength=len(self.up)).tolist()
+...         counts = torch.bincount(expert, minlength=self.num_experts).tolist()
 ...         return compute_ranges(self, my_grouped_matmul, counts, x)
 ...
 ... def my_grouped_matmul(experts, x):  # x: the rows of these experts

@@ -154,7 +154,7 @@ class Hooks:
                 f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
                 "call, and its experts travel in ranges",
                 because="the module computes with another implementation of its experts than it "
-                "did at initialize(), or something else computes with its weights",
+                "did at initialize(), or something else reads its weights or their shape",
                 remedy="compute ranges of it: infinity.model.stacks.compute_ranges; or in "
                 "engine.materialized(module)",
             )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import errno
+import re
 from collections import Counter
 from contextlib import nullcontext
 from pathlib import Path
@@ -406,3 +408,25 @@ def test_compile_skips_blocks_in_ranges_and_raises_if_none_left() -> None:
     hook.remove()
     with pytest.raises(ConfigError, match="no block that can be compiled"):
         in_ranges(Stacked(), compile=True)
+
+
+def test_module_of_the_page_matches_plain_torch(tmp_path: Path) -> None:
+    """The code of docs/moe.md, once with all experts at once, once range by range."""
+    page = Path(__file__).parents[3] / "docs/moe.md"
+    (code,) = re.findall(r"```python\n(.*?class Experts.*?)```", page.read_text(), re.DOTALL)
+    names = {"torch": torch, "nn": nn, "F": torch.nn.functional}
+    exec(code, names)
+    torch.manual_seed(0)
+    plain: Any = names["Experts"](4, 64, 64)
+    model = nn.ModuleDict({"experts": copy.deepcopy(plain)})
+    x, expert = torch.randn(10, 64), torch.arange(10) * 4 // 10
+    expected = plain(x, expert)
+    expected.square().sum().backward()
+    model.forward = lambda: model["experts"](x, expert).square().sum()
+    config = {"precision": "fp32", "experts_per_unit": 1, "nvme_path": str(tmp_path)}
+    with infinity.initialize(model, config, device="cpu")[0] as engine:
+        assert sum(unit.is_range for unit in engine.plan.units) == 4
+        engine.backward(engine())
+        for name in ("up", "down"):
+            gradient = engine.gradient(getattr(model["experts"], name))
+            torch.testing.assert_close(gradient, getattr(plain, name).grad)

@@ -879,7 +879,12 @@ class Engine:
         return self._components.transfers.moved()
 
     def drives(self) -> dict[str, dict[str, Any]]:
-        """Return for each path in use: device, file system, share of state, rate, bytes, times."""
+        """Return for each path in use: device, file system, share of state, rate, bytes, times.
+
+        Raises:
+            EngineClosedError: The engine is closed.
+        """
+        self._check_open()
         disk = self._components.disk
         return {} if disk is None else disk.drives()
 

@@ -12,6 +12,7 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -262,8 +263,8 @@ class CheckpointWriter:
         """
         self._check_open()
         with self._aborting():
-            if keep_last is not None and keep_last < 1:
-                raise ConfigError(f"keep_last is {keep_last}, not at least 1")
+            if keep_last is not None and not (isinstance(keep_last, Integral) and keep_last >= 1):
+                raise ConfigError(f"keep_last is {keep_last!r}, not an integer of at least 1")
             self._check_complete(manifest)
             records = self._finish_files()
             files = {r.name: identity(os.lstat(self._temporary / r.name)) for r in records}

@@ -30,7 +30,7 @@ class StepLog:
     """
 
     def __init__(self, path: str | os.PathLike[str], queue_length: int = QUEUE_LENGTH) -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(path).expanduser().absolute()  # the process may change its directory
         self.num_dropped = 0
         """Number of records not written: the queue was full, or writing failed."""
         self.failure: OSError | None = None

@@ -38,6 +38,7 @@ class Inputs:
         self._device, self._dtype = device, dtype
         self._casts = casts and dtype is not torch.float32
         self._warned = False
+        self._required_grad = [p.requires_grad for p in partition.parameters]
 
     def prepare(self, arguments: Any) -> Any:
         """Return nested `arguments` with tensors moved to the device, and cast with `casts`.
@@ -49,18 +50,22 @@ class Inputs:
             TrainingError: A tensor is on meta, or a parameter requires a gradient that has no
                 optimizer state.
         """
-        for name, parameter, trained in zip(
+        for name, parameter, trained, required_grad in zip(
             self._partition.names,
             self._partition.parameters,
             self._partition.trained,
+            self._required_grad,
             strict=True,
         ):
             if parameter.requires_grad and not trained:
                 raise TrainingError(
-                    f"parameter {name!r} requires a gradient, but was frozen when the engine was "
-                    "made and has no optimizer state",
-                    remedy="pass it to initialize(model_parameters=...), which gives state to "
-                    "parameters that are frozen for now, or keep it frozen",
+                    f"parameter {name!r} requires a gradient, but has no optimizer state",
+                    because="no group of the optimizer contains it"
+                    if required_grad
+                    else "it was frozen when the engine was made",
+                    remedy="pass it to the optimizer or to initialize(model_parameters=...), which "
+                    "gives state to parameters that are frozen for now; or freeze it: "
+                    "requires_grad_(False)",
                 )
         cast_tensors = self._tensors_of_other_dtype(arguments) if self._casts else []
         if cast_tensors and not self._warned:

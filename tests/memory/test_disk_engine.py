@@ -21,7 +21,7 @@ from torch import Tensor
 
 from infinity import _aio
 from infinity.config.schema import IoConfig, load_config
-from infinity.errors import ConfigError, EngineFailedError, TransferError
+from infinity.errors import ConfigError, EngineClosedError, EngineFailedError, TransferError
 from infinity.storage.disk import Disk, Extent
 from infinity.storage.host_arena import HostArena
 from infinity.storage.store import Priority
@@ -141,6 +141,8 @@ def test_report_contains_disk_times(tmp_path: Path) -> None:
         )
         assert drive["nbytes"] == engine.plan.tier_bytes["disk"]
         assert drive["speed"] is None
+    with pytest.raises(EngineClosedError):
+        engine.drives()
     with small_engine(
         tmp_path, {"weights": "device", "optimizer_state": "host", "gradients": "host"}
     ) as e:

@@ -651,8 +651,9 @@ def test_keep_last_removes_older_checkpoints(tmp_path: Path) -> None:
         save(tmp_path, f"s{step}", sample(step), keep_last=3)
         expected = [f"s{n}" for n in range(max(step - 2, 1), step + 1)]
         assert listed(tmp_path) == ["latest", *expected, "zzz"]
-    with pytest.raises(ConfigError, match="keep_last is 0"):
-        save(tmp_path, "s6", sample(6), keep_last=0)
+    for invalid in (0, 1.5, "2"):
+        with pytest.raises(ConfigError, match=f"keep_last is {invalid!r}"):
+            save(tmp_path, "s6", sample(6), keep_last=invalid)
     assert listed(tmp_path) == ["latest", "s3", "s4", "s5", "zzz"]
 
 

@@ -57,6 +57,17 @@ def test_close_writes_every_record_in_order(tmp_path: Path) -> None:
     assert set(threading.enumerate()) <= threads  # worker threads of the event loop ended too
 
 
+def test_relative_path_is_resolved_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "other").mkdir()
+    monkeypatch.chdir(tmp_path)
+    step_log = StepLog("steps.jsonl")
+    step_log.write({"step": 1})
+    monkeypatch.chdir("other")
+    step_log.write({"step": 2})
+    step_log.close()
+    assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
+
+
 def test_second_step_log_appends(tmp_path: Path) -> None:
     for step in range(2):
         with closing(StepLog(tmp_path / "run.jsonl")) as step_log:

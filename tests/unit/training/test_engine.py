@@ -329,6 +329,17 @@ def test_unfreezing_parameter_raises_with_name(tmp_path: Path) -> None:
         train(engine, 1)
 
 
+def test_parameter_missing_in_optimizer_raises_with_cause(tmp_path: Path) -> None:
+    model = small_model()
+    arguments = {"model_parameters": list(model.blocks.parameters())}
+    with small_engine(tmp_path, model=model, arguments=arguments) as engine:
+        with pytest.raises(TrainingError, match="no group of the optimizer contains it"):
+            engine(batch(0))
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("blocks"))
+        train(engine, 1)
+
+
 def test_autocast_cache_disabled_inside_calls_only(tmp_path: Path) -> None:
     seen = []
     with small_engine(tmp_path) as engine:

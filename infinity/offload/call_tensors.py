@@ -74,10 +74,19 @@ def call_checked(
 ) -> Any:
     """Call the function with copies of the containers in its arguments.
 
-    Raises `TrainingError` if it changes them, since the caller would not see the change.
+    Raises `TrainingError` if it changes them, since the caller would not see the change, or if it
+    changes a tensor, as far as torch tracks this, since a recomputation would start from it.
     """
     args, kwargs = unflatten_tensors(structure, tensors)
-    result = function(*args, **kwargs)
+    versions = _versions(tensors)
+    try:
+        result = function(*args, **kwargs)
+    except RuntimeError as error:
+        if "is being modified inplace" not in str(error):  # torch refuses to change slices
+            raise
+        raise _in_place_error(name) from error
+    if versions != _versions(tensors):
+        raise _in_place_error(name)
     if not is_unchanged((args, kwargs), structure, tensors):
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
@@ -86,3 +95,16 @@ def call_checked(
             "activations.slices",
         )
     return result
+
+
+def _versions(tensors: Sequence[Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+def _in_place_error(name: str) -> TrainingError:
+    return TrainingError(
+        f"block {name!r} changes its input in place",
+        because="a block that is recomputed, or runs in slices, reads its input again",
+        remedy="use operations that are not in place (x = x + y), or leave out "
+        "activations.checkpoint and activations.slices",
+    )

@@ -543,6 +543,22 @@ def test_list_appended_to_by_recomputed_block_is_rejected() -> None:
         run.engine.backward(run.engine(torch.randn(ROWS, LENGTH, WIDTH)))
 
 
+class ChangesInput(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        x += self.act(self.linear(x * 1))
+        return x
+
+
+@pytest.mark.parametrize("activations", [{"checkpoint": "units"}, {"slices": 3}])
+def test_block_that_changes_its_input_is_rejected_by_name(activations: Any) -> None:
+    config = make_config(activations=activations)
+    with (
+        pytest.raises(TrainingError, match=r"'blocks\.0' changes its input in place"),
+        Run(Base(ChangesInput), config, device="cpu") as run,
+    ):
+        run.engine(torch.randn(ROWS, LENGTH, WIDTH) * 1)
+
+
 def test_batch_norm_in_eval_mode_can_be_sliced() -> None:
     model = Base(Normed)
     model.blocks[0].norm.eval()

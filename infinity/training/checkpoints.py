@@ -7,7 +7,6 @@ import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -163,10 +162,10 @@ class Checkpoints:
                     del files[FROZEN]
                 with ranks.collective_section("opens a checkpoint's files"):
                     ranges = RangeWriter(temporary_directory(root, tag), files)
-            finish = CheckpointWriter.finish
-            publish = partial(
-                finish, manifest=manifest, save_latest=save_latest, keep_last=keep_last
-            )
+
+            def publish(writer: CheckpointWriter) -> Path:
+                return writer.finish(manifest, save_latest=save_latest, keep_last=keep_last)
+
             self._saver.start(writer, ranges, publish)
         except BaseException:
             for output in (writer, ranges):

@@ -196,7 +196,7 @@ def test_plan_keeps_fitting_units_unsharded() -> None:
     host = {"weights": "host", "optimizer_state": "host", "gradients": "host"}
     unlimited, unit = planned(None, **host), 1 << 20
     assert unlimited.zero_stage == 2
-    assert "gathered once after each update" in unlimited.describe()
+    assert "one all-gather after each update" in unlimited.describe()
     sharded = planned(None, unsharded=False, **host)
     assert sharded.zero_stage == 3
     (slots,) = sharded.slot_classes
@@ -207,7 +207,7 @@ def test_plan_keeps_fitting_units_unsharded() -> None:
     assert limited.unsharded == frozenset(range(5))
     assert sorted(c.count for c in limited.slot_classes) == [3, 5]
     assert limited.zero_stage == 3
-    assert "weights of 5 units stay whole" in limited.describe()
+    assert "weights of 5 units stay gathered" in limited.describe()
     assert limited.predicted_bytes["all_gather"] < sharded.predicted_bytes["all_gather"]
 
 

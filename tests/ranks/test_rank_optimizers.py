@@ -265,7 +265,7 @@ def test_padding_note_reports_cost() -> None:
     assert padding_notes([block], "Rule") == ()
     (note,) = padding_notes([block, alone], "Rule")
     assert "Rule needs full parameters, which are distributed over 4 ranks" in note
-    assert "2.00 times what they hold; most in unit 'embed', 4.00 times" in note
+    assert "2.00 times their elements; most in unit 'embed', 4.00 times" in note
 
 
 def test_plan_includes_padding_note(tmp_path: Path) -> None:

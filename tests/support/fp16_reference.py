@@ -24,6 +24,7 @@ from support.trainer import (
     fresh_moments,
     rules_by_parameter,
     square_sums,
+    stacks_of,
     torch_groups,
 )
 from torch import Tensor, nn
@@ -117,7 +118,7 @@ def train_half(
         if make_optimizer is None
         else TorchOptimizerMasters(make_optimizer, torch_groups(model, groups))
     )
-    halves = _halves(model, settings, groups)
+    halves, stacks = _halves(model, settings, groups), stacks_of(model)
     for half in halves:
         half.parameter.data = half.master.to(torch.float16).view(half.parameter.shape)
         _collect(half, dtype)
@@ -134,7 +135,7 @@ def train_half(
         total = 0.0
         for half in active:  # not `sum`, which rounds differently from Python 3.12 on
             assert half.gradient is not None
-            for squares in square_sums(half.gradient, half.parameter):
+            for squares in square_sums(half.gradient, half.parameter, stacks):
                 total += squares
         norm = math.sqrt(total) / scale
         result.norms.append(norm)

@@ -12,7 +12,7 @@ import math
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -336,9 +336,20 @@ def cast_frozen(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def square_sums(gradient: Tensor, parameter: nn.Parameter) -> list[float]:
+def stacks_of(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that are stacks of experts."""
+    return {
+        module.get_parameter(name)
+        for module in model.modules()
+        for name in getattr(module, "infinity_stacks", ())
+    }
+
+
+def square_sums(
+    gradient: Tensor, parameter: nn.Parameter, stacks: Collection[nn.Parameter]
+) -> list[float]:
     """Return the terms of the squared norm: one per gradient, or per expert of a stack."""
-    experts = gradient.view(parameter.shape).unbind() if parameter.dim() == 3 else [gradient]
+    experts = gradient.view(parameter.shape).unbind() if parameter in stacks else [gradient]
     return [square_sum(one) for one in experts]
 
 
@@ -447,7 +458,7 @@ def train_reference(
         if make_optimizer is None
         else TorchOptimizerMasters(make_optimizer, torch_groups(model, groups))
     )
-    masters = _masters(model, settings, groups, split=split)
+    masters, stacks = _masters(model, settings, groups, split=split), stacks_of(model)
     for master in masters.values():
         master.parameter.data = master.weight.view(master.parameter.shape)
         _collect(master, accumulated)
@@ -463,7 +474,7 @@ def train_reference(
         total = 0.0
         for master in active:
             assert master.gradient is not None
-            for squares in square_sums(master.gradient, master.parameter):
+            for squares in square_sums(master.gradient, master.parameter, stacks):
                 total += squares
         norm = math.sqrt(total)
         norms.append(norm)

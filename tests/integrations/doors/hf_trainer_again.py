@@ -75,5 +75,5 @@ def main(config: str, folder: Path) -> dict[str, Any]:
         assert len(plain_rows) == len(deepspeed_rows) >= 3
         for plain, row in zip(plain_rows, deepspeed_rows, strict=True):
             for key in plain:
-                assert abs(plain[key] - row[key]) <= 1e-6 * abs(plain[key]), (plain, row)
+                assert abs(plain[key] - row[key]) <= 1e-5 * abs(plain[key]), (plain, row)
     return {"twice": found[config][0]}

@@ -281,9 +281,8 @@ def test_engine_accessors_follow_configuration(tmp_path: Path) -> None:
     with engine:
         answers: Any = engine
         assert (answers.steps_per_print(), answers.zero_optimization_stage()) == (7, 2)
-        assert answers.wall_clock_breakdown() is answers.dump_state() is False
-        assert answers.zero_force_ds_cpu_optimizer() is True
-        assert answers.scheduler_name() is None
+        assert answers.wall_clock_breakdown() is False
+        assert not hasattr(answers, "dump_state")
         assert (answers.gradient_clipping(), answers.gradient_clipping) == (0.5, 0.5)
         assert (answers.loss_scale(), optimizer.loss_scale, optimizer.overflow) == (1, 1, False)
         answers.set_lr(0.25)

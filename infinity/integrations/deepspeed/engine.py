@@ -56,14 +56,6 @@ def _constant(value: Any) -> Callable[[Any], Any]:
     return lambda self: value
 
 
-def _config_reader(key: str) -> Callable[[DeepSpeedEngine], Any]:
-    def method(self: DeepSpeedEngine) -> Any:
-        return self._config_value(key)
-
-    method.__doc__ = f"Return {key} of the configuration, else DeepSpeed's default."
-    return method
-
-
 _REPLACED = ".replaced"
 
 
@@ -332,10 +324,6 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Return the name of the update rule."""
         return self.optimizer.rule.name
 
-    def dynamic_loss_scale(self) -> bool:
-        """Return True if the loss scale changes with overflows."""
-        return self.fp16_enabled() and not self._config_value("fp16.loss_scale")
-
     @engine_call
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the last `loss.backward()`, but not those of `engine.backward`.
@@ -375,14 +363,13 @@ class DeepSpeedEngine(Engine, nn.Module):
         except ValueError:
             return values[0]
 
-    dataloader_drop_last = _config_reader("dataloader_drop_last")
-    dump_state = _config_reader("dump_state")
-    memory_breakdown = _config_reader("memory_breakdown")
-    scheduler_name = _config_reader("scheduler.type")
-    steps_per_print = _config_reader("steps_per_print")
-    wall_clock_breakdown = _config_reader("wall_clock_breakdown")
-    zero_allow_untested_optimizer = _config_reader("zero_allow_untested_optimizer")
-    zero_force_ds_cpu_optimizer = _config_reader("zero_force_ds_cpu_optimizer")
+    def steps_per_print(self) -> Any:
+        """Return the steps between printed lines; None by default."""
+        return self._config_value("steps_per_print")
+
+    def wall_clock_breakdown(self) -> bool:
+        """Return True if the configuration asks for it; it has no effect."""
+        return bool(self._config_value("wall_clock_breakdown"))
 
     def fp16_enabled(self) -> bool:
         """Return True if the run computes in fp16, with loss scaling."""

@@ -179,13 +179,6 @@ def _numbers(value: Any) -> Any:
     return [_number(v) for v in value] if isinstance(value, list | tuple) else _number(value)
 
 
-def _names(value: Any) -> tuple[str, ...]:
-    names = (value,) if isinstance(value, str) else value
-    if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names):
-        return tuple(names)
-    raise ValueError("should be a list of strings")
-
-
 def _paths(value: Any) -> list[str]:
     paths = value if isinstance(value, list | tuple) else [value]
     if paths and all(isinstance(path, str | os.PathLike) for path in paths):
@@ -211,7 +204,6 @@ _READERS: dict[Kind, Callable[[Any], Any]] = {
     "signed": _as_int,
     "interval": _interval,
     "text": _of_type(str, "text"),
-    "names": _names,
     "paths": _paths,
     "section": _of_type(Mapping | bool, "a section of keys and values"),
     "anything": lambda value: value,

@@ -204,13 +204,9 @@ DONE: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "comet.online": (False, {}, {}),
     **{f"comet.{name}": ("ours", {}, {}) for name in ("project", "workspace", "api_key", "mode")},
     **{f"comet.experiment_{name}": ("ours", {}, {}) for name in ("name", "key")},
-    "flops_profiler.enabled": (True, {}, {}),
-    "flops_profiler.detailed": (False, {}, {}),
     f"{ZERO}.zero_quantized_nontrainable_weights": (True, {"frozen.format": "int8"}, {}),
     "activation_checkpointing.cpu_checkpointing": (True, {"activations.offload": "host"}, {}),
     f"{PARAMS}.ns_method": ("standard", {}, {"optimizer.type": "Muon"}),
-    "flops_profiler.output_file": ("profile.txt", {}, {}),
-    **{f"flops_profiler.{n}": (2, {}, {}) for n in ("profile_step", "module_depth", "top_modules")},
 }  # fmt: skip
 
 # For each key with verdict REFUSED: a refused value, an accepted value, and other required keys.

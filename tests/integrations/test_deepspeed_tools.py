@@ -1,4 +1,4 @@
-"""Tests of DeepSpeed's profiler, monitors, accelerator, and engine and parameter accessors."""
+"""Tests of DeepSpeed's monitors, accelerator, and engine and parameter accessors."""
 
 from __future__ import annotations
 
@@ -11,92 +11,14 @@ from typing import Any
 import pytest
 import torch
 from support.small import ON_DISK, batch, small_engine, small_model, train
-from torch import nn
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, InfinityWarning, ResidencyError, TrainingError
 from infinity.integrations import deepspeed
 from infinity.integrations.deepspeed.monitors import MonitorMaster, get_monitor_config
-from infinity.integrations.deepspeed.profiling.flops_profiler import (
-    FlopsProfiler,
-    get_model_profile,
-)
 from infinity.integrations.deepspeed.utils import clone_tensors_for_torch_save, see_memory_usage
 from infinity.integrations.deepspeed.zero import ZeroParamStatus
-
-
-def test_flops_profiler_counts_forward_and_backward(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    products = 3 * (8 * 16 + 16 * 4)  # multiply-accumulates of three samples
-    out = tmp_path / "profile.txt"
-    flops, macs, params = get_model_profile(
-        model, input_shape=(3, 8), as_string=False, output_file=str(out)
-    )
-    assert (flops, macs, params) == (2 * products, products, 8 * 16 + 16 + 16 * 4 + 4)
-    assert "Sequential.2: 384 FLOPS" in out.read_text()
-    out.unlink()
-    assert get_model_profile(model, (3, 8), print_profile=False)[1] == "576 MACs"
-    with pytest.raises(ConfigError, match="no input"):
-        get_model_profile(model)
-    with small_engine(tmp_path, ON_DISK, engine_class=deepspeed.DeepSpeedEngine) as engine:
-        profiler = FlopsProfiler(engine.module, engine)
-        profiler.start_profile()
-        loss = engine(batch(0))
-        profiler.stop_profile()
-        forward = profiler.get_total_flops()
-        profiler.start_profile()
-        engine.backward(loss)
-        profiler.stop_profile()
-        assert forward > 0
-        assert profiler.get_total_flops() >= forward
-        assert profiler.get_total_params() == sum(p.numel() for p in engine.module.parameters())
-
-
-def test_flops_profiler_restart_or_reset_leaves_no_mode_active() -> None:
-    model = nn.Linear(8, 4)
-    profiler = FlopsProfiler(model)
-    before = len(_get_current_dispatch_mode_stack())
-    profiler.start_profile()
-    model(torch.zeros(3, 8))
-    profiler.start_profile()
-    model(torch.zeros(3, 8))
-    profiler.reset_profile()
-    model(torch.zeros(3, 8))
-    profiler.stop_profile()
-    assert profiler.get_total_flops() == 2 * 3 * 8 * 4
-    assert len(_get_current_dispatch_mode_stack()) == before
-
-
-def test_flops_profiler_section_profiles_one_forward(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    section = {"enabled": True, "profile_step": 1, "module_depth": 1}
-    base = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
-    losses = []
-    for profiler in ({}, section, {**section, "output_file": str(tmp_path / "profile.txt")}):
-        config = {**base, "flops_profiler": profiler}
-        engine, *_ = deepspeed.initialize(model=small_model(), config=config)
-        with engine:
-            with torch.no_grad():
-                engine(batch(0))
-            losses.append(train(engine, 3))
-            out = capsys.readouterr().out
-            own_profiler = FlopsProfiler(engine.module)
-            own_profiler.start_profile()
-            engine(batch(0))
-            own_profiler.stop_profile()
-        counted = own_profiler.get_total_flops(as_string=True)
-        if profiler is section:
-            assert out.startswith("step 1: ")
-            assert out.count(counted) == 2  # in the heading and in the model's row
-            assert ".head: " in out
-            assert ".blocks." not in out  # below module_depth
-        else:
-            assert out == ""
-    assert counted in (tmp_path / "profile.txt").read_text()
-    assert losses[0] == losses[1] == losses[2]
 
 
 @pytest.mark.parametrize("every", [2, None, float("inf")])

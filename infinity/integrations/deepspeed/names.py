@@ -57,7 +57,6 @@ IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
     ("*", f"{PACKAGE}.offload_states", "OffloadDeviceEnum OffloadStateTypeEnum"),
     ("*", f"{PACKAGE}.torch_device", "DeepSpeedAccelerator get_accelerator"),
     ("*", f"{PACKAGE}.monitors", "MonitorMaster get_monitor_config"),
-    ("*", f"{PACKAGE}.flops", "FlopsProfiler get_model_profile"),
     ("*", f"{PACKAGE}.import_checkpoint", "ZeroStageEnum=_Stage"),  # is in pickled checkpoints
     ("*", f"{PACKAGE}.processes",
      "DeepSpeedCPUAdagrad DeepSpeedCPUAdam FusedAdam RepeatingLoader add_config_arguments "
@@ -185,8 +184,9 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("comm", "", "torch.distributed"),
     ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
     ("monitor", "", "tensorboard, wandb, comet or csv_monitor in the configuration"),
-    ("profiling", "", "FlopsProfiler or get_model_profile; `infinity trace` shows the waits of a "
-     "run"),
+    ("profiling", "",
+     "torch.utils.flop_counter.FlopCounterMode counts operations; `infinity trace` shows the waits "
+     "of a run"),
     ("utils.timer", "", "engine.last_report, or `infinity trace`"),
     ("utils.groups utils.bwc", "the model is sharded over all GPUs", "torch.distributed"),
     ("utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix",

@@ -1,4 +1,4 @@
-"""Engine with monitors, printed steps and DeepSpeed's profiler, as the configuration enables."""
+"""Engine with monitors and printed steps, as the configuration enables."""
 
 from __future__ import annotations
 
@@ -8,60 +8,40 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
-from infinity.integrations.deepspeed.flops import FlopsProfiler
 
 
 def watch(engine: DeepSpeedEngine) -> None:
-    """Attach the monitors, printed steps and profiler that an engine's configuration enables.
+    """Attach the monitors and printed steps that an engine's configuration enables.
 
     If `deepspeed` is an alias of this library, write a summary of the configuration to stderr.
     """
     is_first = not engine.ranks.rank
-    profiled = is_first and engine._config_value("flops_profiler.enabled")
     print_every = (engine._config_value("steps_per_print") if is_first else None) or math.inf
     if is_first and engine.translation is not None and "deepspeed" in sys.modules:
         sys.stderr.write(f"infinity: {engine.translation.summary()}\ninfinity: {engine!r}\n")
-    watched = engine.monitor.enabled or profiled or print_every < math.inf
+    watched = engine.monitor.enabled or print_every < math.inf
     if watched and type(engine) is DeepSpeedEngine:
         engine.__class__ = _WatchedEngine  # a subclass, so that other engines pay nothing
         assert isinstance(engine, _WatchedEngine)
         engine._print_every = print_every
-        engine._profile_step = (
-            engine._config_value("flops_profiler.profile_step") if profiled else None
-        )
         engine._last_print = time.perf_counter(), engine.global_samples
         engine._components.add_cleanup(engine.monitor.close)
         engine.optimizer.connect(engine.step, engine._discard_window)
 
 
 class _WatchedEngine(DeepSpeedEngine):
-    """`DeepSpeedEngine` that reports steps to monitors and stdout, and profiles one forward.
+    """`DeepSpeedEngine` that reports steps to monitors and stdout.
 
     `_losses` is the sum of the losses of the open accumulation window, as `backward` returns them;
     None if one is unknown because the script called `loss.backward()`.
     """
 
     _losses: Any = None
-    _profile_step: int | None = None
     _print_every = math.inf  # steps
     _last_print = (0.0, 0)  # time and number of samples at the last printed line
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._profile_step != self.global_steps or not torch.is_grad_enabled():
-            return super().forward(*args, **kwargs)
-        profiler, step, self._profile_step = FlopsProfiler(self.module), self._profile_step, None
-        profiler.start_profile()
-        try:
-            return super().forward(*args, **kwargs)
-        finally:
-            profiler.stop_profile()
-            names = ("module_depth", "top_modules", "detailed", "output_file")
-            options = (self._config_value(f"flops_profiler.{name}") for name in names)
-            profiler.print_model_profile(step, *options)
 
     def _known_loss(self) -> Any:
         if self._window.has_external_gradients:

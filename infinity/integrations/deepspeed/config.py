@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from infinity.config.optimizer import SCHEDULES
@@ -425,15 +424,6 @@ def _threads(draft: _Draft, key: str, value: int) -> None:
     draft.set("io.num_threads", max(value, IoConfig().num_threads), key)
 
 
-def _csv(draft: _Draft, key: str, value: bool) -> str | None:
-    if not value:
-        return None
-    options = draft.section_values("csv_monitor")
-    directory = Path(options.get("output_path", "")) / options.get("job_name", "DeepSpeedJobName")
-    draft.set("step_log", str(directory / "journal.jsonl"), key)
-    return f"CSV files, and a line of JSON for each step, in {directory}"
-
-
 # Translation of values for keys without `Key.native_key`. A function may return a note for this
 # value; it raises `ValueError` if the value is invalid.
 _TRANSLATORS: dict[str, Callable[[_Draft, str, Any], str | None]] = {
@@ -451,7 +441,6 @@ _TRANSLATORS: dict[str, Callable[[_Draft, str, Any], str | None]] = {
     "gradient_allreduce_op": _allreduce_op,
     "aio.block_size": _block_size,
     "aio.intra_op_parallelism": _threads,
-    "csv_monitor.enabled": _csv,
 }
 
 # --- translation of combined keys ----------------------------------------------------------------

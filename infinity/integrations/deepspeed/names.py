@@ -183,7 +183,7 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
      "engine.save_checkpoint, engine.load_checkpoint, or `infinity checkpoint`"),
     ("comm", "", "torch.distributed"),
     ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
-    ("monitor", "", "tensorboard, wandb, comet or csv_monitor in the configuration"),
+    ("monitor", "", "tensorboard or wandb in the configuration; `step_log` writes JSON lines"),
     ("profiling", "",
      "torch.utils.flop_counter.FlopCounterMode counts operations; `infinity trace` shows the waits "
      "of a run"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import deepspeed
@@ -47,6 +49,11 @@ def main(config: str, folder: Path, args: Any = None) -> dict[str, Any]:
     images = TensorDataset(torch.rand(64, 3, 32, 32), torch.randint(0, 10, (64,)))
     if torch.distributed.get_rank() == 0:
         torch.distributed.barrier()
+    logged: list[tuple[dict[str, float], int]] = []
+    sys.modules["wandb"] = SimpleNamespace(
+        init=lambda **options: None, finish=lambda: None,
+        log=lambda data, step: logged.append((data, step)),
+    )  # fmt: skip
     net = Net()
     parameters = filter(lambda p: p.requires_grad, net.parameters())
     ds_config = json.loads(Path(config).read_text()) | {
@@ -63,7 +70,7 @@ def main(config: str, folder: Path, args: Any = None) -> dict[str, Any]:
             "initial_scale_power": 15,
         },
         "wall_clock_breakdown": False,
-        "csv_monitor": {"enabled": True, "output_path": str(folder), "job_name": "cifar"},
+        "wandb": {"enabled": True, "project": "cifar"},
     }  # fmt: skip
     model_engine, _, trainloader, _ = deepspeed.initialize(
         args=args, model=net, model_parameters=parameters, training_data=images, config=ds_config
@@ -85,10 +92,10 @@ def main(config: str, folder: Path, args: Any = None) -> dict[str, Any]:
     with torch.no_grad():
         outputs = model_engine(images.tensors[0].to(local_device).to(target_dtype))
     correct = int((outputs.argmax(1) == images.tensors[1].to(local_device)).sum())
-    logged = (folder / "cifar" / "Train_Samples_train_loss.csv").read_text().splitlines()
-    samples, logged_loss = logged[-1].split(",")
-    assert (int(samples), float(logged_loss)) == (2 * len(images), losses[-1]), logged
+    data, samples = next(one for one in reversed(logged) if "Train/Samples/train_loss" in one[0])
+    assert (samples, data["Train/Samples/train_loss"]) == (2 * len(images), losses[-1]), logged
     model_engine.destroy()
+    del sys.modules["wandb"]
     return {"losses": losses, "correct": correct}
 
 

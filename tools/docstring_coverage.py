@@ -48,6 +48,12 @@ MARKERS = re.compile(
     r"others'|words)\b",
     re.IGNORECASE,
 )
+# A line in place of entries for arguments, in signatures that follow DeepSpeed's.
+COMPATIBLE = re.compile(
+    r"\bother\s+arguments\s+are\s+accepted\s+for\s+compatibility\s+and\s+have\s+no\s+effect\."
+    r"|\barguments\s+are\s+DeepSpeed's\.",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,9 @@ class Callable:
 
     @property
     def has_args(self) -> bool:
-        """True if an Args section names every parameter."""
+        """True if an Args section names every parameter, or a line stands for the rest."""
+        if COMPATIBLE.search(self.text):
+            return True
         return all(re.search(rf"^\s+\**{name}(?:\s*\(|:)", self.text, re.M) for name in
                    self.parameters)  # fmt: skip
 

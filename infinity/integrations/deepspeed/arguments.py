@@ -49,10 +49,8 @@ class DeepSpeedArguments:
     Attributes:
         args: Result of a parser; `args.deepspeed_config` may be the path of the configuration.
         config_params: Alias of `config` in DeepSpeed.
-        distributed_port: Ignored.
-        dist_init_required: Ignored.
-        mpu: Not supported; None.
-        mesh_param: Not supported; None.
+        distributed_port, dist_init_required: Ignored.
+        mpu, mesh_param: Not supported; None.
     """
 
     model: nn.Module

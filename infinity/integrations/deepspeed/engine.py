@@ -103,17 +103,8 @@ class Answer(float):
 class DeepSpeedEngine(Engine, nn.Module):
     """Engine with DeepSpeed's methods; see docs/migrating-from-deepspeed.md.
 
-    An `nn.Module` whose only child is `module`, so names of parameters and of the state dict begin
-    with "module.". Created by :func:`infinity.deepspeed.initialize`.
-
-    Args:
-        module: The model to train.
-        components: Tiers, threads and buffers; closed with the engine.
-        optimizer: Parameter groups, and the update rule.
-        settings: Configuration, with the translation if it is DeepSpeed's.
-        lr_scheduler: Learning rate schedule that the engine steps, or None.
-        loader: Training data loader; the attribute `training_dataloader`.
-        step_log: Log of steps, or None.
+    Made by `infinity.initialize`, and by that of `infinity.deepspeed`. An `nn.Module` whose only
+    child is `module`, so names of parameters and of the state dict begin with "module.".
     """
 
     config: Any = None  # as passed to `initialize`
@@ -205,23 +196,17 @@ class DeepSpeedEngine(Engine, nn.Module):
         return self._window.length
 
     def get_batch_info(self) -> tuple[int, int, int]:
-        """Return the batch sizes of the engine.
-
-        Returns:
-            Samples of an update, samples of a micro-batch, and micro-batches of an update on each
-            rank.
-        """
+        """Return samples of an update and of a micro-batch, and micro-batches of an update."""
         return self.train_batch_size(), self._micro_batch_size, self._window.length
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Set the samples of an update, by changing the number of micro-batches.
+        """Set the samples of an update over all ranks, by changing the number of micro-batches.
 
-        Args:
-            train_batch_size: Samples over all ranks; a multiple of micro-batch x ranks.
+        Arguments are DeepSpeed's.
 
         Raises:
-            ConfigError: The number is no such multiple, or gradients are stored in 16 bits, which
-                do not allow accumulation.
+            ConfigError: It is no multiple of micro-batch x ranks, or gradients are stored in 16
+                bits, which do not allow accumulation.
             TrainingError: The accumulation window is open; call this between updates.
         """
         least = self._micro_batch_size * self.ranks.count
@@ -259,8 +244,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Set the samples of a micro-batch, for counting samples; loaders do not change.
 
-        Args:
-            micro_batch_size: Samples of a micro-batch on one rank.
+        Arguments are DeepSpeed's.
         """
         self._set_micro_batch_size(micro_batch_size)
 
@@ -293,8 +277,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Do nothing: gradients are summed during backward.
 
-        Args:
-            bucket_size: Not used.
+        Other arguments are accepted for compatibility and have no effect.
         """
 
     # --- optimizer -------------------------------------------------------------------------------
@@ -314,8 +297,7 @@ class DeepSpeedEngine(Engine, nn.Module):
     def set_lr(self, lr: float) -> None:
         """Set the learning rate of all parameter groups, until a schedule sets another.
 
-        Args:
-            lr: The learning rate.
+        Arguments are DeepSpeed's.
         """
         for group in self.optimizer.param_groups:
             group["lr"] = lr
@@ -329,9 +311,7 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Drop the gradients of the last `loss.backward()`, but not those of `engine.backward`.
 
         This is DeepSpeed's behavior; `Engine.zero_grad(engine)` restarts the accumulation window.
-
-        Args:
-            set_to_none: Not used.
+        Other arguments are accepted for compatibility and have no effect.
         """
         self._check_usable()
         self._discard_window()
@@ -396,10 +376,9 @@ class DeepSpeedEngine(Engine, nn.Module):
         return self.zero_optimization_stage() >= 3
 
     def zero_offload_optimizer(self) -> OffloadDevice | None:
-        """Return where the plan stores optimizer state.
+        """Return where the plan stores optimizer state: an object whose `device` is cpu or nvme.
 
-        Returns:
-            An object whose `device` is cpu or nvme; None if all of it is on the GPU.
+        None if all of it is on the GPU.
         """
         return OffloadDevice.of({placement.state for placement in self.plan.placements})
 
@@ -458,20 +437,10 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> Any:
         """Return a loader of micro-batches, like the one of `initialize(training_data=...)`.
 
-        Args:
-            dataset: A :class:`torch.utils.data.Dataset`; ranks take micro-batches in turn.
-            batch_size: Samples of a micro-batch; default: from the configuration.
-            route: "train" shuffles; any other value keeps the order.
-            pin_memory: Not used.
-            data_sampler: Must be None.
-            collate_fn: Passed to the loader.
-            num_local_io_workers: Not used.
-
-        Returns:
-            A loader whose position is saved with checkpoints.
-
-        Raises:
-            ConfigError: A `data_sampler` is given.
+        Ranks take micro-batches of `batch_size` samples of the dataset in turn; default: the size
+        of the configuration. The loader shuffles if `route` is "train", and gets `collate_fn`. Its
+        position is saved with checkpoints. Raises `ConfigError` for a `data_sampler`. Other
+        arguments are accepted for compatibility and have no effect.
         """
         if data_sampler is not None:
             raise ConfigError(
@@ -507,19 +476,13 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Save a checkpoint like :meth:`Engine.save_checkpoint`, replacing one of the same tag.
 
         Until the new checkpoint is complete, the previous one is in `TAG.replaced`;
-        `load_checkpoint` loads it for the same tag.
+        `load_checkpoint` loads it for the same tag. `tag` is converted by `str`; default:
+        `global_stepN`. Frozen weights share files with the previous checkpoint:
+        `exclude_frozen_parameters` has no effect. Other arguments are DeepSpeed's.
 
         Args:
-            save_dir: Directory of checkpoints; created if needed.
-            tag: Name of the checkpoint, converted by `str`. Default: `global_stepN`.
-            client_state: Plain data (numbers, strings, lists, mappings), returned by
-                `load_checkpoint`.
-            save_latest: Write the tag to the file `latest`.
-            exclude_frozen_parameters: Not used: files of frozen weights are shared with the
-                previous checkpoint.
             keep_last: Remove all but this number of newest checkpoints; None keeps all.
-            wait: Block until the checkpoint is complete. If False, files are written during
-                training.
+            wait: Block until the checkpoint is complete. If False, training goes on.
 
         Returns:
             The directory of the checkpoint.
@@ -571,16 +534,9 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> tuple[str, dict[str, Any]] | tuple[None, None]:
         """Load a checkpoint like :meth:`Engine.load_checkpoint`.
 
-        If a save of the tag was interrupted, the previous checkpoint of the tag is loaded.
-
-        Args:
-            load_dir: Directory of checkpoints, or of a durable run.
-            tag: Name of the checkpoint; default: read from the file `latest`.
-            load_module_strict: Raise if names are missing or unexpected.
-            load_optimizer_states: If False, weights become fp32 masters and moments stay unchanged.
-            load_lr_scheduler_states: If False, the learning rate schedule stays unchanged.
-            load_module_only: Load weights only.
-            custom_load_fn: Must be None.
+        If a save of the tag was interrupted, the previous checkpoint of the tag is loaded. Without
+        `load_optimizer_states`, weights become fp32 masters and moments stay unchanged.
+        `custom_load_fn` must be None. Arguments are DeepSpeed's.
 
         Returns:
             The directory of the checkpoint and the `client_state`; (None, None) if there is none.
@@ -623,15 +579,11 @@ class DeepSpeedEngine(Engine, nn.Module):
         keep_vars: bool = False,
         master: bool = False,
     ) -> Any:
-        """Return a lazy mapping of names, prefixed with "module.", to full values.
+        """Return a lazy mapping of names, prefixed with `prefix` and "module.", to full values.
 
-        Args:
-            args: `destination`, `prefix` and `keep_vars` as positional arguments.
-            destination: A dict to fill with all values at once, in the compute dtype;
-                :meth:`torch.nn.Module.state_dict` of a parent module passes it.
-            prefix: Prefix of each name.
-            keep_vars: Not used: values are copies.
-            master: Return exact fp32 masters; not with `destination`.
+        With `destination`, which :meth:`torch.nn.Module.state_dict` of a parent module passes, fill
+        that dict with all values at once, in the compute dtype. `master` returns exact fp32 masters
+        instead. Other arguments are accepted for compatibility and have no effect.
         """
         self._check_usable()
         if args or destination is not None:
@@ -649,12 +601,8 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> None:
         """Load full values by name, with or without the prefix "module.".
 
-        See :meth:`Engine.load_state_dict`.
-
-        Args:
-            state_dict: Full values by name.
-            strict: Raise if names are missing or unexpected.
-            assign: Not used: values are copied.
+        See :meth:`Engine.load_state_dict`. Values are copied, whatever `assign` is. Arguments are
+        DeepSpeed's.
         """
         known = Engine.state_dict(self)
         if not any(name in known for name in state_dict):
@@ -671,16 +619,8 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> dict[str, Tensor]:
         """Return all values of the module by name, on the CPU, in the compute dtype.
 
-        The full model must fit in RAM; `state_dict()` reads one value at a time.
-
-        Args:
-            destination: Dict to fill; default: a new one.
-            prefix: Prefix of each name.
-            keep_vars: Not used: values are copies.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
-
-        Returns:
-            `destination`, filled.
+        The full model must fit in RAM; `state_dict()` reads one value at a time. Values are copies,
+        whatever `keep_vars` is. Arguments are DeepSpeed's.
         """
         state = self._state(exclude_frozen=exclude_frozen_parameters)
         target = {} if destination is None else destination
@@ -699,15 +639,10 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> None:
         """Load full values into the module.
 
-        Args:
-            checkpoint: Values by name, or a dict with these under "module", as in DeepSpeed.
-            strict: Raise if names other than `allowed_missing_keys` are missing, or if there are
-                unexpected names.
-            custom_load_fn: Called as `custom_load_fn(src=values, dst=module)`, while all parameters
-                of the module are materialized.
-            fetch_z3_params: Not used.
-            z3_params_to_fetch: Not used.
-            allowed_missing_keys: Names that may be missing.
+        `checkpoint` has them by name, or under "module". Names other than `allowed_missing_keys`
+        must not be missing if `strict`. `custom_load_fn` is called as `custom_load_fn(src=values,
+        dst=module)`, while all parameters of the module are materialized. Other arguments are
+        accepted for compatibility and have no effect.
         """
         values = checkpoint.get("module", checkpoint)
         state_dict = values if isinstance(values, Mapping) else checkpoint
@@ -735,17 +670,12 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> bool:
         """Save the weights in the compute dtype.
 
-        Args:
-            save_dir: Directory to write to; created if needed.
-            save_filename: Default: safetensors in shards of 5 GiB, as `save_weights`. A name that
-                ends in .bin, .pt or .pth: one file for `torch.load`; all weights must fit in RAM.
-            exclude_frozen_parameters: Leave out parameters that are not trained.
+        By default as safetensors in shards of 5 GiB, like `save_weights`; with a name that ends in
+        .bin, .pt or .pth in one file for `torch.load`, for which all weights must fit in RAM. Other
+        names raise `ConfigError`. Arguments are DeepSpeed's.
 
         Returns:
             True.
-
-        Raises:
-            ConfigError: `save_filename` has another ending.
         """
         state = self._state(exclude_frozen=exclude_frozen_parameters)
         directory = Path(save_dir).expanduser()
@@ -793,16 +723,9 @@ class DeepSpeedEngine(Engine, nn.Module):
     ) -> None:
         """Compile the forward of every block at its first call in training mode.
 
-        Other modules are not compiled; offloading is unchanged.
-
-        Args:
-            backend: Passed to `torch.compile`.
-            compile_kwargs: Further arguments of `torch.compile`.
-            schedule: Not used, with a warning.
-            compiled_autograd_enabled: Not used, with a warning.
-
-        Raises:
-            ConfigError: There is no block to compile, or CUDA graphs are requested.
+        Other modules are not compiled; offloading is unchanged. `backend` and `compile_kwargs` are
+        passed to `torch.compile`; with other arguments, which have no effect, it warns. Raises
+        `ConfigError` if there is no block, or CUDA graphs are requested. Arguments are DeepSpeed's.
         """
         self._check_usable()
         if schedule is not None or compiled_autograd_enabled:
@@ -832,12 +755,8 @@ class DeepSpeedEngine(Engine, nn.Module):
         """Block until pending updates are written to RAM or disk; raise if state is on the GPU.
 
         The plan fixes the placement: device memory that it reserves is released by `close()` only.
-
-        Args:
-            include: States (`OffloadStateTypeEnum`); default: all.
-            device: Must be "cpu".
-            pin_memory: Not used.
-            non_blocking: Not used.
+        `include` has kinds of state, default all; `device` must be "cpu". Other arguments are
+        accepted for compatibility and have no effect.
 
         Raises:
             ConfigError: The plan reserves GPU memory for these states; the message has sizes and
@@ -850,19 +769,14 @@ class DeepSpeedEngine(Engine, nn.Module):
     def reload_states(self, non_blocking: bool = False) -> None:
         """Do nothing: `offload_states` moves no state that must be reloaded.
 
-        Args:
-            non_blocking: Not used.
+        Other arguments are accepted for compatibility and have no effect.
         """
         self._check_usable()
 
     def get_state_devices(self, state: OffloadStateTypeEnum) -> set[Any]:
-        """Return where a kind of state is stored.
+        """Return the torch devices, and the string "disk", on which a kind of state is stored.
 
-        Args:
-            state: The kind, such as `OffloadStateTypeEnum.optim_states`.
-
-        Returns:
-            Torch devices, and the string "disk".
+        Arguments are DeepSpeed's.
         """
         return state_devices(self.plan, self.device, state)
 

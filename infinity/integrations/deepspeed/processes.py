@@ -27,11 +27,9 @@ _MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 def add_config_arguments(parser: Any) -> Any:
-    """Add `--deepspeed` and `--deepspeed_config PATH` to an `argparse` parser.
+    """Add `--deepspeed`, without effect, and `--deepspeed_config PATH` to an `argparse` parser.
 
-    Args:
-        parser: The parser. Pass the result of `parse_args()` to `initialize(args=...)`. The flag
-            `--deepspeed` has no effect.
+    Pass the result of `parse_args()` to `initialize(args=...)`. Arguments are DeepSpeed's.
 
     Returns:
         The parser.
@@ -75,15 +73,12 @@ def init_distributed(
 
     Args:
         dist_backend: Backend, if no launcher started this process.
-        auto_mpi_discovery: Ignored.
-        distributed_port: Ignored.
-        verbose: Ignored.
         timeout: Timeout of collectives, a `timedelta`.
         init_method: Address of the rendezvous, if no launcher started this process.
-        dist_init_required: Ignored.
-        config: Ignored.
         rank: Rank of this process, if no launcher started it.
         world_size: Number of processes, if no launcher started this one.
+
+    Other arguments are accepted for compatibility and have no effect.
 
     Raises:
         ConfigError: Arguments contradict the launcher.

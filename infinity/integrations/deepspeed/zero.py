@@ -64,8 +64,7 @@ def unmark(parameters: Iterable[nn.Parameter]) -> None:
 def is_zero_param(parameter: Any) -> bool:
     """Return True if the parameter belongs to an engine.
 
-    Args:
-        parameter: Any object.
+    Arguments are DeepSpeed's.
     """
     return hasattr(parameter, "ds_id")
 
@@ -75,25 +74,16 @@ class Init:
 
     It has no effect inside another such block, nor if transformers opens it: transformers loads the
     weights into RAM right after. A transformers model larger than RAM needs
-    `infinity.from_pretrained`. `initialize` decides the placement.
+    `infinity.from_pretrained`. `initialize` decides the placement. Values are created in the dtype
+    of the model's code and rounded once.
 
     Args:
-        module: Not used: pass a model that exists to `initialize`.
-        data_parallel_group: Not used.
-        mem_efficient_linear: Not used.
-        remote_device: Not used.
-        pin_memory: Not used.
         config_dict_or_path: A configuration; only its `seed` is used.
         config: Earlier name of `config_dict_or_path`.
         enabled: If False, the block has no effect.
-        dtype: Not used: values are created in the dtype of the model's code and rounded once.
-        mpu: Must be None.
-        zero_param_parallel_group: Not used.
-        zero_quantized_weights: Must be False.
-        zero_quantized_nontrainable_weights: Must be False.
-        sequence_data_parallel_group: Not used.
-        param_swapper: Not used.
-        tensor_overrides: Not used.
+        mpu: Must be None; quantization must be off.
+
+    Other arguments are accepted for compatibility and have no effect.
 
     Raises:
         ConfigError: `mpu` or quantization is requested.
@@ -164,16 +154,17 @@ class Init:
 class GatheredParameters:
     """Context manager in which parameters hold their full values; edits are written back on exit.
 
-    Values are in the compute dtype; for fp32 masters use
-    `engine.materialized(params, master=True)`.
+    Values are in the compute dtype; for fp32 masters use `engine.materialized(params,
+    master=True)`.
 
     Args:
         params: A parameter, several, or `module.parameters()`. Parameters that an
             outer block has gathered are left to that block.
         modifier_rank: Rank whose values are broadcast to all ranks on exit, also for parameters
             without an engine. None: all ranks make the same edits.
-        fwd_module: Not used.
         enabled: If False, the block has no effect.
+
+    Other arguments are accepted for compatibility and have no effect.
 
     Raises:
         ResidencyError: A parameter has no values yet.
@@ -262,8 +253,7 @@ def _broadcast_values(engine: Engine, parameters: list[nn.Parameter], source: in
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     """Yield the module of an engine, for generation between steps; weights are prefetched.
 
-    Args:
-        model: An engine, or a module.
+    Arguments are DeepSpeed's.
     """
     yield getattr(model, "module", model)
 
@@ -271,12 +261,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
     """Check the types of the arguments; registration is not needed to fetch a parameter.
 
-    Args:
-        module: Only its type is checked.
-        parameter: Only its type is checked.
-
-    Raises:
-        ConfigError: The arguments are not a module and a parameter.
+    Raises `ConfigError` unless they are a module and a parameter. Arguments are DeepSpeed's.
     """
     if not isinstance(module, nn.Module) or not isinstance(parameter, nn.Parameter):
         raise ConfigError(

@@ -223,6 +223,14 @@ def test_accelerator_wraps_torch_device(caplog: pytest.LogCaptureFixture) -> Non
     found.set_rng_state(state)
     assert torch.equal(first, torch.rand(2, device=found.current_device_name()))
     assert found.LongTensor([1]).dtype is torch.int64
+    found.reset_peak_memory_stats()
+    assert found.memory_allocated() <= found.max_memory_allocated()
+    assert found.is_bf16_supported()
+    found.synchronize()
+    with found.stream(found.current_stream()):
+        assert found.on_accelerator(torch.ones(1, device=found.current_device_name()))
+    assert found.device_count() >= 1
+    assert not hasattr(found, "range_push")
     with pytest.raises(ConfigError, match="create_op_builder is not supported"):
         found.create_op_builder("CPUAdam")
     with caplog.at_level("INFO", logger="infinity"):

@@ -182,7 +182,8 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("checkpoint", "checkpoints hold full tensors by name, for any number of GPUs",
      "engine.save_checkpoint, engine.load_checkpoint, or `infinity checkpoint`"),
     ("comm", "", "torch.distributed"),
-    ("accelerator set_accelerator", "torch chooses the device", "initialize(device=...)"),
+    ("accelerator set_accelerator", "torch chooses the device",
+     "functions of torch.cuda, or initialize(device=...)"),
     ("monitor", "", "tensorboard or wandb in the configuration; `step_log` writes JSON lines"),
     ("profiling", "",
      "torch.utils.flop_counter.FlopCounterMode counts operations; `infinity trace` shows the waits "

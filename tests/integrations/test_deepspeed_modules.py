@@ -39,7 +39,6 @@ from infinity.integrations.deepspeed.utils import (
     safe_set_full_fp32_param,
     safe_set_full_grad,
     safe_set_full_optimizer_state,
-    safe_update_full_grad_vectorized,
 )
 from infinity.integrations.deepspeed.utils.zero_to_fp32 import (
     convert_zero_checkpoint_to_fp32_state_dict,
@@ -242,23 +241,6 @@ def test_full_grad_get_and_set(tmp_path: Path, placement: str, precision: str, s
             found.append((engine.grad_norm, masters(engine)))
     assert found[0][0] == found[1][0]
     assert same(found[0][1], found[1][1])
-
-
-def test_update_full_grad_vectorized_applies_function(tmp_path: Path) -> None:
-    with small_engine(tmp_path) as engine:
-        engine.backward(engine(batch(0)))
-        parameters = list(engine.module.norm.parameters())
-
-        def sign(gradient: Tensor, parameter: nn.Parameter) -> Tensor:
-            assert gradient.shape == parameter.shape
-            return gradient.sign()
-
-        before = safe_get_full_grad(parameters[0])
-        assert before is not None
-        safe_update_full_grad_vectorized(parameters, sign)
-        after = safe_get_full_grad(parameters[0])
-        assert after is not None
-        assert torch.equal(after, before.sign())
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

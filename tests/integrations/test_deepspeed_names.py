@@ -54,6 +54,8 @@ def test_served_names_resolve() -> None:
         ("ops.op_builder.CPUAdamBuilder", "infinity doctor"),
         ("runtime.utils.clip_grad_norm_", "gradient_clipping"),
         ("zero.TiledLinear", "migrating-from-deepspeed.md"),
+        ("utils.instrument_w_nvtx", "torch.cuda.nvtx.range"),
+        ("utils.logging.warning_once", "logger.warning"),
         ("profiling.flops_profiler.FlopsProfiler", "FlopCounterMode"),
         ("profiling.flops_profiler.profiler.get_model_profile", "FlopCounterMode"),
         ("ops.adam.DeepSpeedCPUAdm", "did you mean 'DeepSpeedCPUAdam'"),

@@ -30,7 +30,8 @@ IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
     ("", f"{PACKAGE}.arguments", "initialize=initialize_deepspeed"),
     ("", f"{PACKAGE}.config", "translate_deepspeed"),
     ("", f"{PACKAGE}.names", "version=VERSION __version__=VERSION"),
-    ("comm", "torch.distributed", "P2POp ProcessGroup ReduceOp"),
+    ("comm", "torch.distributed",
+     "P2POp ProcessGroup ReduceOp batch_isend_irecv irecv isend is_available new_group recv send"),
     ("runtime.lr_schedules", "infinity.optim.lr_schedules", "VALID_LR_SCHEDULES"),
     ("launcher.runner", f"{PACKAGE}.processes", "DEEPSPEED_ENVIRONMENT_NAME"),
     ("runtime.activation_checkpointing", f"{PACKAGE}.processes",
@@ -46,7 +47,6 @@ IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
      "get_tensor_model_parallel_rank=get_zero get_tensor_model_parallel_world_size=get_one "
      "get_data_parallel_group=get_world_group get_data_parallel_rank=get_rank "
      "get_data_parallel_world_size=get_world_size"),
-    ("utils", f"{PACKAGE}.utils", "logger log_dist log_dist_once warning_once"),
     ("*", f"{PACKAGE}.engine", "DeepSpeedEngine"),
     ("*", "infinity.errors",
      "DeepSpeedConfigError=ConfigError ZeRORuntimeException=InfinityError"),
@@ -63,19 +63,18 @@ IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
      "init_distributed TORCH_DISTRIBUTED_DEFAULT_PORT"),
     ("comm", f"{PACKAGE}.processes",
      "all_gather all_gather_into_tensor all_gather_object all_reduce all_to_all all_to_all_single "
-     "barrier batch_isend_irecv broadcast broadcast_object_list destroy_process_group gather "
-     "get_all_ranks_from_group get_global_rank get_local_rank get_rank get_world_group "
-     "get_world_size inference_all_reduce=all_reduce is_available is_initialized isend irecv "
-     "monitored_barrier new_group recv reduce reduce_scatter reduce_scatter_tensor scatter send "
+     "barrier broadcast broadcast_object_list destroy_process_group gather get_global_rank "
+     "get_local_rank get_rank get_world_group get_world_size inference_all_reduce=all_reduce "
+     "is_initialized monitored_barrier reduce reduce_scatter reduce_scatter_tensor scatter "
      "allgather_fn=all_gather_into_tensor reduce_scatter_fn=reduce_scatter_tensor"),
     ("*", f"{PACKAGE}.utils",
-     "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules instrument_w_nvtx logger log_dist "
-     "log_dist_once move_to_device safe_get_full_fp32_param safe_get_full_grad "
-     "safe_get_full_optimizer_state safe_get_local_fp32_param safe_get_local_grad "
-     "safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-     "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad "
-     "safe_set_local_optimizer_state safe_update_full_grad_vectorized see_memory_usage "
-     "set_random_seed set_z3_leaf_module set_z3_leaf_modules unset_z3_leaf_modules z3_leaf_module"),
+     "OnDevice clone_tensors_for_torch_save get_z3_leaf_modules logger log_dist move_to_device "
+     "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state "
+     "safe_get_local_fp32_param safe_get_local_grad safe_get_local_optimizer_state "
+     "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state "
+     "safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+     "see_memory_usage set_random_seed set_z3_leaf_module set_z3_leaf_modules "
+     "unset_z3_leaf_modules z3_leaf_module"),
     ("*", f"{PACKAGE}.utils.zero_to_fp32",
      "convert_zero_checkpoint_to_fp32_state_dict get_fp32_state_dict_from_zero_checkpoint "
      "load_state_dict_from_zero_checkpoint"),
@@ -113,12 +112,13 @@ UNIMPLEMENTED: dict[str, str] = {
     "utils":
         "bwc comms_logging config debug exceptions fragment_address get_caller_func "
         "get_full_hp_grad get_full_hp_param get_hp_fragment_mapping get_numactl_cmd groups "
-        "init_on_device initialize lazy_init_hp_params_optimizer_state link_hp_params logging "
+        "init_on_device initialize instrument_w_nvtx lazy_init_hp_params_optimizer_state "
+        "link_hp_params log_dist_once logging "
         "map_to_flat_opt_states mixed_precision_linkage module_utils numa nvtx "
-        "recursive_getattr recursive_setattr set_full_hp_grad set_full_hp_param "
-        "set_log_level_from_string set_tensor_model_parallel_rank "
-        "set_tensor_model_parallel_world_size tensor_fragment torch types z3_leaf_module "
-        "z3_leaf_parameter zero_to_fp32 zero_to_torch",
+        "recursive_getattr recursive_setattr safe_update_full_grad_vectorized set_full_hp_grad "
+        "set_full_hp_param set_log_level_from_string set_tensor_model_parallel_rank "
+        "set_tensor_model_parallel_world_size tensor_fragment torch types warning_once "
+        "z3_leaf_module z3_leaf_parameter zero_to_fp32 zero_to_torch",
     "utils.groups": "",
 }  # fmt: skip
 # Modules whose presence makes scripts choose a kernel: importing them must fail.
@@ -192,6 +192,10 @@ _ALTERNATIVES: tuple[tuple[str, str, str], ...] = (
     ("utils.groups utils.bwc", "the model is sharded over all GPUs", "torch.distributed"),
     ("utils.set_z3_leaf_modules_by_name utils.set_z3_leaf_modules_by_suffix",
      "weights are fetched when they are used, in any order", "leave it out"),
+    ("utils.instrument_w_nvtx utils.nvtx", "",
+     "torch.cuda.nvtx.range, or `trace` in the configuration"),
+    ("utils.log_dist_once utils.logging utils.warning_once", "", "log_dist, or logger.warning"),
+    ("utils.safe_update_full_grad_vectorized", "", "safe_get_full_grad and safe_set_full_grad"),
     ("env_report", "", "`infinity doctor`"),
 )  # fmt: skip
 

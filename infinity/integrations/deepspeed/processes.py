@@ -9,6 +9,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Self
 
 import torch
@@ -147,11 +149,6 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def get_all_ranks_from_group(group: Any = None) -> list[int]:
-    """Return the global ranks of a group."""
-    return dist.get_process_group_ranks(group) if _has_group() else [0]
-
-
 def no_group() -> None:
     """Return None: there are no tensor-parallel or sequence-parallel groups."""
 
@@ -166,98 +163,53 @@ def get_one() -> int:
     return 1
 
 
+# Collectives of torch.distributed -> (parameter that gets the result, parameter that is sent); None
+# if the tensors stay as they were, for a single process.
+_COLLECTIVES: dict[str, tuple[str, str] | None] = {
+    **dict.fromkeys(("all_reduce", "barrier", "broadcast", "broadcast_object_list")),
+    **dict.fromkeys(("monitored_barrier", "reduce")),
+    "all_gather": ("tensor_list", "tensor"),
+    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
+    "all_gather_object": ("object_list", "obj"),
+    "all_to_all": ("output_tensor_list", "input_tensor_list"),
+    "all_to_all_single": ("output", "input"),
+    "gather": ("gather_list", "tensor"),
+    "reduce_scatter": ("output", "input_list"),
+    "reduce_scatter_tensor": ("output", "input"),
+    "scatter": ("tensor", "scatter_list"),
+}
+_RENAMED = {  # DeepSpeed's parameters -> torch's
+    "all_gather_into_tensor": {"tensor": "input_tensor"},
+    "all_to_all_single": {"tensor": "input"},
+    "reduce_scatter_tensor": {"tensor": "input", "output_tensor": "output"},
+}
 _LOG_ARGUMENTS = ("prof", "log_name", "debug")  # of DeepSpeed's communication log, ignored
 
 
-class Finished:
-    """Handle of a complete operation, for collectives of a single process."""
-
-    def wait(self, timeout: Any = None) -> bool:
-        """Return True."""
-        return True
-
-    def is_completed(self) -> bool:
-        """Return True."""
-        return True
-
-
-def _collective(
-    name: str, single_process: Callable[..., Any] | None = None, **renamed: str
-) -> Callable[..., Any]:
-    """Return a function of torch.distributed that also accepts DeepSpeed's parameters.
-
-    `single_process` replaces it for a single process without a group. `renamed` maps DeepSpeed's
-    names of parameters to torch's.
-    """
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOG_ARGUMENTS}
-        call = getattr(dist, name)
-        if single_process is None or _has_group() or num_launched() > 1:
-            return call(*args, **named)
-        arguments = inspect.signature(call).bind(*args, **named).arguments
-        single_process(**arguments)
-        return Finished() if arguments.get("async_op") else None
-
-    function.__name__ = function.__qualname__ = name
-    function.__doc__ = f"`torch.distributed.{name}`; arguments for DeepSpeed's log are ignored."
-    return function
+def _collective(name: str, *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch.distributed; a single process without a group copies tensors."""
+    renamed = _RENAMED.get(name, {})
+    named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOG_ARGUMENTS}
+    call = getattr(dist, name)
+    if _has_group() or num_launched() > 1:
+        return call(*args, **named)
+    arguments: Any = inspect.signature(call).bind(*args, **named).arguments
+    if parameters := _COLLECTIVES[name]:
+        target, source = (arguments.get(word) for word in parameters)
+        if name == "all_gather_object":
+            target[0] = source
+        else:
+            for destination, value in zip(_as_list(target), _as_list(source), strict=False):
+                destination.copy_(value)
+    finished = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)
+    return finished if arguments.get("async_op") else None
 
 
-def _no_op(**kwargs: Any) -> None:
-    """Do nothing: the tensors of a single process are the result."""
+def _as_list(value: Any) -> list[Any]:
+    return [value] if isinstance(value, torch.Tensor) else list(value or ())
 
 
-def _copy_argument(target: str, source: str) -> Callable[..., None]:
-    """Return a single-process collective: copy tensors of argument `source` to `target`."""
-
-    def as_list(value: Any) -> list[Any]:
-        return [value] if isinstance(value, torch.Tensor) else list(value or ())
-
-    def copy(**arguments: Any) -> None:
-        for destination, value in zip(
-            as_list(arguments.get(target)), as_list(arguments.get(source)), strict=False
-        ):
-            destination.copy_(value)
-
-    return copy
-
-
-def _store_object(object_list: list[Any], obj: Any, **kwargs: Any) -> None:
-    object_list[0] = obj
-
-
-all_reduce = _collective("all_reduce", _no_op)
-barrier = _collective("barrier", _no_op)
-broadcast = _collective("broadcast", _no_op)
-broadcast_object_list = _collective("broadcast_object_list", _no_op)
-monitored_barrier = _collective("monitored_barrier", _no_op)
-reduce = _collective("reduce", _no_op)
-all_gather = _collective("all_gather", _copy_argument("tensor_list", "tensor"))
-all_gather_into_tensor = _collective(
-    "all_gather_into_tensor", _copy_argument("output_tensor", "input_tensor"), tensor="input_tensor"
-)
-all_gather_object = _collective("all_gather_object", _store_object)
-all_to_all = _collective("all_to_all", _copy_argument("output_tensor_list", "input_tensor_list"))
-all_to_all_single = _collective(
-    "all_to_all_single", _copy_argument("output", "input"), tensor="input"
-)
-gather = _collective("gather", _copy_argument("gather_list", "tensor"))
-reduce_scatter = _collective("reduce_scatter", _copy_argument("output", "input_list"))
-reduce_scatter_tensor = _collective(
-    "reduce_scatter_tensor",
-    _copy_argument("output", "input"),
-    tensor="input",
-    output_tensor="output",
-)
-scatter = _collective("scatter", _copy_argument("tensor", "scatter_list"))
-batch_isend_irecv = _collective("batch_isend_irecv")
-irecv = _collective("irecv")
-isend = _collective("isend")
-new_group = _collective("new_group")
-recv = _collective("recv")
-send = _collective("send")
-is_available = dist.is_available
+globals().update({name: partial(_collective, name) for name in _COLLECTIVES})
 
 
 # --- checkpointing -------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import cache, partial
+from functools import partial
 from logging import INFO, getLogger  # not `logging`: DeepSpeed has a module `utils.logging`
 from typing import Any, Self
 
@@ -66,16 +66,6 @@ def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
 def safe_set_full_grad(param: nn.Parameter, value: Tensor) -> None:
     """Replace the accumulated gradient, which the update, its norm and clipping use."""
     _engine(param).set_gradient(param, value)
-
-
-def safe_update_full_grad_vectorized(
-    param_list: Sequence[nn.Parameter], update_func: Callable[[Tensor, nn.Parameter], Tensor]
-) -> None:
-    """Replace each available gradient by `update_func(gradient, parameter)`."""
-    for param in param_list:
-        gradient = safe_get_full_grad(param)
-        if gradient is not None:
-            safe_set_full_grad(param, update_func(gradient, param))
 
 
 def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor:
@@ -178,20 +168,6 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = INFO
         logger.log(level, message)
 
 
-def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = INFO) -> None:
-    """Log each message once; see `log_dist`."""
-    _log_once(message, None if ranks is None else tuple(ranks), level)
-
-
-_log_once = cache(log_dist)
-
-
-@cache
-def warning_once(*args: Any, **kwargs: Any) -> None:
-    """Log each warning once."""
-    logger.warning(*args, **kwargs)
-
-
 def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the RAM and torch's GPU memory of this process, if `force`."""
     if force:
@@ -226,11 +202,6 @@ def clone_tensors_for_torch_save(item: Any, device: Any = None) -> Any:
     return tree_map(
         lambda t: t.detach().to(target, copy=True) if isinstance(t, Tensor) else t, plain
     )
-
-
-def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function unchanged; the `trace` setting records ranges instead."""
-    return func
 
 
 class OnDevice:

@@ -329,19 +329,13 @@ class DeepSpeedEngine(Engine, nn.Module):
     # --- configuration ---------------------------------------------------------------------------
 
     def _config_value(self, key: str) -> Any:
-        """Return the value of a DeepSpeed key, or DeepSpeed's default; None if there is none."""
+        """Return the value of a DeepSpeed key; if it is not given, or "auto", its default."""
         rows = () if self.translation is None else self.translation.rows
-        values = [row.given for row in rows if row.key == key and row.given != "auto"]
-        if not values:
-            default = KEYS[key].default
-            try:
-                values = [json.loads(default)]
-            except ValueError:
-                return None if default in ("-", "none", "derived") else default
-        try:
+        values = [row.given for row in rows if row.key == key and row.given not in (None, "auto")]
+        if values:
             return read_value(KEYS[key].kind, values[0])
-        except ValueError:
-            return values[0]
+        default = KEYS[key].default
+        return None if default == "-" else json.loads(default)
 
     def steps_per_print(self) -> Any:
         """Return the steps between printed lines; None by default."""

@@ -289,12 +289,10 @@ def _streams(contents: _Contents) -> dict[str, list[tuple[TensorSpec, Iterator[T
     def second_stream(
         dtype: torch.dtype, weight_dtype: torch.dtype
     ) -> list[tuple[TensorSpec, Iterator[Tensor]]]:
-        selected = [
-            (name, parameter) for name, parameter in trained if parameter.dtype is weight_dtype
-        ]
         return [
             (TensorSpec(name, parameter.shape, dtype), chunks_of(parameter, 1))
-            for name, parameter in selected
+            for name, parameter in trained
+            if parameter.dtype is weight_dtype
         ]
 
     streams = {

@@ -84,23 +84,15 @@ def _section(section: str, *keys: Key) -> Iterator[Key]:
     return (replace(key, name=f"{section}.{key.name}".lstrip(".")) for key in keys)
 
 
-_DTYPE = ("fp32", "fp16", "bf16")
 # Notes that several keys share.
 _SCHEDULE = "DeepSpeed's values, step for step"
-_DEEPCOMPILE = "used with compile.deepcompile only"
-_GATHER = "the plan decides what to gather and sum, and when"
 _SUMS = "gradients of ranks are added in fp32, in the order of ranks, each shard by its owner"
 _WRITER = "a checkpoint is streamed, full tensors by name, and published at once"
-_UNSCALED = "there is no loss scaling in bf16"
-_FUSED = "an implementation choice; infinity's kernels are always fused"
-_CHECKPOINTING = "DeepSpeed uses it in deepspeed.checkpointing only; use torch.utils.checkpoint"
 _BUFFERS = "buffers are sized from the model, and counted in the plan"
 _PARALLEL = "each rank has its own data, and the model is sharded over all ranks"
 _ANY_ORDER = "weights are fetched when they are used, in any order"
 _ZEROPP = "ZeRO++ is not built in"
-_OVERLAP = "reads, updates and writes always overlap"
 _TIMES = "engine.last_report and the step log have times, bytes and stalls of each step"
-_MOVED = "engine.counters() and `infinity trace` report moved bytes"
 _PINNED = "memory that a GPU copies from is page-locked"
 
 RENAMED_SECTIONS = {"bfloat16": "bf16"}
@@ -161,7 +153,7 @@ TABLE: tuple[Key, ...] = (
             "true: moments are stored in bf16 (optimizer.moments), with the built-in rules: lossy"),
         *_ignored("gradients are moved to their tier during backward", "immediate_grad_update"),
         _done("auto_cast", "flag", "false", "cast_inputs, where this section is enabled"),
-        *_ignored(_UNSCALED,
+        *_ignored("there is no loss scaling in bf16",
             "loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis "
             "min_loss_scale"),
     ),
@@ -178,7 +170,7 @@ TABLE: tuple[Key, ...] = (
     *_section("data_types",
         *_ignored("sums over micro-batches are fp32; one micro-batch keeps its dtype",
             "grad_accum_dtype"),
-        _done("param_dtype", _DTYPE, "null",
+        _done("param_dtype", ("fp32", "fp16", "bf16"), "null",
             "checked: the dtype of the section that is enabled"),
         _refused("buffer_dtype", "text", "null", "given", "buffers keep the dtype they have",
             "leave it out, and cast buffers before initialize()"),
@@ -219,7 +211,8 @@ TABLE: tuple[Key, ...] = (
             "the built-in kernels do not keep the largest second moment",
             "remove the section and write initialize(optimizer=lambda groups: "
             "torch.optim.AdamW(groups, lr=..., amsgrad=True))"),
-        *_ignored(_FUSED, "fused foreach capturable differentiable set_grad_none"),
+        *_ignored("an implementation choice; infinity's kernels are always fused",
+            "fused foreach capturable differentiable set_grad_none"),
     ),
     *_section("scheduler",
         _done("type", "text", "-",
@@ -274,7 +267,7 @@ TABLE: tuple[Key, ...] = (
         *_ignored("units are blocks of the model; initialize(units=...) sets others",
             "stage3_module_granularity_threshold=module_granularity_threshold"),
         *_ignored(_ANY_ORDER, "classes names name_suffixes", "leaf_module."),
-        *_ignored(_GATHER,
+        *_ignored("the plan decides what to gather and sum, and when",
             "stage3_use_all_reduce_for_fetch_params=use_all_reduce_for_fetch_params "
             "stage3_allgather_sequential=allgather_sequential allgather_partitions "
             "allgather_bucket_size reduce_scatter reduce_bucket_size "
@@ -335,7 +328,8 @@ TABLE: tuple[Key, ...] = (
         _done("nvme_path", "paths", "-", "nvme_path; several are striped"),
         *_ignored(_PINNED, "pin_memory"),
         *_ignored(_BUFFERS, "buffer_count buffer_size"),
-        *_ignored(_OVERLAP, "pipeline pipeline_read pipeline_write"),
+        *_ignored("reads, updates and writes always overlap",
+            "pipeline pipeline_read pipeline_write"),
         *_ignored("state is written once, tensor by tensor", "fast_init"),
         _done("ratio", "share", "1.0",
             "with cpu: 0 keeps moments on the GPU, a share leaves them to the plan"),
@@ -357,7 +351,7 @@ TABLE: tuple[Key, ...] = (
         _done("cpu_checkpointing", "flag", "false",
             "activations.offload: host, for all tensors saved for backward; in DeepSpeed for "
             "deepspeed.checkpointing only"),
-        *_ignored(_CHECKPOINTING,
+        *_ignored("DeepSpeed uses it in deepspeed.checkpointing only; use torch.utils.checkpoint",
             "partition_activations contiguous_memory_optimization number_checkpoints "
             "synchronize_checkpoint_boundary profile"),
     ),
@@ -398,7 +392,8 @@ TABLE: tuple[Key, ...] = (
     *_ignored("log engine.last_report from the loop, or use report_to of a Trainer",
         "enabled samples_log_interval project workspace api_key experiment_name experiment_key "
         "online mode", "comet."),
-    *_ignored(_MOVED, "enabled verbose prof_all debug prof_ops", "comms_logger."),
+    *_ignored("engine.counters() and `infinity trace` report moved bytes",
+        "enabled verbose prof_all debug prof_ops", "comms_logger."),
     *_ignored("torch.utils.flop_counter.FlopCounterMode counts operations",
         "enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file",
         "flops_profiler."),
@@ -407,7 +402,7 @@ TABLE: tuple[Key, ...] = (
             "DeepSpeed's compiler passes are not built in",
             "leave it out; offload_* sections do not need it"),
         _refused("autoep_non_moe", "flag", "false", "true", "there is no AutoEP"),
-        *_ignored(_DEEPCOMPILE,
+        *_ignored("used with compile.deepcompile only",
             "free_activation free_activation_threshold offload_activation "
             "offload_activation_pin_memory offload_opt_states offload_parameters double_buffer "
             "symmetric_memory debug_log sync_before_reduce sync_after_reduce "

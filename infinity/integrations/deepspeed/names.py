@@ -82,16 +82,14 @@ IMPLEMENTED: tuple[tuple[str, str, str], ...] = (
      "GatheredParameters Init ZeroParamStatus is_zero_param "
      "register_external_parameter unregister_external_parameter unwrap_model_for_generation"),
 )  # fmt: skip
-# DeepSpeed's names without an implementation, in the modules that have implementations. In other
-# modules any name is accepted.
+# DeepSpeed's names without an implementation, in the modules that have implementations, except
+# those of `_ALTERNATIVES`. In other modules any name is accepted.
 UNIMPLEMENTED: dict[str, str] = {
     "":
-        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable MUON_OPTIMIZER accelerator "
-        "checkpoint checkpointing comm constants dist elasticity git_branch git_hash "
-        "git_version_info pydantic_v1 "
-        "load_ds_config merge_tp_model_init_into_config model_implementations nebula ops pipe "
-        "record_tp_model_init_args resolve_per_head_muon_after_sharding runtime "
-        "set_optimizer_flags utils zero",
+        "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable MUON_OPTIMIZER checkpointing "
+        "constants dist elasticity git_branch git_hash git_version_info pydantic_v1 "
+        "load_ds_config merge_tp_model_init_into_config nebula record_tp_model_init_args "
+        "resolve_per_head_muon_after_sharding runtime set_optimizer_flags utils zero",
     "comm":
         "all_gather_coalesced all_reduce_coalesced backend ccl comm config configure constants "
         "enable_symm_mem_for_group get_all_ranks_from_group get_comm_operation_count "
@@ -110,15 +108,13 @@ UNIMPLEMENTED: dict[str, str] = {
         "parameter_offload partition_parameters partitioned_param_coordinator "
         "partitioned_param_profiler utils",
     "utils":
-        "bwc comms_logging config debug exceptions fragment_address get_caller_func "
-        "get_full_hp_grad get_full_hp_param get_hp_fragment_mapping get_numactl_cmd groups "
-        "init_on_device initialize instrument_w_nvtx lazy_init_hp_params_optimizer_state "
-        "link_hp_params log_dist_once logging "
-        "map_to_flat_opt_states mixed_precision_linkage module_utils numa nvtx "
-        "recursive_getattr recursive_setattr safe_update_full_grad_vectorized set_full_hp_grad "
-        "set_full_hp_param set_log_level_from_string set_tensor_model_parallel_rank "
-        "set_tensor_model_parallel_world_size tensor_fragment torch types warning_once "
-        "z3_leaf_module z3_leaf_parameter zero_to_fp32 zero_to_torch",
+        "comms_logging config debug exceptions fragment_address get_caller_func "
+        "get_full_hp_grad get_full_hp_param get_hp_fragment_mapping get_numactl_cmd "
+        "init_on_device initialize lazy_init_hp_params_optimizer_state link_hp_params "
+        "map_to_flat_opt_states mixed_precision_linkage module_utils numa recursive_getattr "
+        "recursive_setattr set_full_hp_grad set_full_hp_param set_log_level_from_string "
+        "set_tensor_model_parallel_rank set_tensor_model_parallel_world_size tensor_fragment "
+        "torch types z3_leaf_parameter zero_to_fp32 zero_to_torch",
     "utils.groups": "",
 }  # fmt: skip
 # Modules whose presence makes scripts choose a kernel: importing them must fail.

@@ -181,6 +181,18 @@ def test_documentation_blocks_and_stock_trainer_example_run(tmp_path: Path) -> N
     assert (tmp_path / "out" / "final" / "model.safetensors").exists()
 
 
+def test_stock_trainer_example_on_two_ranks_divides_batches(tmp_path: Path) -> None:
+    """With default arguments, without `use_cpu`; evaluation also gathers from both ranks."""
+    pytest.importorskip("transformers")
+    script = (str(ROOT / "examples" / "stock_trainer.py"), "--max_steps", "2")
+    config = ("--deepspeed", str(ROOT / "examples" / "configs" / "ds_infinity.json"))
+    output = run(tmp_path, "-m", "infinity.cli", "run", "--gpus", "2", *script, *config)
+    first, second = re.findall(r"held-out loss (\d+\.\d+)", output)
+    assert first == second
+    # Two steps of two ranks with 4 of 200 samples each; rank 0 alone logs.
+    assert re.findall(r"'train_loss'.*'epoch': '?([\d.]+)", output) == ["0.08"]
+
+
 def test_infinity_run_starts_one_and_two_processes(tmp_path: Path) -> None:
     script = str(DOORS / "hello.py")
     config = str(config_of("hello", tmp_path, on_disk=True))

@@ -20,6 +20,7 @@ from infinity.config.settings import Settings
 from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.accelerate_state import check_accelerate
 from infinity.integrations.deepspeed.engine import DeepSpeedEngine
 from infinity.integrations.deepspeed.processes import init_distributed
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings, read_settings
@@ -135,6 +136,7 @@ def initialize(*positional: Any, **named: Any) -> tuple[Engine, OffloadedOptimiz
     """
     given = DeepSpeedArguments.of(positional, named)
     with starting(given.ranks) as (ranks, _):
+        check_accelerate(ranks)
         settings = read_settings(
             given.config, given.config_params, given.args, given.batch_size, given.optimizer,
             given.lr_scheduler, given.model_parameters, ranks.count,

@@ -21,6 +21,7 @@ from infinity.common import accelerators
 from infinity.distributed.environment import int_from_env, num_launched
 from infinity.distributed.launch import find_ranks
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed import accelerate_state
 from infinity.optim import standalone
 
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
@@ -107,6 +108,7 @@ def init_distributed(
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         store = vars(dist)["HashStore"]()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
+    accelerate_state.set_backend()
 
 
 def _has_group() -> bool:
@@ -115,6 +117,7 @@ def _has_group() -> bool:
 
 def is_initialized() -> bool:
     """Return whether communication works; True for a single process without a launcher."""
+    accelerate_state.set_backend()
     return _has_group() or (num_launched() == 1 and "RANK" not in os.environ)
 
 

@@ -14,6 +14,7 @@ from infinity.config.optimizer import SchedulerConfig
 from infinity.config.schema import Config, load_config
 from infinity.config.source import read_source
 from infinity.errors import ConfigError
+from infinity.integrations.deepspeed.accelerate_state import count_ranks_without_accelerators
 from infinity.integrations.deepspeed.config import (
     INFINITY_SECTION,
     Translation,
@@ -51,6 +52,7 @@ def check_name(name: str) -> None:
 
 
 _TrainingArguments: Any = transformers().TrainingArguments
+count_ranks_without_accelerators()
 
 
 @dataclass

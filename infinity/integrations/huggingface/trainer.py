@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity._initialize import starting
 from infinity.config.schema import Config
 from infinity.distributed.context import DistContext
-from infinity.distributed.launch import find_ranks
 from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineClosedError, InfinityWarning
+from infinity.integrations.deepspeed.accelerate_state import check_num_processes
 from infinity.integrations.deepspeed.arguments import initialize
 from infinity.integrations.deepspeed.settings import DeepSpeedSettings
 from infinity.integrations.huggingface.accelerator import (
@@ -161,7 +162,8 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
         user_optimizer = self.optimizer
         choice = self._choose_optimizer(user_optimizer)
         settings = self._current_settings()
-        ranks = find_ranks()
+        with starting(None) as (ranks, _):
+            check_num_processes(self.args.world_size, ranks)
         config = self._choose_schedule(choose_logits(self.model, choice.config), ranks)
         config = config.model_copy(update={"cast_inputs": True})  # images and audio are fp32
         deepspeed_settings = DeepSpeedSettings(

@@ -31,7 +31,7 @@ def train(config: dict[str, Any], folder: Path, resume: Path | None = None) -> d
         output_dir=str(folder), deepspeed=config, per_device_train_batch_size=2, max_steps=4,
         gradient_accumulation_steps=8 // RANKS, learning_rate=1e-2,
         lr_scheduler_type="linear", logging_steps=1, save_steps=2, eval_steps=2,
-        eval_strategy="steps", report_to=[], seed=3, disable_tqdm=True, use_cpu=True,
+        eval_strategy="steps", report_to=[], seed=3, disable_tqdm=True,
     )  # fmt: skip
     model = LlamaForCausalLM(LlamaConfig(**SHAPE))
     trainer = InOrder(

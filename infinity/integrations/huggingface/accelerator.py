@@ -94,17 +94,16 @@ class OffloadAccelerator(_Accelerator):  # type: ignore[misc]
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
         """Set the norm that the next step clips to, and return its gradient norm.
 
-        The engine clips in `optimizer.step()`. A `max_norm` equal to `self.max_norm` selects the
-        clipping of the engine's configuration. The returned tensor has shape ``()`` and is NaN
-        until the step is done, which fills it in place.
+        The engine clips in `optimizer.step()`, not at all for inf. A `max_norm` equal to
+        `self.max_norm` selects the clipping of the engine's configuration. The returned tensor has
+        shape ``()`` and is NaN until the step is done, which fills it in place.
         """
         if norm_type != 2:
             raise ConfigError(f"the engine clips by the 2-norm, not by norm {norm_type}")
-        if math.isfinite(max_norm):  # Trainer passes inf to get the norm without clipping
-            is_default = max_norm == self.max_norm or self.max_norm is None
-            self._engine().gradient_clipping = (
-                self._default_clipping if is_default else float(max_norm)
-            )
+        if max_norm == math.inf:  # Trainer passes inf for a max_grad_norm of 0
+            max_norm = 0.0
+        is_default = max_norm == self.max_norm or self.max_norm is None
+        self._engine().gradient_clipping = self._default_clipping if is_default else float(max_norm)
         if self.grad_norm is None:
             self.grad_norm = torch.full((), float("nan"))
         return self.grad_norm

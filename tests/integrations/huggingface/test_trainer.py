@@ -559,15 +559,16 @@ def test_iterable_dataset_receives_epoch(tmp_path: Path) -> None:
     trainers[1].close()
 
 
-def test_max_grad_norm_changed_by_callback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("first", "last"), [(1.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_max_grad_norm_changed_by_callback(tmp_path: Path, first: float, last: float) -> None:
     class Tighter(hf.TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            args.max_grad_norm = 0.05 if state.global_step < 4 else 1.0
+            args.max_grad_norm = 0.05 if state.global_step < 4 else last
 
     trainers = []
+    changed = {"optim": "sgd", "learning_rate": 0.5, "max_grad_norm": first}
     for kind in (hf.Trainer, InfinityTrainer):
-        options = {"callbacks": [Tighter()]}
-        trainers.append(trainer_for(kind, tmp_path, None, options, optim="sgd", learning_rate=0.5))
+        trainers.append(trainer_for(kind, tmp_path, None, {"callbacks": [Tighter()]}, **changed))
         trainers[-1].train()
     assert_close_history(trainers[1], trainers[0], 5e-6)
     trainers[1].close()

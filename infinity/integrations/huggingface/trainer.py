@@ -301,6 +301,10 @@ class InfinityTrainer(_Trainer):  # type: ignore[misc]
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         pass
 
+    # The original reads p.grad of all parameters, which warns: gradients are not DTensors here.
+    def _has_mixed_mesh_grads(self, model: nn.Module) -> bool:
+        return False
+
     # The Trainer calls the wrapper of the engine.
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
         if self.engine is None:

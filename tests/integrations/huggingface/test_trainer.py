@@ -114,6 +114,24 @@ def test_max_grad_norm_clips(tmp_path: Path) -> None:
     free.close()
 
 
+def test_reading_p_grad_warns_for_callback_but_not_for_trainer(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    class Reading(hf.TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, model: Any, **named: Any) -> None:
+            read.append([p.grad for p in model.parameters()])
+
+    found, read = [], []
+    for callbacks in ([], [Reading()]):
+        with trainer_for(
+            InfinityTrainer, tmp_path, None, {"callbacks": callbacks}, max_steps=2
+        ) as trainer:
+            trainer.train()
+        found.append([w.filename for w in recwarn if "p.grad was read" in str(w.message)])
+    assert found == [[], [__file__]]
+    assert len(read) == 2
+
+
 def test_predictions_and_metrics_match_trainer(tmp_path: Path) -> None:
     def accuracy(prediction: Any) -> dict[str, float]:
         guessed, labels = prediction.predictions[:, :-1].argmax(-1), prediction.label_ids[:, 1:]

@@ -36,6 +36,8 @@ REPLACED = {
     "_load_from_checkpoint": ["train"],
     "_load_best_model": ["_finalize_training"],
 }
+if hasattr(hf.Trainer, "_has_mixed_mesh_grads"):  # since 5.23
+    REPLACED["_has_mixed_mesh_grads"] = ["_clip_grad_norm", "_get_grad_norm"]
 # Extended public methods through which the batches of a step pass, and their callers.
 EXTENDED = {"get_batch_samples": ["_run_epoch"], "training_step": ["_run_epoch"]}
 

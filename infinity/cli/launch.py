@@ -29,13 +29,14 @@ if os.getppid() == int(sys.argv[1]):
 _SHUTDOWN_TIMEOUT_S = 600  # after Ctrl-C, to finish the step and save; then processes are killed
 
 
-def launch(count: int, arguments: Sequence[str]) -> None:
+def launch(count: int, arguments: Sequence[str], *, remedy: str = "dmesg | tail") -> None:
     """Run Python with these arguments in `count` processes, as `torchrun --standalone` does.
 
     The rendezvous is on the loopback interface, so the host name need not resolve. Ctrl-C and
     SIGTERM are forwarded, and no process outlives the launcher. Returns when all have exited with
     0. Raises `ConfigError` for more processes than GPUs, if there are any, or inside a launcher;
-    `MachineError` if a process was killed; `typer.Exit` if one failed with a message of its own.
+    `MachineError` with `remedy` if a process was killed; `typer.Exit` if one failed with a message
+    of its own.
     """
     if "WORLD_SIZE" in os.environ:
         raise ConfigError(
@@ -71,7 +72,7 @@ def launch(count: int, arguments: Sequence[str]) -> None:
             raise MachineError(
                 f"rank {rank} of {count} was ended by {signal_name}",
                 because="it ran out of memory, crashed, or was killed",
-                remedy="dmesg | tail; --resume auto goes on from the last checkpoint",
+                remedy=remedy,
             ) from None
         raise typer.Exit(failure.exitcode) from None
     except SignalException as stopped:

@@ -98,7 +98,9 @@ def train(
             from infinity.cli.launch import launch
 
             options = ["--resume", resume, *(["--json"] if as_json else [])]
-            launch(gpus, ["-m", "infinity.cli", "train", str(config), *(overrides or []), *options])
+            arguments = ["-m", "infinity.cli", "train", str(config), *(overrides or []), *options]
+            remedy = "dmesg | tail; --resume auto goes on from the last checkpoint"
+            launch(gpus, arguments, remedy=remedy)
         elif as_json:
             with library_stdout_to_stderr(), redirect_stdout(sys.stderr):
                 result = _train(config, overrides or [], resume)

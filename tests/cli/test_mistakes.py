@@ -5,19 +5,23 @@ Each message names the wrong input and a replacement. No command ends in a trace
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from support.runs import settings, write_text
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from typer.testing import CliRunner
 
 import infinity
 from infinity.cli.main import app
-from infinity.errors import InfinityError
+from infinity.errors import InfinityError, MachineError
 
 # Arguments of `infinity`, the exit code, and the texts in stderr, in this order.
 COMMANDS: dict[str, tuple[str, int, tuple[str, ...]]] = {
@@ -167,3 +171,21 @@ def test_training_loop_mistake_is_named(name: str, tmp_path: Path) -> None:
         assert text in remaining, str(caught.value)
         remaining = remaining.partition(text)[2]
     assert caught.value.__cause__ is None  # a single traceback
+
+
+@pytest.mark.parametrize(("verb", "resumes"), [("train", True), ("run", False)])
+def test_killed_rank_remedy_fits_the_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str, resumes: bool
+) -> None:
+    def launcher(*_: Any) -> Callable[..., None]:
+        failure = ProcessFailure(1, 7, -signal.SIGKILL, str(tmp_path / "error.json"))
+        return mock.Mock(side_effect=ChildFailedError("train.py", {1: failure}))
+
+    monkeypatch.setattr("infinity.cli.launch.elastic_launch", launcher)
+    (script := tmp_path / "train.py").write_text("")
+    with mock.patch.dict(os.environ):  # the launcher changes it for its processes
+        result = CliRunner().invoke(app, [verb, "--gpus", "2", str(script)])
+    assert result.exit_code == MachineError.exit_code
+    assert "rank 1 of 2 was ended by SIGKILL" in result.output
+    assert "dmesg" in result.output
+    assert ("--resume auto" in result.output) == resumes

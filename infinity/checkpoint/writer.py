@@ -155,6 +155,12 @@ class CheckpointWriter:
         remove_stale(self.root)
         self._lock = TagLock(self.root, self.tag)
         if os.path.lexists(self.path):
+            if not self.path.is_dir():
+                raise CheckpointError(
+                    f"{self.path} is not a directory",
+                    because="the checkpoint would be saved there, and a file is never replaced",
+                    remedy="save with another tag, or move that file first",
+                )
             raise CheckpointError(
                 f"the checkpoint {self.path} exists already",
                 because="a checkpoint is never overwritten",

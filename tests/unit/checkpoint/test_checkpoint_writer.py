@@ -183,7 +183,7 @@ def test_existing_tag_is_refused(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("a file")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     for tag in ("taken", "dangling"):
-        with pytest.raises(CheckpointError, match="exists already"):
+        with pytest.raises(CheckpointError, match=f"{tag} is not a directory"):
             CheckpointWriter(tmp_path, tag, source.streams)
     assert (path / "manifest.json").read_bytes() == before
     assert listed(tmp_path) == ["dangling", "latest", "t", "taken"]

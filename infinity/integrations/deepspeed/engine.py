@@ -682,8 +682,9 @@ class DeepSpeedEngine(Engine, nn.Module):
                     value = state[name]
                     values |= {} if self.ranks.rank else {name: value}
                 if not self.ranks.rank:
-                    make_directories(directory)
-                    with atomic_write(directory / save_filename) as file:
+                    path = directory / save_filename
+                    make_directories(path.parent)
+                    with atomic_write(path) as file:
                         torch.save(values, file)
         else:
             raise ConfigError(

@@ -37,6 +37,7 @@ import infinity
 from infinity import _initialize
 from infinity.engine import Engine
 from infinity.errors import (
+    CheckpointError,
     ConfigError,
     DoesNotFitError,
     EngineClosedError,
@@ -135,6 +136,10 @@ def test_training_data_order_and_resume(tmp_path: Path) -> None:
         with pytest.raises(ConfigError, match="holds files that do not belong to a checkpoint"):
             engine.save_checkpoint(tmp_path, "saved")
         (tmp_path / "saved" / "notes.txt").unlink()
+        (tmp_path / "file").write_text("mine")
+        with pytest.raises(CheckpointError, match="file is not a directory"):
+            engine.save_checkpoint(tmp_path, "file")
+        assert (tmp_path / "file").read_text() == "mine"
         (tmp_path / "saved").rename(tmp_path / "saved.replaced")  # as left by a killed save
         (tmp_path / "mine.replaced").mkdir()
         for name in ("a/b", ""):
@@ -1094,13 +1099,15 @@ def test_save_16bit_model_formats(tmp_path: Path) -> None:
         assert engine.save_16bit_model(tmp_path / "a") is True
         assert engine.save_fp16_model(str(tmp_path / "b"), "pytorch_model.bin") is True
         assert engine.save_16bit_model(tmp_path / "c", exclude_frozen_parameters=True) is True
+        assert engine.save_16bit_model(tmp_path / "d", "sub/weights.pt") is True
         with pytest.raises(ConfigError, match="save_filename"):
             engine.save_16bit_model(tmp_path, "model.gguf")
     fresh = small_model(5).bfloat16()
     infinity.load_weights(fresh, tmp_path / "a")
     assert torch.equal(fresh.blocks[1].up.weight, expected["blocks.1.up.weight"])
-    loaded = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
-    assert all(torch.equal(loaded[name], value) for name, value in expected.items())
+    for path in ("b/pytorch_model.bin", "d/sub/weights.pt"):
+        loaded = torch.load(tmp_path / path, weights_only=True)
+        assert all(torch.equal(loaded[name], value) for name, value in expected.items())
     missing = infinity.load_weights(fresh, tmp_path / "c", strict=False).missing
     assert set(missing) == {"norm.weight", "norm.bias"}
 

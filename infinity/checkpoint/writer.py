@@ -7,12 +7,12 @@ to TAG, and then `latest` is replaced. Files of a writer that died are removed b
 from __future__ import annotations
 
 import json
+import operator
 import os
 import stat
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
 
 import torch
@@ -269,7 +269,11 @@ class CheckpointWriter:
         """
         self._check_open()
         with self._aborting():
-            if keep_last is not None and not (isinstance(keep_last, Integral) and keep_last >= 1):
+            try:
+                is_valid = keep_last is None or operator.index(keep_last) >= 1
+            except TypeError:
+                is_valid = False
+            if not is_valid:
                 raise ConfigError(f"keep_last is {keep_last!r}, not an integer of at least 1")
             self._check_complete(manifest)
             records = self._finish_files()

@@ -15,13 +15,14 @@ from support.small import settings, small_model
 from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError
 from infinity.integrations import deepspeed
-from infinity.integrations.deepspeed import accelerate_state, processes
+from infinity.integrations.deepspeed import processes
 
 hf = pytest.importorskip("transformers")
 state = pytest.importorskip("accelerate.state")
 
 from support.hf_runs import trainer_for  # noqa: E402
 
+from infinity.integrations.huggingface.settings import TrainingArguments  # noqa: E402
 from infinity.integrations.huggingface.trainer import InfinityTrainer  # noqa: E402
 
 
@@ -53,8 +54,6 @@ def test_state_for_deepspeed_counts_ranks(
     monkeypatch: pytest.MonkeyPatch, launched: list[Any], has_group: bool
 ) -> None:
     """Also the second state of a process, when there is a group already."""
-    original = state.PartialState._prepare_backend.__wrapped__
-    monkeypatch.setattr(state.PartialState, "_prepare_backend", original)
     monkeypatch.setattr(processes, "find_ranks", lambda timeout: launched.append(timeout))
     monkeypatch.setitem(sys.modules, "deepspeed", deepspeed)
     monkeypatch.setattr(state, "is_deepspeed_available", lambda: True)
@@ -68,17 +67,14 @@ def test_state_for_deepspeed_counts_ranks(
     assert found.backend is None  # a complete state does not change
 
 
-def test_state_with_infinity_trainer_counts_ranks(
-    monkeypatch: pytest.MonkeyPatch, launched: list[Any]
+def test_training_arguments_count_ranks(
+    monkeypatch: pytest.MonkeyPatch, launched: list[Any], tmp_path: Path
 ) -> None:
-    found = state.PartialState()
-    assert (found.num_processes, found.process_index, found.device.type) == (2, 1, "cpu")
-    assert found.distributed_type == state.DistributedType.MULTI_CPU
+    arguments = TrainingArguments(str(tmp_path))
+    assert (arguments.use_cpu, arguments.world_size, arguments.process_index) == (True, 2, 1)
     assert launched == [{"backend": "gloo", "rank": 1, "world_size": 2}]
-    for name, value in (("num_accelerators", 2), ("num_launched", 1)):
-        with monkeypatch.context() as patch:
-            patch.setattr(accelerate_state, name, lambda value=value: value)
-            assert found._prepare_backend() == (None, state.DistributedType.NO)
+    monkeypatch.delenv("WORLD_SIZE")
+    assert not TrainingArguments(str(tmp_path)).use_cpu
 
 
 def test_engine_of_other_ranks_than_accelerate_raises(tmp_path: Path) -> None:

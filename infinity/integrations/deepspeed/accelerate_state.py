@@ -9,17 +9,11 @@ on the same batches. With `ACCELERATE_USE_CPU` or `cpu=True` it counts the ranks
 
 from __future__ import annotations
 
-import importlib
-import os
 import sys
-from functools import wraps
-from typing import Any
 
 import torch.distributed as dist
 
-from infinity.common.accelerators import num_accelerators
 from infinity.distributed.context import DistContext
-from infinity.distributed.environment import num_launched
 from infinity.errors import ConfigError
 
 
@@ -35,25 +29,6 @@ def set_backend() -> None:
     state = module.PartialState._shared_state
     if "num_processes" not in state and state.get("backend", "") is None:
         state["backend"] = dist.get_backend()
-
-
-def count_ranks_without_accelerators() -> None:
-    """Make accelerate count launched processes also on a machine without accelerators.
-
-    See [Note: accelerate without accelerators]. States that exist already do not change.
-    """
-    module: Any = importlib.import_module("accelerate.state")
-    original = module.PartialState._prepare_backend
-
-    @wraps(original)
-    def prepare_backend(self: Any, *args: Any, **kwargs: Any) -> tuple[str | None, Any]:
-        backend, kind = original(self, *args, **kwargs)
-        is_rank = "LOCAL_RANK" in os.environ and num_launched() > 1
-        if kind == module.DistributedType.NO and is_rank and not num_accelerators():
-            return backend or "gloo", module.DistributedType.MULTI_CPU
-        return backend, kind
-
-    module.PartialState._prepare_backend = prepare_backend
 
 
 def check_accelerate(ranks: DistContext) -> None:

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.common.accelerators import num_accelerators
 from infinity.config.optimizer import SchedulerConfig
 from infinity.config.schema import Config, load_config
 from infinity.config.source import read_source
+from infinity.distributed.environment import num_launched
 from infinity.errors import ConfigError
-from infinity.integrations.deepspeed.accelerate_state import count_ranks_without_accelerators
 from infinity.integrations.deepspeed.config import (
     INFINITY_SECTION,
     Translation,
@@ -52,17 +53,19 @@ def check_name(name: str) -> None:
 
 
 _TrainingArguments: Any = transformers().TrainingArguments
-count_ranks_without_accelerators()
 
 
 @dataclass
 class TrainingArguments(_TrainingArguments):  # type: ignore[misc]
     """`transformers.TrainingArguments` whose `deepspeed` does not need the package deepspeed.
 
-    `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`.
+    `InfinityTrainer` translates the configuration given as `deepspeed`, like `infinity_config`. In
+    several processes without an accelerator `use_cpu` is True.
     """
 
     def __post_init__(self) -> None:
+        if num_launched() > 1 and not num_accelerators():
+            self.use_cpu = True  # else accelerate counts one process
         deepspeed, self.deepspeed = self.deepspeed, None  # type: ignore[has-type]
         super().__post_init__()
         self.deepspeed = deepspeed

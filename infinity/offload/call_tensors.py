@@ -84,9 +84,9 @@ def call_checked(
     except RuntimeError as error:
         if "is being modified inplace" not in str(error):  # torch refuses to change slices
             raise
-        raise _in_place_error(name) from error
+        raise _inplace_error(name) from error
     if versions != _versions(tensors):
-        raise _in_place_error(name)
+        raise _inplace_error(name)
     if not is_unchanged((args, kwargs), structure, tensors):
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
@@ -101,7 +101,7 @@ def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _in_place_error(name: str) -> TrainingError:
+def _inplace_error(name: str) -> TrainingError:
     return TrainingError(
         f"block {name!r} changes its input in place",
         because="a block that is recomputed, or runs in slices, reads its input again",

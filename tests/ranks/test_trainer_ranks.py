@@ -16,7 +16,7 @@ ARGUMENTS = {
     "save_steps": 2,
     "eval_strategy": "steps",
     "eval_steps": 2,
-    "use_cpu": False,  # accelerate counts the ranks without it
+    "use_cpu": False,  # set by `TrainingArguments` where it is needed
 }
 
 

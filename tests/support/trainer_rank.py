@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from support.hf_runs import Texts, history, llama, masters, trainer_for
 
+from infinity.integrations.huggingface.settings import TrainingArguments
 from infinity.integrations.huggingface.trainer import InfinityTrainer
 
 
@@ -22,8 +23,9 @@ def main(jobs: list[dict[str, Any]]) -> None:
         options: dict[str, Any] = {"train_dataset": Texts(24), "eval_dataset": Texts(8, seed=2)}
         options["compute_metrics"] = exact
         with trainer_for(
-            InfinityTrainer, Path(job["out"]), llama(dropout=0.0), options, **job["arguments"]
-        ) as trainer:
+            InfinityTrainer, Path(job["out"]), llama(dropout=0.0), options,
+            arguments=TrainingArguments, **job["arguments"],
+        ) as trainer:  # fmt: skip
             trainer.train(job.get("resume"))
             predicted = trainer.predict(Texts(7, seed=5))
             trainer.save_model(f"{job['out']}/model")

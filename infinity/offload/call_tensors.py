@@ -79,14 +79,14 @@ def call_checked(
     """
     args, kwargs = unflatten_tensors(structure, tensors)
     versions = _versions(tensors)
-    try:
-        result = function(*args, **kwargs)
-    except RuntimeError as error:
-        if "is being modified inplace" not in str(error):  # torch refuses to change slices
-            raise
-        raise _inplace_error(name) from error
+    result = function(*args, **kwargs)
     if versions != _versions(tensors):
-        raise _inplace_error(name)
+        raise TrainingError(
+            f"block {name!r} changes its input in place",
+            because="a block that is recomputed, or runs in slices, reads its input again",
+            remedy="use operations that are not in place (x = x + y), or leave out "
+            "activations.checkpoint and activations.slices",
+        )
     if not is_unchanged((args, kwargs), structure, tensors):
         raise TrainingError(
             f"block {name!r} changes a list or dict that it was given",
@@ -99,12 +99,3 @@ def call_checked(
 
 def _versions(tensors: Sequence[Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
-
-
-def _inplace_error(name: str) -> TrainingError:
-    return TrainingError(
-        f"block {name!r} changes its input in place",
-        because="a block that is recomputed, or runs in slices, reads its input again",
-        remedy="use operations that are not in place (x = x + y), or leave out "
-        "activations.checkpoint and activations.slices",
-    )

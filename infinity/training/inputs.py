@@ -38,7 +38,8 @@ class Inputs:
         self._device, self._dtype = device, dtype
         self._casts = casts and dtype is not torch.float32
         self._warned = False
-        self._required_grad = [p.requires_grad for p in partition.parameters]
+        pairs = zip(partition.names, partition.parameters, strict=True)
+        self._required_grad = {name for name, p in pairs if p.requires_grad}
 
     def prepare(self, arguments: Any) -> Any:
         """Return nested `arguments` with tensors moved to the device, and cast with `casts`.
@@ -50,18 +51,17 @@ class Inputs:
             TrainingError: A tensor is on meta, or a parameter requires a gradient that has no
                 optimizer state.
         """
-        for name, parameter, trained, required_grad in zip(
+        for name, parameter, trained in zip(
             self._partition.names,
             self._partition.parameters,
             self._partition.trained,
-            self._required_grad,
             strict=True,
         ):
             if parameter.requires_grad and not trained:
                 raise TrainingError(
                     f"parameter {name!r} requires a gradient, but has no optimizer state",
                     because="no group of the optimizer contains it"
-                    if required_grad
+                    if name in self._required_grad
                     else "it was frozen when the engine was made",
                     remedy="pass it to the optimizer or to initialize(model_parameters=...), which "
                     "gives state to parameters that are frozen for now; or freeze it: "

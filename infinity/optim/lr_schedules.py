@@ -227,9 +227,7 @@ class OneCycle(_Schedule):
 
 
 DEEPSPEED_SCHEDULES = (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-VALID_LR_SCHEDULES = [
-    schedule.__name__ for schedule in DEEPSPEED_SCHEDULES
-]  # DeepSpeed's name for it
+VALID_LR_SCHEDULES = [kind.__name__ for kind in DEEPSPEED_SCHEDULES]  # DeepSpeed's name for it
 
 
 # --- by name -------------------------------------------------------------------------------------
@@ -237,9 +235,7 @@ VALID_LR_SCHEDULES = [
 
 def known_schedules() -> dict[str, type[lr_scheduler.LRScheduler]]:
     """Return all schedules that a configuration may name: torch's and these, sorted by name."""
-    schedules = torch_schedules() | {
-        schedule.__name__: schedule for schedule in DEEPSPEED_SCHEDULES
-    }
+    schedules = torch_schedules() | {kind.__name__: kind for kind in DEEPSPEED_SCHEDULES}
     return dict(sorted(schedules.items()))
 
 

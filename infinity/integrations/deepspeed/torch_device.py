@@ -58,7 +58,10 @@ class DeepSpeedAccelerator:
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the generators of all devices."""
-        torch.cuda.manual_seed_all(seed) if self._is_gpu else torch.manual_seed(seed)
+        if self._is_gpu:
+            torch.cuda.manual_seed_all(seed)
+        else:
+            torch.manual_seed(seed)
 
     def pin_memory(
         self, tensor: Tensor, make_copy: bool = True, match_shape: bool = True

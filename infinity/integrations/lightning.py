@@ -9,7 +9,7 @@ import importlib
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +122,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         config: A configuration, of this library or DeepSpeed's: a mapping, a path, or a `Config`.
             The Trainer fills in `precision`, `accumulate_grad_batches` and `gradient_clip_val`;
             values set in both must be equal.
-        device: Device of computation. Default: the first GPU if the Trainer uses one.
+        device: Device of computation. Default: that of the Trainer.
 
     Example:
         >>> strategy = InfinityStrategy({"nvme_path": "/mnt/nvme"})
@@ -131,6 +131,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
 
     strategy_name = "infinity"
     _precision_plugin = None  # read by the Trainer to see if a plugin was passed
+    parallel_devices: Sequence[torch.device] = ()  # set by the Trainer from `devices`
 
     def __init__(self, config: Any = None, device: torch.device | str | None = None) -> None:
         super().__init__("cpu")
@@ -159,8 +160,7 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """Device of the module."""
         if self._device is not None:
             return self._device
-        on_gpu = type(self.accelerator).__name__ == "CUDAAccelerator"
-        return torch.device("cuda", 0) if on_gpu else torch.device("cpu")
+        return self.parallel_devices[0] if self.parallel_devices else torch.device("cpu")
 
     @property
     def precision_plugin(self) -> Any:
@@ -176,13 +176,14 @@ class InfinityStrategy(_Strategy):  # type: ignore[misc]
         """Set up the accelerator.
 
         Raises:
-            ConfigError: The run has several processes.
+            ConfigError: The run has several processes or devices.
         """
         ranks = find_ranks()
         ranks.close()
-        if ranks.count > 1:
+        num_devices = max(ranks.count, len(self.parallel_devices) if self._device is None else 1)
+        if num_devices > 1:
             raise ConfigError(
-                f"InfinityStrategy is for one process, and this is one of {ranks.count}",
+                f"InfinityStrategy is for one device, and this run has {num_devices}",
                 remedy="devices=1; for several GPUs a loop of your own under torchrun, or "
                 "InfinityTrainer",
             )

@@ -52,9 +52,10 @@ def run(
 ) -> tuple[Any, History]:
     history = History()
     callbacks = [history, *changed.pop("callbacks", [])]
-    settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5, **changed}
+    settings = {"max_epochs": 3, "accumulate_grad_batches": 2, "gradient_clip_val": 0.5}
+    settings |= {"devices": 1, **changed}
     trainer = lightning.Trainer(
-        strategy=strategy, accelerator="cpu", devices=1, logger=False, callbacks=callbacks,
+        strategy=strategy, accelerator="cpu", logger=False, callbacks=callbacks,
         enable_progress_bar=False, enable_model_summary=False,
         **{"enable_checkpointing": False, **settings},
     )  # fmt: skip
@@ -212,6 +213,7 @@ def test_manual_optimization_matches_lightning(tmp_path: Path) -> None:
         ({}, {"precision": "64-true"}, "Trainer.precision='64'"),
         ({}, {"gradient_clip_algorithm": "value"}, "gradient_clip_algorithm='value'"),
         ({"optimizer": {"type": "SGD"}}, {}, "two optimizers"),
+        ({}, {"devices": 2}, "for one device, and this run has 2"),
         ({}, {"callbacks": [StochasticWeightAveraging(1e-2)]}, "StochasticWeightA.* not supported"),
     ],
 )
@@ -220,6 +222,14 @@ def test_unsupported_settings_raise(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         run(strategy_on(tmp_path, **config), **changed)
+
+
+def test_device_of_trainer() -> None:
+    strategy = InfinityStrategy()
+    assert strategy.root_device == torch.device("cpu")
+    strategy.parallel_devices = [torch.device("cuda", 1)]  # as the Trainer sets it for devices=[1]
+    assert strategy.root_device == torch.device("cuda", 1)
+    assert InfinityStrategy(device="cpu").root_device == torch.device("cpu")
 
 
 def test_example_fits_and_resumes(

@@ -231,6 +231,7 @@ def test_accelerator_wraps_torch_device(caplog: pytest.LogCaptureFixture) -> Non
         assert found.on_accelerator(torch.ones(1, device=found.current_device_name()))
     assert found.device_count() >= 1
     assert not hasattr(found, "range_push")
+    assert not hasattr(found, "lru_cache")
     with pytest.raises(ConfigError, match="create_op_builder is not supported"):
         found.create_op_builder("CPUAdam")
     with caplog.at_level("INFO", logger="infinity"):

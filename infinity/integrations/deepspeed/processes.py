@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Iterable, Iterator
-from functools import partial
 from types import SimpleNamespace
 from typing import Any, Self
 
@@ -105,7 +104,8 @@ def init_distributed(
             remedy="torchrun --nproc-per-node N train.py, or infinity run --gpus N train.py",
         )
     elif "RANK" in os.environ and dist.is_available() and not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        kind = accelerators.accelerator_type()
+        backend = f"cpu:gloo,{kind}:{accelerators.backend()}" if kind else "gloo"
         store = vars(dist)["HashStore"]()
         dist.init_process_group(backend, store=store, rank=0, world_size=1)
     accelerate_state.set_backend()
@@ -166,53 +166,63 @@ def get_one() -> int:
     return 1
 
 
-# Collectives of torch.distributed -> (parameter that gets the result, parameter that is sent); None
-# if the tensors stay as they were, for a single process.
-_COLLECTIVES: dict[str, tuple[str, str] | None] = {
-    **dict.fromkeys(("all_reduce", "barrier", "broadcast", "broadcast_object_list")),
-    **dict.fromkeys(("monitored_barrier", "reduce")),
-    "all_gather": ("tensor_list", "tensor"),
-    "all_gather_into_tensor": ("output_tensor", "input_tensor"),
-    "all_gather_object": ("object_list", "obj"),
-    "all_to_all": ("output_tensor_list", "input_tensor_list"),
-    "all_to_all_single": ("output", "input"),
-    "gather": ("gather_list", "tensor"),
-    "reduce_scatter": ("output", "input_list"),
-    "reduce_scatter_tensor": ("output", "input"),
-    "scatter": ("tensor", "scatter_list"),
-}
-_RENAMED = {  # DeepSpeed's parameters -> torch's
-    "all_gather_into_tensor": {"tensor": "input_tensor"},
-    "all_to_all_single": {"tensor": "input"},
-    "reduce_scatter_tensor": {"tensor": "input", "output_tensor": "output"},
-}
 _LOG_ARGUMENTS = ("prof", "log_name", "debug")  # of DeepSpeed's communication log, ignored
 
 
-def _collective(name: str, *args: Any, **kwargs: Any) -> Any:
-    """Call a function of torch.distributed; a single process without a group copies tensors."""
-    renamed = _RENAMED.get(name, {})
-    named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOG_ARGUMENTS}
-    call = getattr(dist, name)
-    if _has_group() or num_launched() > 1:
-        return call(*args, **named)
-    arguments: Any = inspect.signature(call).bind(*args, **named).arguments
-    if parameters := _COLLECTIVES[name]:
-        target, source = (arguments.get(word) for word in parameters)
-        if name == "all_gather_object":
-            target[0] = source
-        else:
-            for destination, value in zip(_as_list(target), _as_list(source), strict=False):
-                destination.copy_(value)
-    finished = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)
-    return finished if arguments.get("async_op") else None
+def _collective(
+    name: str, copies: tuple[str, str] | None = None, **renamed: str
+) -> Callable[..., Any]:
+    """Return a collective of torch.distributed that also works in a process without a group.
+
+    Args:
+        name: Name in torch.distributed.
+        copies: Parameters that receive the result and that are sent, which a single process copies;
+            None if its tensors stay unchanged.
+        renamed: Names of torch's parameters by DeepSpeed's.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {renamed.get(key, key): v for key, v in kwargs.items() if key not in _LOG_ARGUMENTS}
+        function = getattr(dist, name)
+        if _has_group() or num_launched() > 1:
+            return function(*args, **named)
+        arguments: Any = inspect.signature(function).bind(*args, **named).arguments
+        if copies is not None:
+            target, source = (arguments.get(parameter) for parameter in copies)
+            if name == "all_gather_object":
+                target[0] = source
+            else:
+                for destination, value in zip(_as_list(target), _as_list(source), strict=False):
+                    destination.copy_(value)
+        finished = SimpleNamespace(wait=lambda timeout=None: True, is_completed=lambda: True)
+        return finished if arguments.get("async_op") else None
+
+    return call
 
 
 def _as_list(value: Any) -> list[Any]:
     return [value] if isinstance(value, torch.Tensor) else list(value or ())
 
 
-globals().update({name: partial(_collective, name) for name in _COLLECTIVES})
+all_reduce = _collective("all_reduce")
+barrier = _collective("barrier")
+broadcast = _collective("broadcast")
+broadcast_object_list = _collective("broadcast_object_list")
+monitored_barrier = _collective("monitored_barrier")
+reduce = _collective("reduce")
+all_gather = _collective("all_gather", ("tensor_list", "tensor"))
+all_gather_into_tensor = _collective(
+    "all_gather_into_tensor", ("output_tensor", "input_tensor"), tensor="input_tensor"
+)
+all_gather_object = _collective("all_gather_object", ("object_list", "obj"))
+all_to_all = _collective("all_to_all", ("output_tensor_list", "input_tensor_list"))
+all_to_all_single = _collective("all_to_all_single", ("output", "input"), tensor="input")
+gather = _collective("gather", ("gather_list", "tensor"))
+reduce_scatter = _collective("reduce_scatter", ("output", "input_list"))
+reduce_scatter_tensor = _collective(
+    "reduce_scatter_tensor", ("output", "input"), tensor="input", output_tensor="output"
+)
+scatter = _collective("scatter", ("tensor", "scatter_list"))
 
 
 # --- checkpointing -------------------------------------------------------------------------------

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache, partial
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -20,10 +18,6 @@ _WITHOUT_GPU: dict[str, Any] = {
     "reset_max_memory_allocated": None, "empty_cache": None, "default_stream": None,
     "is_bf16_supported": True,
 }  # fmt: skip
-
-
-def _method(function: Callable[..., Any]) -> Any:
-    return function
 
 
 class DeepSpeedAccelerator:
@@ -46,7 +40,7 @@ class DeepSpeedAccelerator:
             return partial(torch.tensor, dtype=getattr(torch, name).dtype, device=self._name)
         for module in self._modules:
             found = vars(module).get(name)
-            if callable(found) and not isinstance(found, ModuleType):
+            if callable(found) and str(found.__module__).startswith("torch"):  # not one it imports
                 return found
         if not self._is_gpu and name in _WITHOUT_GPU:
             return lambda device_index=None: _WITHOUT_GPU[name]
@@ -69,28 +63,49 @@ class DeepSpeedAccelerator:
         """Return a copy in pinned memory; without a GPU the tensor itself."""
         return tensor.pin_memory() if self._is_gpu else tensor
 
-    device = _method(lambda self, device_index=None: torch.device(self.device_name(device_index)))
-    current_device = _method(lambda self: torch.cuda.current_device() if self._is_gpu else 0)
-    current_device_name = _method(lambda self: self.device_name(self.current_device()))
-    communication_backend_name = _method(lambda self: "nccl" if self._is_gpu else "gloo")
-    on_accelerator = _method(lambda self, tensor: tensor.device.type == self._name)
-    is_pinned = _method(lambda self, tensor: tensor.is_pinned())
-    is_fp16_supported = _method(lambda self: True)
-    supported_dtypes = _method(lambda self: [torch.float32, torch.float16, torch.bfloat16])
-    total_memory = _method(
-        lambda self, device_index=None: (
-            torch.cuda.mem_get_info(device_index)[1]
-            if self._is_gpu
-            else read_machine().host_ram_bytes
-        )
-    )
-    available_memory = _method(
-        lambda self, device_index=None: (
-            torch.cuda.mem_get_info(device_index)[0]
-            if self._is_gpu
-            else read_machine().host_available_bytes
-        )
-    )
+    def device(self, device_index: int | None = None) -> torch.device:
+        """Return `torch.device` of `device_name`."""
+        return torch.device(self.device_name(device_index))
+
+    def current_device(self) -> int:
+        """Return the index of the current GPU; 0 without a GPU."""
+        return torch.cuda.current_device() if self._is_gpu else 0
+
+    def current_device_name(self) -> str:
+        """Return `device_name` of the current device."""
+        return self.device_name(self.current_device())
+
+    def communication_backend_name(self) -> str:
+        """Return the backend of `torch.distributed`: "nccl", or "gloo" without a GPU."""
+        return "nccl" if self._is_gpu else "gloo"
+
+    def on_accelerator(self, tensor: Tensor) -> bool:
+        """Return True if the tensor is on a GPU; without a GPU if it is in RAM."""
+        return tensor.device.type == self._name
+
+    def is_pinned(self, tensor: Tensor) -> bool:
+        """Return True if the tensor is in pinned memory."""
+        return tensor.is_pinned()
+
+    def is_fp16_supported(self) -> bool:
+        """Return True."""
+        return True
+
+    def supported_dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that models can compute in."""
+        return [torch.float32, torch.float16, torch.bfloat16]
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        """Return the memory of a GPU, or the RAM without a GPU, in bytes."""
+        if self._is_gpu:
+            return torch.cuda.mem_get_info(device_index)[1]
+        return read_machine().host_ram_bytes
+
+    def available_memory(self, device_index: int | None = None) -> int:
+        """Return the free memory of a GPU, or the available RAM without a GPU, in bytes."""
+        if self._is_gpu:
+            return torch.cuda.mem_get_info(device_index)[0]
+        return read_machine().host_available_bytes
 
 
 @cache

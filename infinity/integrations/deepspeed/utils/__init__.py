@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
+from infinity.common import accelerators
 from infinity.common.sizes import format_size
 from infinity.engine import Engine
 from infinity.errors import ConfigError, TrainingError
@@ -172,10 +173,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     """Log the RAM and torch's GPU memory of this process, if `force`."""
     if force:
         sizes = {"RAM": read_machine().process_rss_bytes}
-        if torch.cuda.is_available():
+        if kind := accelerators.accelerator_type():
+            module = accelerators.module_of(kind)
             sizes |= {
-                "GPU": torch.cuda.memory_allocated(),
-                "GPU at most": torch.cuda.max_memory_allocated(),
+                "GPU": module.memory_allocated(),
+                "GPU at most": module.max_memory_allocated(),
             }
         text = ", ".join(f"{name} {format_size(n)}" for name, n in sizes.items())
         logger.info("%s: %s", message, text)

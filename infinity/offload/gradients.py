@@ -87,12 +87,14 @@ class GradientStore:
             else:
                 on_disk[unit] = location
         self._segments = {s.parameter: (u.index, s) for u in plan.units for s in u.trained_segments}
-        row_segments = sorted(
-            (s for _, s in self._segments.values() if s.is_rows), key=lambda s: s.first_element
-        )
+        segments = [segment for _, segment in self._segments.values()]
+        segments.sort(key=lambda segment: (segment.origin, segment.first_element))
+        # Of each parameter among those that `model.parameters()` yields, rows of stacks in order.
+        self._position = {segment.parameter: i for i, segment in enumerate(segments)}
         self._stacks: dict[int, list[int]] = {}  # cut stack -> its rows, in order
-        for segment in row_segments:
-            self._stacks.setdefault(segment.origin, []).append(segment.parameter)
+        for segment in segments:
+            if segment.is_rows:
+                self._stacks.setdefault(segment.origin, []).append(segment.parameter)
         # Segments of the local shard, by parameter.
         self._locations = {
             s.parameter: (u.index, s) for u in plan.local_units for s in u.trained_segments
@@ -384,9 +386,7 @@ class GradientStore:
 
     def _in_order(self) -> list[int]:
         """Return the parameters that have gradients, in the order of `model.parameters()`."""
-        segments = (self._segments[parameter][1] for parameter in self._with_gradient)
-        ordered = sorted(segments, key=lambda s: (s.origin, s.first_element))
-        return [segment.parameter for segment in ordered]
+        return sorted(self._with_gradient, key=self._position.__getitem__)
 
     def non_finite(self) -> list[str]:
         """Return names of parameters with non-finite gradients, in order; after `square_sum`."""

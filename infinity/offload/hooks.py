@@ -30,6 +30,7 @@ from infinity.model.torch_private import (
     is_backward_code,
     no_dispatch_modes,
     top_saved_tensors_hooks,
+    without_torch_function,
 )
 from infinity.offload.activations import ActivationStore
 from infinity.offload.call_guard import Call, CallGuard
@@ -378,7 +379,8 @@ class Hooks:
         unit = self.unit_of[index]
 
         def hook(parameter: Tensor) -> None:
-            gradient, parameter.grad = parameter.grad, None
+            with without_torch_function():
+                gradient, parameter.grad = parameter.grad, None
             gradient = self.sums.take(index, gradient)
             if gradient is None:
                 if not self.sums.is_used:

@@ -156,9 +156,11 @@ class OffloadedOptimizer(torch.optim.Optimizer):
         captured: dict[int, Any] = {}
         for group in self.param_groups:
             rule_params = self.rule.capture(group)
-            for parameter in group["params"]:
-                index = index_of[id(parameter)]
-                captured |= dict.fromkeys((index, *self._rows_of_stack.get(index, ())), rule_params)
+            indices = [index_of[id(parameter)] for parameter in group["params"]]
+            captured |= dict.fromkeys(indices, rule_params)
+        for stack, rows in self._rows_of_stack.items():
+            if stack in captured:
+                captured |= dict.fromkeys(rows, captured[stack])
         return captured
 
     def set_stack_rows(self, pieces: Mapping[int, Sequence[int]]) -> None:

@@ -15,6 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from infinity.errors import TrainingError, first_lines, listed
 from infinity.model.buffers import find_buffers
 from infinity.model.partition import Partition
+from infinity.model.torch_private import without_torch_function
 
 _OTHER_DTYPE = re.compile(r"\b(dtype|scalar type|Input type)\b")  # in torch's error messages
 
@@ -38,8 +39,10 @@ class Inputs:
         self._device, self._dtype = device, dtype
         self._casts = casts and dtype is not torch.float32
         self._warned = False
-        pairs = zip(partition.names, partition.parameters, strict=True)
+        pairs = list(zip(partition.names, partition.parameters, strict=True))
         self._required_grad = {name for name, p in pairs if p.requires_grad}
+        trained = partition.trained
+        self._untrained = [pair for pair, used in zip(pairs, trained, strict=True) if not used]
 
     def prepare(self, arguments: Any) -> Any:
         """Return nested `arguments` with tensors moved to the device, and cast with `casts`.
@@ -51,22 +54,18 @@ class Inputs:
             TrainingError: A tensor is on meta, or a parameter requires a gradient that has no
                 optimizer state.
         """
-        for name, parameter, trained in zip(
-            self._partition.names,
-            self._partition.parameters,
-            self._partition.trained,
-            strict=True,
-        ):
-            if parameter.requires_grad and not trained:
-                raise TrainingError(
-                    f"parameter {name!r} requires a gradient, but has no optimizer state",
-                    because="no group of the optimizer contains it"
-                    if name in self._required_grad
-                    else "it was frozen when the engine was made",
-                    remedy="pass it to the optimizer or to initialize(model_parameters=...), which "
-                    "gives state to parameters that are frozen for now; or freeze it: "
-                    "requires_grad_(False)",
-                )
+        with without_torch_function():
+            name = next((n for n, parameter in self._untrained if parameter.requires_grad), None)
+        if name is not None:
+            raise TrainingError(
+                f"parameter {name!r} requires a gradient, but has no optimizer state",
+                because="no group of the optimizer contains it"
+                if name in self._required_grad
+                else "it was frozen when the engine was made",
+                remedy="pass it to the optimizer or to initialize(model_parameters=...), which "
+                "gives state to parameters that are frozen for now; or freeze it: "
+                "requires_grad_(False)",
+            )
         cast_tensors = self._tensors_of_other_dtype(arguments) if self._casts else []
         if cast_tensors and not self._warned:
             self._warned = True

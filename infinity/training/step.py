@@ -37,7 +37,7 @@ from infinity.errors import (
     TrainingError,
     TransferError,
 )
-from infinity.model.torch_private import close_checkpoints
+from infinity.model.torch_private import close_checkpoints, without_torch_function
 from infinity.offload.handover import UpdateJob
 from infinity.optim.offloaded import OffloadedOptimizer, mark_stepped
 from infinity.profiling.step_log import StepLog
@@ -269,13 +269,14 @@ class StepRunner:
     def _check_gradients(self, params_by_index: Mapping[int, Any]) -> None:
         """Raise `TrainingError` for gradients of parameters that cannot be updated."""
         partition = self._components.partition
-        for parameter, trained, name in zip(
-            partition.parameters, partition.trained, partition.names, strict=True
-        ):
-            if trained and parameter.grad is not None:
-                parameter.grad = None
+        with without_torch_function():
+            grads = [parameter.grad for parameter in partition.parameters]
+        for index, grad in enumerate(grads):
+            if grad is not None and partition.trained[index]:
+                partition.parameters[index].grad = None
                 raise TrainingError(
-                    f"{name!r} has a .grad that did not come to the engine; it is dropped",
+                    f"{partition.names[index]!r} has a .grad that did not come to the engine; it "
+                    "is dropped",
                     because="gradients move during backward: one was put there by hand, or "
                     "parameters were swapped (torch.__future__.set_swap_module_params_on_"
                     "conversion), and the engine's hooks with them",

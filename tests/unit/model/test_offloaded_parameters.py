@@ -33,6 +33,7 @@ import infinity
 from infinity.distributed.context import DistContext
 from infinity.engine import Engine
 from infinity.errors import EngineClosedError, InfinityWarning, ResidencyError, TrainingError
+from infinity.model.offloaded_parameter import OffloadedParameter
 from infinity.optim.offloaded import OffloadedOptimizer
 
 PLACES: dict[str, tuple[dict[str, str], bool]] = {
@@ -148,6 +149,24 @@ EDITS: dict[str, Callable[[nn.Parameter], object]] = {
 @torch.library.custom_op("infinity_tests::halve", mutates_args={"w"})
 def halve(w: Tensor) -> None:
     w.mul_(0.5)
+
+
+def test_training_step_calls_no_torch_function(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []  # each takes microseconds, and there would be several per parameter
+    dispatch = vars(OffloadedParameter)["__torch_function__"].__func__
+
+    def count(cls: Any, func: Any, *arguments: Any) -> Any:
+        calls.append(func)
+        return dispatch(cls, func, *arguments)
+
+    with small_engine(tmp_path, ON_DISK) as engine:
+        train(engine, 1)
+        monkeypatch.setattr(OffloadedParameter, "__torch_function__", classmethod(count))
+        train(engine, 1)
+        monkeypatch.undo()
+    assert calls == []
 
 
 @pytest.mark.parametrize("place", PLACES)

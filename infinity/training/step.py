@@ -206,8 +206,14 @@ class StepRunner:
 
         Raises:
             TrainingError: Too many steps in a row were skipped, or one at the smallest loss scale;
-                or a parameter that cannot be updated has a gradient.
+                or a parameter that cannot be updated has a gradient; or `clipping` is negative or
+                NaN.
         """
+        if not (clipping or 0.0) >= 0:
+            raise TrainingError(
+                f"engine.gradient_clipping is {clipping}",
+                remedy="assign the largest global norm, or 0 for no clipping, and call step() again",
+            )
         self._gradients.finish()  # after a backward that the engine did not start
         self._gradients.complete()
         # Operations that may fail on one rank alone come before the ranks synchronize for the norm:

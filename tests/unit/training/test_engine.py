@@ -215,6 +215,18 @@ def test_clip_factor_is_one_without_clipping(tmp_path: Path) -> None:
             assert engine.last_report.clip_factor == 1.0
 
 
+@pytest.mark.parametrize("clipping", [-1.0, math.nan])
+def test_negative_or_nan_clipping_raises_before_step(tmp_path: Path, clipping: float) -> None:
+    with small_engine(tmp_path) as engine:
+        engine.gradient_clipping = clipping  # would turn gradients round, or not clip them
+        engine.backward(engine(batch(0)))
+        with pytest.raises(TrainingError, match=f"gradient_clipping is {clipping}"):
+            engine.step()
+        engine.gradient_clipping = 1.0
+        engine.step()
+        assert engine.global_steps == 1
+
+
 def test_training_matches_plain_torch(tmp_path: Path) -> None:
     plain = small_model()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-2, fused=False)

@@ -248,7 +248,7 @@ def _build_wheel() -> None:
     python = _find_interpreter()
     shutil.rmtree(WHEELS / "native", ignore_errors=True)
     if python is None:
-        print(f"no Python {_PYTHON} or newer is here to build a wheel of ours with")
+        print(f"there is no Python {_PYTHON} or newer to build the wheel of infinity")
         return
     pip = [python, "-m", "pip"]
     target = WHEELS / "native" / fingerprint()
@@ -264,7 +264,7 @@ def _build_wheel() -> None:
             command = [*pip, *build, "-w", str(target), "."]
             subprocess.run(command, cwd=REPOSITORY, check=True, env=environment)
         except subprocess.CalledProcessError as error:
-            print(f"no wheel of ours was built: {error}")
+            print(f"the wheel of infinity was not built: {error}")
 
 
 def _find_interpreter() -> str | None:

@@ -338,10 +338,15 @@ def _parsed(argv: list[str] | None) -> argparse.Namespace:
     add("--tokens", type=positive, default=1024, help="per step, all ranks together")
     add("--micro-batches", type=positive, default=1, help="of each rank")
     add("--context", type=positive, default=256, help="longest sequence")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="where ranks compute")
-    add("--device-budget", metavar="SIZE", help='of each of our ranks on a GPU; "24GiB"')
-    add("--path", type=Path, help="folder on the disk to use (default: the repository's)")
-    add("--only", help=f"of {','.join(CHOICES)}", default=",".join(CHOICES), metavar="NAMES")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="device of computation")
+    add("--device-budget", metavar="SIZE", help='GPU memory of a rank of infinity; "24GiB"')
+    add("--path", type=Path, help="folder on the drive to use (default: in the repository)")
+    add(
+        "--only",
+        help=f"contenders, of {','.join(CHOICES)}",
+        default=",".join(CHOICES),
+        metavar="NAMES",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
     arguments = parser.parse_args(argv)
     arguments.only = arguments.only.split(",")

@@ -324,7 +324,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--model", default="gpt-124m", help="a preset of examples/presets.py")
-    add("--layers", type=positive, help="so many blocks of the model (default: all)")
+    add("--layers", type=positive, help="number of blocks (default: the preset's)")
     add("--rounds", type=positive, default=5, help="turns per contender")
     add("--steps", type=positive, default=1, help="timed steps per turn (one more is untimed)")
     add("--warmup", type=positive, default=2, help="steps of each contender before the rounds")
@@ -336,36 +336,52 @@ def _parser() -> argparse.ArgumentParser:
         "--schedule",
         choices=("given", "best"),
         default="given",
-        help="micro-batches and recomputation of each contender but infinity_plan: as given above, "
-        "or the fastest for it, by a trial of each",
+        help="micro-batches and recomputation: as given above, or the fastest in a trial for each "
+        "contender; infinity_plan uses the plan's",
     )
     add("--precision", choices=("bf16", "fp32"), default="bf16")
-    add("--path", type=Path, help="folder on the disk to measure (default: the repository's)")
+    add("--path", type=Path, help="folder on the drive to measure (default: in the repository)")
     add(
         "--host-budget",
         metavar="SIZE",
-        help='of ours; infinity_disk keeps what fits in it in RAM (default: all on disk); "8GiB"',
+        help='RAM of infinity; infinity_disk keeps in RAM what fits (default: nothing); "8GiB"',
     )
-    add("--device", choices=("cpu", "cuda"), help="where to compute (default: cuda if there)")
-    add("--device-budget", metavar="SIZE", help='of ours on a GPU; "24GiB" (default: all of it)')
     add(
-        "--state", choices=("auto", "host"), default="auto", help="moments, of infinity_ram on cuda"
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device of computation (default: cuda if available)",
     )
-    add("--slices", type=positive, default=1, help="ours: parts that a block runs a batch in")
+    add("--device-budget", metavar="SIZE", help='GPU memory of infinity; "24GiB" (default: all)')
+    add(
+        "--state",
+        choices=("auto", "host"),
+        default="auto",
+        help="tier of the moments of infinity_ram on cuda",
+    )
+    add("--slices", type=positive, default=1, help="of infinity: activations.slices")
     add(
         "--experts-per-unit", type=positive, metavar="N",
-        help="ours, of a mixture: experts that travel together, but for infinity_layers",
+        help="of infinity: experts of a mixture in a unit; infinity_layers has a unit per layer",
     )  # fmt: skip
-    add("--compile", action="store_true", help="blocks, of ours and of plain torch")
+    add("--compile", action="store_true", help="compile the blocks of infinity and plain torch")
     add(
         "--offload",
         choices=("none", "host", "disk"),
         default="none",
-        help="ours: where inputs of recomputed blocks wait (activations.offload)",
+        help="of infinity: tier of the inputs of recomputed blocks (activations.offload)",
     )
-    add("--only", type=_contenders, metavar="NAMES", help=f"of {','.join(CHOICES)}")
-    add("--alone", action="store_true", help="one contender after another, for lack of memory")
+    add("--only", type=_contenders, metavar="NAMES", help=f"contenders, of {','.join(CHOICES)}")
+    add(
+        "--alone",
+        action="store_true",
+        help="run contenders one after another, if memory does not suffice for all",
+    )
     add("--compare", type=_peers, default=(), metavar="NAMES", help=f"peers: of {','.join(PEERS)}")
-    add("--traces", type=Path, metavar="DIR", help="keep traces of ours there (see infinity trace)")
+    add(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="folder for traces of infinity (see infinity trace)",
+    )
     add("--json", action="store_true", help="one JSON object on stdout")
     return parser

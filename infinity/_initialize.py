@@ -329,7 +329,7 @@ def _model_facts(partition: Partition, initial_values: InitialValues) -> dict[st
 def _optimizer_facts(optimizer: OffloadedOptimizer) -> dict[str, Any]:
     """Return the rule, its state, and the groups' values, which must be equal on all ranks."""
     rule, values = optimizer.rule, optimizer.group_values()
-    state = {"moments": rule.moments, "whole parameters": rule.needs_full}
+    state = {"moments": rule.moments, "full parameters": rule.needs_full}
     groups = {f"group {n}": v for n, v in enumerate(values)}
     return {"name": rule.name, **state, **groups}
 
@@ -339,7 +339,7 @@ def _plan_facts(plan: Plan) -> dict[str, Any]:
     names = ("slot_classes", "chunk_elements", "num_staging_buffers", "prefetch_units",
              "micro_batches", "gradient_itemsize", "unified", "durable_every", "saved")  # fmt: skip
     facts: dict[str, Any] = {name: str(getattr(plan, name)) for name in names}
-    facts |= {"shared RAM": plan.shared, "units that stay whole": sorted(plan.unsharded)}
+    facts |= {"shared RAM": plan.shared, "unsharded units": sorted(plan.unsharded)}
     for unit, placement in zip(plan.units, plan.placements, strict=True):
         facts[f"placement of {unit.name}"] = f"{placement}, {unit.numel} elements"
     return facts

@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
                 engine.settle()
                 seconds[name].append(time.process_time() - started)
         sizes = {name: engine.plan.bytes_per_parameter for name, engine in engines.items()}
-    print("| rule | bytes a parameter at rest | a step, AdamW = 1: median (quartiles) |")
+    print("| rule | bytes of state per parameter | a step, AdamW = 1: median (quartiles) |")
     print("| --- | --- | --- |")
     for name, rule_seconds in seconds.items():
         pairs = zip(rule_seconds[1:], seconds["AdamW"][1:], strict=True)

@@ -225,7 +225,7 @@ class Durability:
         for state in self.store.units:
             for write in tuple(state.writes):  # the training thread may remove entries
                 write.wait()
-        laps.lap("saving", "commit: write what rests in memory")
+        laps.lap("saving", "commit: write state in memory")
         self._disk.sync()
         self._watched_files.check()
         laps.lap("saving", "commit: sync")

@@ -256,7 +256,7 @@ def released_error() -> EngineClosedError:
     return EngineClosedError(
         "the engine of this module was released without close(restore=True), and the values of "
         "the parameters with it",
-        because="weights rested in its memory and files; it was closed, or had failed",
+        because="weights were in its memory and files; it was closed, or had failed",
         remedy="use the module, and save it, while the engine is there; call "
         "engine.close(restore=True) for a plain module; or build the module anew",
     )

@@ -225,7 +225,7 @@ def _stacks_to_cut(
                 continue
             facts[index] = replace(fact, stack=StackRows(index, 0, stacks.count))
             if fact.trained and (needs_full or fact.needs_full):
-                reason = "the optimizer needs whole parameters"
+                reason = "the optimizer needs full parameters"
             elif fact.dtype not in _CASTABLE and not fact.form:
                 reason = f"{fact.dtype} is no dtype that computes"
             elif gradient_hooks(parameter):
@@ -241,7 +241,7 @@ def _stacks_to_cut(
     if not stacks_to_cut and not paths_by_reason and config.experts_per_unit != "auto":
         paths_by_reason["the model has no stacks of experts"] = ["experts_per_unit has no effect"]
     notes = [
-        f"experts travel with their layer, uncut: {listed(names, 2)}: {reason}"
+        f"experts are stored with their layer, not in ranges: {listed(names, 2)}: {reason}"
         for reason, names in paths_by_reason.items()
     ]
     return stacks_to_cut, tuple(notes)

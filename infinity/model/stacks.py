@@ -128,7 +128,7 @@ def full_gradient_error(name: str, what: str) -> ResidencyError:
     """Return the error for a use of the gradient of a stack that is cut into ranges."""
     return ResidencyError(
         f"{what} of {name!r}, a stack of experts that is cut into ranges: its gradient arrives "
-        "range by range, and never whole",
+        "range by range, and never in full",
         remedy="read engine.gradient(p), and change it by engine.set_gradient(p, value), between "
         "backward and step(); or register a hook before initialize(): the layer is not cut then",
     )

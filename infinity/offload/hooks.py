@@ -152,8 +152,8 @@ class Hooks:
         self._check_caller()
         if self.guard.busy and self._cut_stacks[id(parameter)] not in self.materialized_dtypes:
             raise ResidencyError(
-                f"a stack of experts of shape {tuple(parameter.shape)} was read whole during a "
-                "call, and its experts travel in ranges",
+                f"a stack of experts of shape {tuple(parameter.shape)} was read in full during a "
+                "call, and its experts are stored in ranges",
                 because="the module computes with another implementation of its experts than it "
                 "did at initialize(), or something else reads its weights or their shape",
                 remedy="compute ranges of it: infinity.model.stacks.compute_ranges; or in "

@@ -12,7 +12,7 @@ next commit (see `durability.py`) adds the kinds stored in RAM, and makes it the
 Frozen bytes have copies of their own, handled in the same way. In other runs there is one copy,
 which is always active.
 
-[Note: shards at rest]
+[Note: stored shards]
 With several ranks, each stores a shard of every unit (`Plan.local_units`), and full units exist in
 slots only: a fetch fills this rank's shard of a slot, `gather` fills the others while compute runs.
 `read` and `write` handle full kinds, `read_shard` and `write_shard` those of the local shard.

@@ -95,7 +95,7 @@ def _differences(case: PlanInput, after: PlanInput) -> Iterator[Change]:
         budget = getattr(new.budget, tier)
         if budget == getattr(old.budget, tier):
             continue
-        what = f"less of the {tier} for what rests there, more for activations"
+        what = f"less of the {tier} for state, more for activations"
         if budget is None:
             what = f"no budget for the {tier} but the machine's"
         elif budget > _node_limit(case, tier):

@@ -503,7 +503,7 @@ class Plan:
             f"master {master}, {self.micro_batches} micro-batch(es) per step",
             *self._ranks_lines(),
             f"  {self.rule.name}: {self._moments_line()}; "
-            f"{self.bytes_per_parameter:.5g} bytes a parameter at rest",
+            f"{self.bytes_per_parameter:.5g} bytes of state per parameter",
         ]
         for label, kind in (
             ("weights", Kind.WEIGHT),
@@ -525,7 +525,7 @@ class Plan:
         slots = ", ".join(f"{c.count} x {format_size(c.slot_bytes)}" for c in self.slot_classes)
         location = f"in {RAM}" if self.unified else "on the device"
         lines.append(
-            f"  slots   {slots or f'none (weights rest {location})'}; prefetch "
+            f"  slots   {slots or f'none (weights are {location})'}; prefetch "
             f"{self.prefetch_units}; chunks of {format_count(self.chunk_elements)} elements"
         )
         directions = ", ".join(
@@ -573,7 +573,7 @@ class Plan:
         """Describe the number of frozen parameters and their formats; "" if there are none."""
         counts = Counter[str]()
         for segment in (s for unit in self.units for s in unit.segments if not s.trained):
-            form = f"rest and travel as {segment.form} (lossy)" if segment.form else "unquantized"
+            form = f"stored and moved as {segment.form} (lossy)" if segment.form else "unquantized"
             counts[form] += segment.numel
         return ", ".join(f"{format_count(count)} {form}" for form, count in counts.items())
 

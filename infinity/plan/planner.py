@@ -105,7 +105,7 @@ def make_plan(
         notes += padding_notes(full_units, rule.name)
         full_chunk = max(*(u.shard_numel for u in full_units), 1)
         if isinstance(config.chunk_size, int) and (rule.needs_full or chunk < full_chunk):
-            notes += (f"chunk_size {chunk} is not used: {rule.name} needs whole parameters",)
+            notes += (f"chunk_size {chunk} is not used: {rule.name} needs full parameters",)
         chunk = full_chunk if rule.needs_full else max(chunk, full_chunk)
     draft = Plan(
         precision=precision,
@@ -319,7 +319,7 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     if tier is Tier.HOST and plan.shared and plan.nodes > 1:
         return f"raise budget.host, or placement.shared: false ({plan.nodes} nodes hold copies)"
     if not config.nvme_path:
-        return "set nvme_path so that state can rest on disk"
+        return "set nvme_path so that state can be placed on disk"
     placement = config.placement
     not_on_disk = [
         k for k in ("weights", "optimizer_state", "gradients") if getattr(placement, k) != "disk"
@@ -329,6 +329,6 @@ def _remedy(tier: Tier, config: Config, plan: Plan) -> str:
     if plan.rule.needs_full:  # a chunk is a full unit, so `chunk_size` has no effect
         return (
             f"raise budget.{tier}, cut the model into smaller units (initialize(units=[...])), or "
-            f"use an optimizer that does not need whole parameters as {plan.rule.name} does"
+            f"use an optimizer that does not need full parameters as {plan.rule.name} does"
         )
     return f"raise budget.{tier}, lower chunk_size, or cut the model into smaller units"

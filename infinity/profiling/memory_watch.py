@@ -188,7 +188,7 @@ class MemoryWatch:
     def step(self) -> dict[str, int]:
         """Return memory statistics of the step that has just ended, and begin the next one.
 
-        "peak" is the maximum, in bytes. The first two steps also have "rests", the bytes held after
+        "peak" is the maximum, in bytes. The first two steps also have "held", the bytes held after
         the step, "activations", the difference, "tokens" of a micro-batch, and "estimated", the
         estimate of activations for these tokens by `plan.activations`.
         """
@@ -202,7 +202,7 @@ class MemoryWatch:
                 return_freed_memory()
             held = self._on_device() if self._accelerator else self._resident()
             estimate = self._estimated()
-            report |= {"rests": held, "activations": max(peak - held, 0), "tokens": self._tokens}
+            report |= {"held": held, "activations": max(peak - held, 0), "tokens": self._tokens}
             if estimate is not None:
                 report["estimated"] = estimate.total
         self._max_peak = max(self._max_peak, peak)

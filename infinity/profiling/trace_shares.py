@@ -269,7 +269,7 @@ def report_data(shares: Shares, num_stalls: int) -> dict[str, Any]:
         "device": timeline.facts.get("device"),
         "notes": notes,
         "steps": [step_data(step) for step in shares.steps],
-        "whole": None if total is None else step_data(total),
+        "total": None if total is None else step_data(total),
         "largest_stalls": [asdict(stall) for stall in shares.largest_stalls(num_stalls)],
     }
 
@@ -295,7 +295,7 @@ def report_lines(data: Mapping[str, Any]) -> Iterator[str]:
     if not steps:
         yield "no step was completed while the trace was recorded"
         return
-    shown = steps + ([data["whole"]] if len(steps) > 1 else [])
+    shown = steps + ([data["total"]] if len(steps) > 1 else [])
     tracks = [track for track in SHOWN if any(step["busy_share"][track] for step in steps)]
     yield f"{'busy share of':14}  {'seconds':>8}" + "".join(f"{_spaced(x):>12}" for x in tracks)
     for step in shown:

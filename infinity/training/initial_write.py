@@ -219,7 +219,7 @@ class InitialWrite:
                 return join_rows(form, shape[1], packed_rows)
             except ValueError as error:
                 raise ConfigError(
-                    f"{segment.name!r} cannot rest in {form} as the file has it: {error}",
+                    f"{segment.name!r} cannot be stored in {form} as in the file: {error}",
                     because=f"its scales are for {FP8_BLOCK} rows each",
                     remedy="frozen.format: nf4 or int8, or as_is",
                 ) from error

@@ -110,7 +110,7 @@ def _entries_of(module: nn.Module) -> list[StateEntry]:
         raise ConfigError(f"load_weights takes an engine or a module, got {type(module).__name__}")
     if any(isinstance(child._parameters, ParameterMap) for child in module.modules()):
         raise ConfigError(
-            "this module's weights rest with an engine", remedy="load_weights(engine, ...)"
+            "the weights of this module belong to an engine", remedy="load_weights(engine, ...)"
         )
     named = {**dict(module.named_parameters(remove_duplicate=False)), **persistent_buffers(module)}
     names: dict[int, list[str]] = {}

@@ -253,7 +253,7 @@ def plan_for(
         model_recomputes=recomputes_itself(model),
     )
     if reason and Tier.DEVICE in {placement.state for placement in plan.placements}:
-        note = f"state that rests on the device is updated by the host, slower: {reason}"
+        note = f"state on the device is updated by the host, which is slower: {reason}"
         plan = replace(plan, notes=(*plan.notes, note))
     if "auto" in config.placement.model_dump().values():
         plan = replace(plan, rates_origin=known.origin)

@@ -212,7 +212,7 @@ class StepRunner:
         if not (clipping or 0.0) >= 0:
             raise TrainingError(
                 f"engine.gradient_clipping is {clipping}",
-                remedy="assign the largest global norm, or 0 for no clipping, and call step() again",
+                remedy="assign the largest global norm, or 0 for none, and call step() again",
             )
         self._gradients.finish()  # after a backward that the engine did not start
         self._gradients.complete()

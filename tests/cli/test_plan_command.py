@@ -184,7 +184,7 @@ def test_plan_of_70b_matches_hand_calculation() -> None:
     assert out.startswith("70b on a GPU with 24 GiB, 64 GiB of RAM, 2 TiB of disk: fits, ")
     for text in (
         "70b (llama): 69.0B parameters in 81 units",
-        "12 bytes a parameter at rest",
+        "12 bytes of state per parameter",
         f"disk read {format_size(report['moved']['disk_read']['bytes'])}",
         f"disk write {format_size(report['moved']['disk_write']['bytes'])}",
         "nominal rates of a common machine: nothing was measured",
@@ -305,7 +305,7 @@ def test_adapters_on_quantized_base(tmp_path: Path) -> None:
     ]
     assert weights[0] == pytest.approx(2 * (matrices + tables + adapters), rel=1e-3)
     assert weights[1] == pytest.approx(0.5625 * matrices + 2 * (tables + adapters), rel=1e-3)
-    assert "436.2M rest and travel as nf4 (lossy)" in quantized["plan"]["frozen"]
+    assert "436.2M stored and moved as nf4 (lossy)" in quantized["plan"]["frozen"]
     assert quantized["model"]["parameters"] == plain["model"]["parameters"]
     for wrong in (["--rest", "nf4"], ["--lora", "8", "--rest", "fp4"]):
         code, _, error = run(layers, *arguments[:6], *wrong)
@@ -624,7 +624,8 @@ def test_misfit_of_activations_still_shows_plan(tmp_path: Path) -> None:
     assert "memory      device" in out
     assert "to make it fit" in out
     assert "--recompute" in out
-    assert "bytes a parameter" in run(model, *DESKTOP, "--tokens", "32768", *unsplit, "-v")[1]
+    details = run(model, *DESKTOP, "--tokens", "32768", *unsplit, "-v")[1]
+    assert "bytes of state per parameter" in details
 
 
 def test_plan_shows_chosen_schedule_and_runner_up(tmp_path: Path) -> None:

@@ -248,7 +248,7 @@ def test_trace_command(tmp_path: Path) -> None:
     assert code == 0
     assert "no step was completed" in out
     data = json.loads(run(str(torn), "--json")[1])
-    assert (data["steps"], data["whole"]) == ([], None)
+    assert (data["steps"], data["total"]) == ([], None)
     assert data["notes"] == ["the trace was not closed: the run was killed, or is still running"]
 
 
@@ -266,10 +266,10 @@ def test_trace_command_json(tmp_path: Path) -> None:
     assert first["busy_share"]["compute"] == pytest.approx(0.75)
     assert first["idle_share"] == pytest.approx(0.25)
     assert second["busy_share"]["compute"] == pytest.approx(300 / 600)
-    assert data["whole"]["idle_share"] == pytest.approx(0.4)
-    assert data["whole"]["busy_share"]["disk"] == pytest.approx(0.16)
+    assert data["total"]["idle_share"] == pytest.approx(0.4)
+    assert data["total"]["busy_share"]["disk"] == pytest.approx(0.16)
     (stall,) = data["largest_stalls"]
     assert (stall["cause"], stall["track"]) == ("slot", "disk")
     text = run(str(tmp_path / "t.json"))[1]
-    for step in (first, second, data["whole"]):
+    for step in (first, second, data["total"]):
         assert step["verdict"] in text

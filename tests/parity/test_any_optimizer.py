@@ -696,7 +696,7 @@ def test_full_parameter_optimizer_over_budget_is_rejected() -> None:
     device = FakeAccelerator(0, max_delay_s=0.001)
     config = config_of(budget={"host": "330 MB", "device": "1 GB"})
     try:
-        with pytest.raises(DoesNotFitError, match="whole parameters as TrustRatio does"):
+        with pytest.raises(DoesNotFitError, match="full parameters as TrustRatio does"):
             Run(nn.Linear(2000, 2000), config, device=device, optimizer=TrustRatio)
     finally:
         device.close()

@@ -174,4 +174,4 @@ def test_plan_describes_moment_format_and_size(moments: str, bytes_per_parameter
         text = run.engine.plan.describe()
         assert f"2 moments in {moments}" in text
         assert ("lossy" in text) == (moments != "fp32")
-        assert f"{bytes_per_parameter:g} bytes a parameter at rest" in text
+        assert f"{bytes_per_parameter:g} bytes of state per parameter" in text

@@ -110,7 +110,7 @@ def test_fp16_plan_takes_14_bytes_per_parameter() -> None:
     assert found.plan is not None
     text = found.plan.describe()
     assert "master fp16 weight + fp32, 1 micro-batch" in text
-    assert "14 bytes a parameter at rest" in text
+    assert "14 bytes of state per parameter" in text
     assert "moments and master" in text
     assert "note: fp16 is for GPUs" in text
 

@@ -738,7 +738,7 @@ def test_differing_plans_are_rejected(tmp_path: Path, monkeypatch: pytest.Monkey
     for message in messages_of(
         2, lambda r: make_engine(r, models[r.rank], config, tmp_path)
     ).values():
-        assert "ranks 0 and 1 differ in the plan: units that stay whole is [0, 1, 2] on" in message
+        assert "ranks 0 and 1 differ in the plan: unsharded units is [0, 1, 2] on" in message
 
 
 def test_initialize_error_on_one_rank_is_reported_on_all(tmp_path: Path) -> None:

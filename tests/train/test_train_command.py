@@ -72,7 +72,7 @@ def test_train_prints_plan_steps_and_result(tmp_path: Path) -> None:
         assert text in error
     run_dir = tmp_path / "run"
     assert f"details     {run_dir / 'plan.txt'}" in out
-    assert "bytes a parameter at rest" in (run_dir / "plan.txt").read_text()
+    assert "bytes of state per parameter" in (run_dir / "plan.txt").read_text()
     plan = json.loads((run_dir / "plan.json").read_text())
     assert plan["fits"]
     assert plan["work"]["tokens_per_step"] == 64

@@ -207,7 +207,7 @@ def test_fp8_experts_with_partial_blocks_raise(tmp_path: Path) -> None:
         tensors[f"{name}_scale_inv"] = torch.ones(1, 1)
     save_file(tensors, tmp_path / "base" / "model.safetensors", {"format": "pt"})
     config = settings(tmp_path, frozen={"format": "fp8"})
-    with pytest.raises(infinity.errors.ConfigError, match=r"gate_up_proj' cannot rest in fp8"):
+    with pytest.raises(infinity.errors.ConfigError, match=r"gate_up_proj' cannot be stored in fp8"):
         infinity.from_pretrained(tmp_path / "base", config, prepare=attention)
 
 

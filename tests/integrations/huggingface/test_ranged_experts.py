@@ -244,7 +244,7 @@ def test_stacks_read_and_edited_by_parameter_name(tmp_path: Path) -> None:
     assert engine.gradient(module.gate_up_proj).eq(1).all()
     engine.step()
     model.config._experts_implementation = "batched_mm"
-    with pytest.raises(ResidencyError, match="was read whole during a call"):
+    with pytest.raises(ResidencyError, match="was read in full during a call"):
         loss_of(engine, 0)
     engine.close()
 
@@ -268,7 +268,9 @@ def test_other_experts_implementation_disables_ranges(tmp_path: Path) -> None:
     model.set_experts_implementation("eager")
     engine, *_ = infinity.initialize(model, config_of(tmp_path, experts_per_unit=2), device="cpu")
     assert not any(unit.is_range for unit in engine.plan.units)
-    assert any("experts travel with their layer, uncut" in note for note in engine.plan.notes)
+    assert any(
+        "experts are stored with their layer, not in ranges" in note for note in engine.plan.notes
+    )
     engine.backward(loss_of(engine, 0))
     engine.step()
     engine.close()

@@ -79,7 +79,8 @@ class UnalignedExperts(nn.Module):
 def test_unsplittable_experts_reported_with_reason() -> None:
     model = nn.Sequential(UnalignedExperts(), nn.Linear(4, 4))
     assert partition(model, 1).notes == (
-        "experts travel with their layer, uncut: 0: an expert has 15 elements, no multiple of 4096",
+        "experts are stored with their layer, not in ranges: 0: an expert has 15 elements, no "
+        "multiple of 4096",
     )
     partitioned = partition_model(
         Stacked(), load_config({"experts_per_unit": 1}), [{"params": []}], None

@@ -239,7 +239,7 @@ def test_step_reads_frozen_bytes_quantized(tmp_path: Path) -> None:
             assert report.moved == plan.predicted_bytes
             sizes[form] = sum(unit.frozen_bytes for unit in plan.units)
             reads[form] = report.moved["disk_read"]
-            assert ("rest and travel as" in plan.describe()) == (form != "as_is")
+            assert ("stored and moved as" in plan.describe()) == (form != "as_is")
     count = 6 * WIDE * WIDE
     assert sizes["as_is"] == 2 * count
     assert sizes["nf4"] == 0.5625 * count

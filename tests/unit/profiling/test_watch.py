@@ -142,7 +142,7 @@ def test_first_step_reports_include_activation_memory(tmp_path: Path) -> None:
             if step < 2:
                 assert found["tokens"] == 18
                 assert found["estimated"] > 0
-                assert found["activations"] == max(found["peak"] - found["rests"], 0)
+                assert found["activations"] == max(found["peak"] - found["held"], 0)
 
 
 def test_watch_samples_at_limited_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

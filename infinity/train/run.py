@@ -427,10 +427,12 @@ class Run:
             if last is not None:
                 self._record_saved()
         done = reel.taken // prepared.windows_per_step
-        number = "" if last is None else last.name.removeprefix("step")
-        if last is not None and number.isdigit() and int(number) > done:
-            engine.load_checkpoint(last.parent, last.name)
-            return str(last)
+        if last is not None:
+            number = last.name.removeprefix("step")
+            # One of another name has no number to compare with the state.
+            if int(number) > done if number.isdecimal() else not has_state:
+                engine.load_checkpoint(last.parent, last.name)
+                return str(last)
         origin = self.directory.record.get("origin")
         if origin and last is None and not has_state:  # a start from a checkpoint that saved none
             self._load_named(engine, Path(origin), reel, prepared)

@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -286,6 +287,19 @@ def test_resume_from_named_checkpoint(plain: tuple[Path, list[Any]], tmp_path: P
     ]
     with pytest.raises(ConfigError, match="there is no such directory"):
         Run(load_run_config(settings(tmp_path)), str(tmp_path / "nowhere"))
+
+
+def test_resume_loads_renamed_checkpoint(plain: tuple[Path, list[Any]], tmp_path: Path) -> None:
+    """A checkpoint that `latest` names under another name is loaded or missed, never ignored."""
+    run, checkpoints = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    shutil.copytree(plain[0] / "run", run)
+    (checkpoints / "step6").rename(checkpoints / "good")
+    for name in ("good", "bad"):
+        (checkpoints / "latest").write_text(name)
+        with nullcontext() if name == "good" else pytest.raises(CheckpointError, match="bad"):
+            _, watcher = train(settings(tmp_path), "auto")
+            assert watcher.done == 6
+    assert losses_of(tmp_path) == plain[1]
 
 
 def test_resume_before_first_checkpoint_uses_starting_checkpoint(

@@ -249,6 +249,11 @@ def _token_file_range(
     source: TextSource, spec: CorpusSpec, update: Callable[[Any], None], advance: Advance
 ) -> Any:
     """Return a token file as a segment; read it in full to check tokens and call `update`."""
+    if source.path.lower().endswith(".gz"):
+        raise ConfigError(
+            f"{source.path} is compressed: tokens are read in place, at any position",
+            remedy=f"gunzip {source.path}",
+        )
     is_npy = source.path.lower().endswith(".npy")
     if not is_npy and spec.token_dtype is None:
         raise ConfigError(

@@ -155,6 +155,10 @@ def test_token_files_are_read_and_validated(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=message):
             prepare(spec, cache)
+    compressed = tmp_path / "a.bin.gz"
+    compressed.write_bytes(gzip.compress(raw.read_bytes() * 5))
+    with pytest.raises(ConfigError, match=r"a\.bin\.gz is compressed"):
+        prepare(make_spec(compressed, token_dtype="uint16", size=1 << 16), cache)
     raw.write_bytes(b"abc")
     with pytest.raises(ConfigError, match=r"is no file of uint16: (.|\n)*it has 3 bytes"):
         prepare(make_spec(raw, token_dtype="uint16"), cache)

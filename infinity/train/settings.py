@@ -40,7 +40,7 @@ def _as_names(value: Any) -> Any:
 
 
 def _model_source(value: Any) -> Any:
-    return value if isinstance(value, Mapping) else str(as_path(value))
+    return value if value is None or isinstance(value, Mapping) else str(as_path(value))
 
 
 Patterns: TypeAlias = Annotated[

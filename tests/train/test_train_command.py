@@ -171,6 +171,9 @@ def test_required_sections_and_conflicts() -> None:
     with pytest.raises(ConfigError, match=r"engine: resume is not for a run; .* --resume auto"):
         load_run_config(base, ["engine.resume=never"])
     assert load_run_config(base, ["engine.seed=3"]).engine.seed == 3
+    new_model = base | {"model": {"config": {"model_type": "gpt2"}}}
+    remedy = ["model.path=m", "model.config=null"]  # of the error for both
+    assert load_run_config(new_model, remedy).model.config is None
 
 
 @pytest.mark.parametrize("name", NAMED)

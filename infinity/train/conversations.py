@@ -194,8 +194,10 @@ class Conversations:
             prompt, text = row["prompt"], row["prompt"] + row["completion"]
             rendered = _Rendered(text, [(len(prompt), len(text))], True)
         else:
-            prompt_messages = _messages(where, "prompt", row)
-            completion_messages = _messages(where, "completion", row)
+            # First the one that is no text, so that the error names it.
+            fields = sorted(("prompt", "completion"), key=lambda name: isinstance(row[name], str))
+            messages = {name: _messages(where, name, row) for name in fields}
+            prompt_messages, completion_messages = messages["prompt"], messages["completion"]
             text, _ = self._render(where, prompt_messages + completion_messages, row.get("tools"))
             prefix, _ = self._render(where, prompt_messages, row.get("tools"), prompts=True)
             if not text.startswith(prefix):

@@ -217,7 +217,7 @@ RAISES = "{{ raise_exception('roles must alternate') }}"
             CHATML,
             r"content of message 1 as \[\{'type'(.|\n)*takes texts alone",
         ),
-        ({"prompt": "x", "completion": 3}, CHATML, "'prompt' is 'x'"),
+        ({"prompt": "x", "completion": 3}, CHATML, "'completion' is 3"),
         ({"instruction": "x", "output": 3}, CHATML, "the field 'output' is 3, no text"),
         (
             {"conversations": [{"from": "bot", "value": "x"}]},

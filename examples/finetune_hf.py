@@ -34,8 +34,11 @@ def batches(model: str | None, text: Any, size: int, context: int) -> Iterator[T
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     ids = tokenizer(bytes(text.train[: 1 << 20].tolist()).decode(errors="ignore"))["input_ids"]
     length = size * context
+    starts = range(0, len(ids) - length + 1, length)
+    if not starts:
+        raise SystemExit(f"a batch has {length} tokens, the text {len(ids)}: a smaller --batch")
     while True:
-        for start in range(0, len(ids) - length, length):
+        for start in starts:
             yield torch.tensor(ids[start : start + length]).view(size, context)
 
 

@@ -11,13 +11,18 @@ import runpy
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import transformers as hf
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[3] / "examples"))
 
 import corpus
+import finetune_hf
+
+from infinity.train.texts import ByteTokenizer
 
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 library = functools.cache(corpus.standard_library)
@@ -53,6 +58,16 @@ def test_finetune_hf_learns_generates_and_saves(tmp_path: Path, run: Run) -> Non
     model = hf.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert sum(p.numel() for p in model.parameters()) > 5e5
     assert [entry.name for entry in tmp_path.iterdir()] == ["saved"]
+
+
+def test_finetune_hf_batches_of_tokenized_text(tmp_path: Path) -> None:
+    """All full batches are used; a text without one raises instead of being read forever."""
+    ByteTokenizer().save_pretrained(tmp_path)
+    text = SimpleNamespace(train=torch.arange(97, 105, dtype=torch.uint8))
+    drawn = finetune_hf.batches(str(tmp_path), text, 2, 2)
+    assert [next(drawn)[0, 0].item() for _ in range(3)] == [97, 101, 97]
+    with pytest.raises(SystemExit, match="a batch has 10 tokens, the text 8"):
+        next(finetune_hf.batches(str(tmp_path), text, 2, 5))
 
 
 def test_lora_saves_what_plain_peft_loads(tmp_path: Path, run: Run) -> None:

@@ -339,6 +339,12 @@ def _read_config(arguments: Namespace) -> Config:
         # JSON is YAML: any path survives the way through an override.
         overrides.append(f"nvme_path={json.dumps(str(arguments.nvme_path))}")
     config = load_config(arguments.config, overrides)
+    if config.precision not in DTYPES:
+        raise ConfigError(
+            f"the precision is {config.precision}",
+            because="the model is compared with plain PyTorch without loss scaling",
+            remedy=f"--set precision={', or '.join(DTYPES)}",
+        )
     if config.nvme_path == (DEFAULT_FOLDER,):
         config = config.model_copy(update={"nvme_path": (REPOSITORY / DEFAULT_FOLDER,)})
     return config

@@ -540,6 +540,7 @@ def test_signal_at_any_moment_leaves_nothing(
         (["--nvme-path", "/missing/folder"], "/missing/folder"),
         (["--set", "placment.weights=disk"], "placement"),
         (["--set", "budget.host=8MiB"], "budget"),
+        (["--set", "precision=fp16"], "precision=bf16, or fp32"),
         (["--model", "gpt-100n"], "gpt-100m"),
         (["--text", "/dev/null"], "0 bytes"),
         (["--steps", "6", "--set", "optimizer.lr=1e30", "--set", "scheduler="], "loss"),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from infinity.checkpoint.manifest import MANIFEST_NAME
 from infinity.checkpoint.reader import StateReader
 from infinity.config.schema import Config
 from infinity.errors import ConfigError, InfinityError, listed
@@ -128,8 +129,12 @@ def describe(source: str | Path) -> SavedModel:
 
 
 def holds_model(directory: Path) -> bool:
-    """Return True for a directory of weights or adapters as `save_pretrained` writes it."""
-    return holds_weights(directory) or (directory / _ADAPTER_CONFIG).is_file()
+    """Return True for a directory of weights or adapters as `save_pretrained` writes it.
+
+    A checkpoint also has files of weights, but is not one.
+    """
+    is_saved = holds_weights(directory) or (directory / _ADAPTER_CONFIG).is_file()
+    return is_saved and not (directory / MANIFEST_NAME).exists()
 
 
 def load_directory(directory: Path, config: Config) -> nn.Module:

@@ -242,6 +242,7 @@ def test_generate_from_run_matches_exported_model(trained: Path) -> None:
     assert len(expected) > 5
     assert generate(trained) == expected
     assert generate(trained / "checkpoints") == expected
+    assert generate(trained / "checkpoints" / "step6") == expected
     assert generate(trained / "model") == expected
     sampled = continuation(model, b"ab", do_sample=True, temperature=1.5)
     assert sampled != expected

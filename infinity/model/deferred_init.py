@@ -28,8 +28,10 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from infinity.common.malloc import return_freed_memory
+from infinity.errors import ConfigError
 from infinity.model.torch_calls import (
     generator_state,
+    indices_on_cpu,
     mutated_arguments,
     nbytes_of,
     results_on_meta,
@@ -41,6 +43,7 @@ from infinity.model.torch_private import (
     decomposed_weight_norm,
     is_meta_scalar,
     is_weight_norm,
+    no_dispatch_modes,
     tree_leaves,
     tree_map,
 )
@@ -49,6 +52,11 @@ DEFER_FROM_BYTES = 256 << 10  # smaller tensors are created as usual
 KEEP_BYTES = 64 << 20  # shadows cached in addition to those of the current operation
 RETURN_BYTES = 32 << 20  # of dropped shadows, after which free memory is returned to the system
 
+# Methods that access elements without an operation of torch.
+_IN_PYTHON = frozenset({Tensor.numpy, Tensor.__array__, Tensor.tolist, Tensor.apply_, Tensor.map_})
+_WITH_INDICES = frozenset({Tensor.__getitem__, Tensor.__setitem__})
+# Methods that take the dtype and the device of an argument, at this position, and not its values.
+_WITH_TYPE_OF = {Tensor.new: 0, Tensor.new_tensor: 0, Tensor.type_as: 1, Tensor.to: 1}
 # In-place operations whose result does not depend on the target's previous values.
 _OVERWRITES = frozenset({"normal_", "uniform_", "zero_", "fill_", "copy_", "random_"})
 
@@ -103,11 +111,37 @@ class _ReportCpuMode(TorchFunctionMode):
     def __torch_function__(
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if call in self._reported and self._deferral.holds(args[0]):
             return self._reported[call]
-        if is_weight_norm(call):  # of a large, deferred tensor and a small, real one
+        if call in _IN_PYTHON and any(map(self._deferral.holds, tensors_in(args))):
+            return self._call_with_values(call, args, kwargs)
+        if call in _WITH_INDICES and self._deferral.holds(args[0]):
+            args = (args[0], indices_on_cpu(args[1]), *args[2:])
+        elif call in _WITH_TYPE_OF:
+            position = _WITH_TYPE_OF[call]
+            like = args[position] if position < len(args) else None
+            if isinstance(like, Tensor) and self._deferral.holds(like):
+                real = torch.empty(0, dtype=like.dtype, device="cpu")
+                args = (*args[:position], real, *args[position + 1 :])
+        elif is_weight_norm(call):  # of a large, deferred tensor and a small, real one
             call = decomposed_weight_norm
-        return call(*args, **(kwargs or {}))
+        return call(*args, **kwargs)
+
+    def _call_with_values(self, call: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Call a method that reads or writes elements outside torch with real values."""
+        with no_dispatch_modes():
+            values = [
+                self._deferral.value(a) if isinstance(a, Tensor) and self._deferral.holds(a) else a
+                for a in args
+            ]
+            result = call(*values, **kwargs)
+        if isinstance(result, Tensor):  # written in place
+            with torch.no_grad():
+                return args[0].copy_(result)
+        if not isinstance(result, list):
+            result.setflags(write=False)  # an array of a copy: writes would be lost
+        return result
 
 
 class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
@@ -174,7 +208,14 @@ class DeferredInitMode(DispatchMode):  # type: ignore[no-untyped-call]
         self, call: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        logged = [_logged(t) for t in tensors_in((args, kwargs)) if self.holds(t)]
+        tensors = tensors_in((args, kwargs))
+        logged = [_logged(t) for t in tensors if self.holds(t)]
+        if logged and any(t.is_meta and not self.holds(t) for t in tensors):
+            raise ConfigError(
+                f"under infinity.Init, {call} got a tensor on the meta device, which has no values",
+                because="it was created there, perhaps for an index or a number",
+                remedy="create it with device='cpu'",
+            )
         if is_meta_scalar(call, kwargs):  # the scalar of `deferred[...] = 1`
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if not logged and not self._creates_large(call, args, kwargs):

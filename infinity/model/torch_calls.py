@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,6 +54,27 @@ def _on_meta(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor):
         return leaf
     return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+
+
+def indices_on_cpu(index: Any) -> Any:
+    """Return an index of a tensor with its lists and arrays as CPU tensors.
+
+    torch would convert them on the device of the tensor: on meta, without values.
+    """
+    if isinstance(index, tuple) or (isinstance(index, list) and not _is_numbers(index)):
+        return type(index)(map(_index_on_cpu, index))  # of a list with others, an index per element
+    return _index_on_cpu(index)
+
+
+def _index_on_cpu(index: Any) -> Any:
+    if not isinstance(index, list | tuple | range | np.ndarray):
+        return index
+    tensor = torch.as_tensor(index, device="cpu")
+    return tensor if tensor.dtype in (torch.bool, torch.uint8) else tensor.long()
+
+
+def _is_numbers(items: list[Any]) -> bool:
+    return all(isinstance(item, int | np.integer | np.bool_) for item in items)
 
 
 def generator_state(call: Any, args: Any, kwargs: Any) -> Tensor | None:

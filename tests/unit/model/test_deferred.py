@@ -6,10 +6,12 @@ import math
 import random
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from infinity.errors import ConfigError
 from infinity.model.deferred_init import DeferredInitMode
 
 SMALL = 64  # bytes; low enough to defer the tensors of the small test models
@@ -89,6 +91,25 @@ def weight_normed() -> nn.Module:
     return nn.Sequential(first, second, third, fourth)
 
 
+class Indexed(nn.Module):
+    """Indices that torch converts on the device of the tensor, and accesses outside torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(50, 24), nn.Linear(24, 50)
+        weight, other = self.embedding.weight.data, self.head.weight.data
+        weight[[1, 2]] = 0
+        weight[:, [3, 5]] = weight[[4, 4], 2:4].mean()
+        weight[[0, 1], [2, 3]] += 1
+        weight[np.array([6, 7])] *= weight.new_tensor([2.0])
+        weight[..., [True] + 23 * [False]] = weight.new([3.0])
+        weight[[[8, 9], [1, 2]]] = torch.tensor([4]).type_as(weight)
+        weight[range(10, 12)] = torch.tensor(5.0).to(weight)
+        other.copy_(torch.from_numpy(np.sort(other)))
+        other.mul_(max(other[0].tolist()))
+        other.apply_(lambda value: value + 1)
+
+
 class SelfAssigned(nn.Module):
     """Tensors overwritten entirely with values computed from themselves."""
 
@@ -106,7 +127,7 @@ class SelfAssigned(nn.Module):
 
 BUILDS: list[Callable[[], nn.Module]] = [
     ReinitializedModel, Generators, lstm, transformer, assigned, converted, weight_normed,
-    SelfAssigned,
+    SelfAssigned, Indexed,
 ]  # fmt: skip
 
 
@@ -148,6 +169,20 @@ def test_deferred_values_equal_eager_build(build: Callable[[], nn.Module], thres
     deferral.drop_shadows()  # so that all values are computed again
     for name in (n for n in names if found[n].is_meta):
         assert torch.equal(deferral.value(found[name]), expected[name]), name
+
+
+def test_values_read_through_numpy_are_read_only() -> None:
+    with DeferredInitMode(SMALL):
+        array = nn.Linear(30, 30).weight.detach().numpy()
+        with pytest.raises(ValueError, match="read-only"):
+            array[0] = 1
+
+
+def test_meta_tensor_without_values_is_refused() -> None:
+    with DeferredInitMode(SMALL):
+        weight = nn.Linear(30, 30).weight.detach()
+        with pytest.raises(ConfigError, match="which has no values"):
+            weight.add_(torch.ones(30, device="meta"))
 
 
 def test_value_does_not_advance_generator() -> None:

@@ -154,6 +154,7 @@ class Init:
             root = reference()
             if root is not None:  # `seen` skips modules that another root has yielded
                 for _, module in root.named_modules(memo=seen):
+                    _release_graphs(module, mark)
                     _record_versions(module, mark)
 
     def _on_registration(self, module: nn.Module, name: str, item: Any) -> None:
@@ -356,6 +357,17 @@ def _marks(module: nn.Module, mark_class: type[_MarkT]) -> list[_MarkT]:
 def _add_mark(module: nn.Module, mark: _InitMark) -> None:
     if not any(hook is mark for hook in _marks(module, _InitMark)):
         module.register_forward_pre_hook(mark)
+
+
+def _release_graphs(module: nn.Module, mark: _DeferredMark) -> None:
+    """Detach deferred results that are attributes, as the weight of `nn.utils.weight_norm`.
+
+    A parameter cannot get values while a graph refers to it. Views stay, and `initialize` raises.
+    """
+    for name, value in list(vars(module).items()):
+        is_result = isinstance(value, Tensor) and value.grad_fn is not None and value._base is None
+        if is_result and mark.deferral.holds(value):
+            setattr(module, name, value.detach())
 
 
 def _record_versions(module: nn.Module, mark: _DeferredMark) -> None:

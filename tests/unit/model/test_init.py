@@ -151,6 +151,24 @@ def test_lstm_with_weak_weight_references_is_initialized(method: str, tmp_path: 
         assert engine(torch.ones(1, 2, 256))[0].isfinite().all()
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
+def test_init_older_weight_norm_matches_eager_build(tmp_path: Path) -> None:
+    """Its hook leaves the product of both factors, with its graph, in an attribute."""
+
+    def build() -> nn.Module:
+        model = reinitialized()
+        for block in model.blocks:
+            nn.utils.weight_norm(block.up)
+            nn.utils.weight_norm(block.down, dim=1)
+        return model
+
+    expected = run(tmp_path, ON_DEVICE, build())
+    found = run(tmp_path, MIXED, under_init(build))
+    assert same(found[0], expected[0])
+    assert found[1] == expected[1]
+    assert same(found[2], expected[2])
+
+
 def test_init_hooks_removed_after_restore(tmp_path: Path) -> None:
     model = under_init(reinitialized)
     assert any(m._forward_pre_hooks for m in model.modules())

@@ -494,7 +494,8 @@ class Engine:
                 dtype.
 
         Returns:
-            A mapping that reads each value when it is accessed, as a tensor in RAM.
+            A mapping that reads each value when it is accessed, as a tensor in RAM. Also has the
+            extra state of modules (`torch.nn.Module.get_extra_state`).
         """
         self._check_usable()
         return state_dict_of(self.module, self._values, self._index_of, master=master)

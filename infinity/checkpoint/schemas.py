@@ -166,6 +166,7 @@ class _RunStateSchema(_Document):
     scheduler: dict[str, Any] | None = None
     rng: dict[str, Any] = {}
     registered: dict[str, Any] = {}
+    extra_state: dict[str, Any] = {}
     buffers: dict[str, Tensor] = {}
     ranks: list[dict[str, Any]] = []
 

@@ -45,6 +45,11 @@ from infinity.errors import (
     listed,
 )
 from infinity.model.buffers import Buffer, check_buffers, find_buffers, restore_buffers
+from infinity.model.extra_state import (
+    capture_extra_state,
+    check_extra_state,
+    restore_extra_state,
+)
 from infinity.model.safetensors_file import DTYPE_NAMES
 from infinity.storage.run_dir import RECORD_NAME
 from infinity.training.components import EngineComponents
@@ -223,7 +228,7 @@ class Checkpoints:
         """
         ranks = self._ranks
         share_non_moment_state(self._store, self._components.updater, self._origins.keys())
-        state = self.run_state.capture()
+        state = self._capture_run()
         if ranks.count > 1:
             local_state = {name: state[name] for name in PER_RANK_KEYS}
             local_state["buffers"] = self._differing_buffers(buffers)
@@ -231,6 +236,9 @@ class Checkpoints:
                 encoded = encode(local_state, "the run's state")
             state["ranks"] = [decode(data) for data in ranks.all_gather_object(encoded)]
         return encode(state, "the run's state")
+
+    def _capture_run(self) -> dict[str, Any]:
+        return {**self.run_state.capture(), "extra_state": capture_extra_state(self._module)}
 
     def _differing_buffers(self, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
         """Return persistent buffers that differ from rank 0's; warn and return {} if too large."""
@@ -307,6 +315,7 @@ class Checkpoints:
         return str(root / found_tag), client_state
 
     def _restore(self, reader: StateReader, run: dict[str, Any], wanted: LoadSelection) -> None:
+        restore_extra_state(self._module, run.get("extra_state", {}))
         if wanted.module_only:
             return
         if not run:  # converted from another format
@@ -369,6 +378,8 @@ class Checkpoints:
         shapes = {n: reader.facts(BUFFERS, n).shape for n in reader.names(BUFFERS)}
         persistent = [(b.name, *b.aliases) for b in reader.manifest.buffers if b.persistent]
         check_buffers(self._module, shapes, persistent, strict=wanted.strict)
+        if wanted.strict and "extra_state" in run:  # not in checkpoints of earlier versions
+            check_extra_state(self._module, run["extra_state"])
         if run and not wanted.module_only:
             self.run_state.check(run, optimizer=wanted.optimizer, scheduler=wanted.scheduler)
 
@@ -441,7 +452,7 @@ class Checkpoints:
         """Return the data that a commit adds to the stored state; see `checkpoint/commits.py`."""
         buffers = [b for b in find_buffers(self._module) if b.persistent or not _is_large(b)]
         return Document(
-            run=self.run_state.capture(),
+            run=self._capture_run(),
             buffers={b.names[0]: b.value.detach().cpu() for b in buffers},
             persistent=frozenset(b.names[0] for b in buffers if b.persistent),
             window=window,
@@ -471,6 +482,7 @@ class Checkpoints:
                 self._check_window(reader)
                 self._load_gradients(reader)
         restore_buffers(self._module, data.buffers)
+        restore_extra_state(self._module, data.run.get("extra_state", {}))
         self.run_state.restore(data.run)
         self.run_state.resumed()
 

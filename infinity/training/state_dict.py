@@ -17,6 +17,7 @@ from infinity.common.sizes import parse_size
 from infinity.distributed.context import DistContext
 from infinity.errors import ConfigError
 from infinity.model.buffers import persistent_buffers
+from infinity.model.extra_state import modules_with_extra_state
 from infinity.model.weight_files import TensorToWrite, write_shards
 from infinity.optim.moments import COMPUTE_DTYPES
 from infinity.training.parameter_values import ParameterValues
@@ -36,21 +37,27 @@ class StateEntry:
     write: Callable[[Tensor], None] | None
 
 
-class StateDict(Mapping[str, Tensor]):
-    """Lazy mapping of names to full values, each read on access; see `engine.state_dict`."""
+class StateDict(Mapping[str, Any]):
+    """Lazy mapping of names to full values, each read on access; see `engine.state_dict`.
+
+    Values are tensors, and the extra state of modules in `extra`, by the names of that state.
+    """
 
     def __init__(
         self, values: ParameterValues, parameters: Mapping[str, int], buffers: Mapping[str, Tensor],
-        *, master: bool
+        extra: Mapping[str, nn.Module], *, master: bool
     ) -> None:  # fmt: skip
         self.parameters = parameters
         self.buffers = buffers
+        self.extra = extra
         self._values = values
         self._master = master
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         if name in self.parameters:
             return self._values.read(self.parameters[name], master=self._master)
+        if name in self.extra:
+            return self.extra[name].get_extra_state()
         return self.buffers[name].detach().cpu().clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -61,20 +68,22 @@ class StateDict(Mapping[str, Tensor]):
         return OrderedDict, (), None, None, iter(self.items())
 
     def __contains__(self, name: object) -> bool:
-        return name in self.parameters or name in self.buffers  # Mapping's default reads a value
+        # Mapping's default reads a value.
+        return name in self.parameters or name in self.buffers or name in self.extra
 
     def __iter__(self) -> Iterator[str]:
         yield from self.parameters
         yield from self.buffers
+        yield from self.extra
 
     def __len__(self) -> int:
-        return len(self.parameters) + len(self.buffers)
+        return len(self.parameters) + len(self.buffers) + len(self.extra)
 
-    def load(self, state: Mapping[str, Tensor], *, strict: bool) -> None:
+    def load(self, state: Mapping[str, Any], *, strict: bool) -> None:
         """Write full values; raise `ConfigError` with all problems before any change."""
         problems = [f"missing {n!r}" for n in self if n not in state] if strict else []
         problems += [f"unexpected {n!r}" for n in state if n not in self] if strict else []
-        common = [n for n in self if n in state]
+        common = [n for n in (*self.parameters, *self.buffers) if n in state]
         for name in common:
             shape, expected = tuple(state[name].shape), self._shape(name)
             if shape != expected:
@@ -86,6 +95,9 @@ class StateDict(Mapping[str, Tensor]):
                 self._values.write(self.parameters[name], state[name])
             else:
                 self.buffers[name].copy_(state[name])
+        for name in self.extra:
+            if name in state:
+                self.extra[name].set_extra_state(state[name])
         self._values.flush()
 
     def entries(self) -> list[StateEntry]:
@@ -157,7 +169,7 @@ class StateDict(Mapping[str, Tensor]):
     def _tied_names(self) -> list[tuple[str, ...]]:
         """Return all names, grouped by tensor: parameters in the order of units, then buffers."""
         groups: dict[int, list[str]] = {}
-        for name in self:
+        for name in (*self.parameters, *self.buffers):
             parameter = self.parameters.get(name)
             key = id(self.buffers[name]) if parameter is None else ~parameter  # ids are >= 0
             groups.setdefault(key, []).append(name)
@@ -191,7 +203,7 @@ def write_on_first_rank(
     return [Path(file) for file in ranks.all_gather_object([str(file) for file in files])[0]]
 
 
-class _BroadcastReads(Mapping[str, Tensor]):
+class _BroadcastReads(Mapping[str, Any]):
     """Values that the first rank reads, and the other ranks with it, since reads are collective.
 
     For code that chooses the values and their order; the first rank broadcasts their names.
@@ -206,7 +218,7 @@ class _BroadcastReads(Mapping[str, Tensor]):
         self._ranks.synchronize("reads values that the first rank chooses")
         return str(self._ranks.all_gather_object(name)[0])
 
-    def __getitem__(self, name: str) -> Tensor:
+    def __getitem__(self, name: str) -> Any:
         self.broadcast(name)
         return self._state[name]
 
@@ -255,7 +267,8 @@ def state_dict_of(
     parameters = module.named_parameters(prefix.removesuffix("."), remove_duplicate=False)
     names = {name: index_of[id(p)] for name, p in parameters}
     buffers = {prefix + name: buffer for name, buffer in persistent_buffers(module).items()}
-    return StateDict(values, names, buffers, master=master)
+    extra = modules_with_extra_state(module, prefix)
+    return StateDict(values, names, buffers, extra, master=master)
 
 
 def copy_into(tensor: Tensor, value: Tensor) -> None:

@@ -704,7 +704,7 @@ class DeepSpeedEngine(Engine, nn.Module):
             i for i, p in enumerate(self._components.partition.parameters) if p.requires_grad
         }
         selected = {name: i for name, i in state.parameters.items() if i in trained}
-        return StateDict(self._values, selected, state.buffers, master=False)
+        return StateDict(self._values, selected, state.buffers, state.extra, master=False)
 
     # --- memory ----------------------------------------------------------------------------------
 

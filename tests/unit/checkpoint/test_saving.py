@@ -445,6 +445,47 @@ def test_load_checks_only_persistent_buffers(nvme: Path, saved: Path) -> None:
         engine.load_checkpoint(saved, load_module_strict=False, load_module_only=True)
 
 
+class CountingModel(nn.Module):
+    """Model with extra state: a count of forwards, on which its loss depends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = small_model()
+        self.count = 0
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.count += 1
+        loss: Tensor = self.inner(tokens) * self.count
+        return loss
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"count": self.count}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.count = state["count"]
+
+
+def test_extra_state_of_modules_is_restored(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(nvme, MIXED, durable=True, commit_every=1)
+    with infinity.initialize(CountingModel(), config)[0] as engine:
+        train(engine, 2)
+        engine.save_checkpoint(saved)
+        state = dict(engine.state_dict())
+        assert set(state) == set(engine.module.state_dict())
+        train(engine, 1, first=2)
+    with infinity.initialize(CountingModel(), {**config, "resume": "auto"})[0] as engine:
+        assert engine.module.count == 3, "of the last commit"
+        engine.load_checkpoint(saved, load_module_only=True)
+        assert engine.module.count == 2
+        engine.load_state_dict(state | {"_extra_state": {"count": 9}})
+        assert engine.module.count == 9
+        monkeypatch.setattr(CountingModel, "get_extra_state", nn.Module.get_extra_state)
+        with pytest.raises(CheckpointError, match="extra state of modules does not fit"):
+            engine.load_checkpoint(saved)
+
+
 def test_unsupported_data_is_refused_before_saving(
     nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 from infinity.distributed.context import SINGLE_PROCESS, DistContext
 from infinity.errors import ConfigError, InfinityWarning
+from infinity.training.rng_state import capture_rng, restore_rng
 
 
 class _LocalSampler(Sampler[int]):
@@ -57,8 +58,9 @@ class ResumableLoader(DataLoader[Any]):
 
     The position is the number of completed epochs, and of batches returned since on all ranks, so
     a run may resume with another number of ranks. After `load_state_dict` the next iterator starts
-    at that position. Skipped batches are not read, except those of an `IterableDataset`. Random
-    numbers that workers draw per sample start over with the resumed iterator.
+    at that position. Skipped batches are not read, except those of an `IterableDataset`, which are
+    read with the random generators (of torch, NumPy and Python) as they were when the epoch began.
+    Random numbers that workers draw per sample start over with the resumed iterator.
 
     With `shuffled` samples come in a random order that is equal in every epoch, as in DeepSpeed.
 
@@ -91,7 +93,7 @@ class ResumableLoader(DataLoader[Any]):
                 )
         self._epoch = 0
         self._batches = 0  # returned in this epoch, on all ranks
-        self._epoch_rng_state: torch.Tensor | None = None  # torch's RNG state when this epoch began
+        self._epoch_rng_state: dict[str, Any] | None = None  # of `capture_rng` when it began
         self._resume = False
         super().__init__(dataset, **options)
 
@@ -99,9 +101,9 @@ class ResumableLoader(DataLoader[Any]):
         return super().__len__() // (1 if self._local_sampler is not None else self._ranks.count)
 
     def __iter__(self) -> Any:
-        rng_state = torch.get_rng_state()
-        resume = self._resume and self._epoch_rng_state is not None
-        if resume:
+        rng_state = capture_rng()
+        start = self._epoch_rng_state if self._resume else None
+        if start is not None:
             # Scripts written for DeepSpeed may skip these batches themselves.
             skips_twice = (
                 self._local_sampler is not None and self._local_sampler.shuffled and self._batches
@@ -113,18 +115,20 @@ class ResumableLoader(DataLoader[Any]):
                     InfinityWarning,
                     stacklevel=2,
                 )
-            # A new iterator draws seeds from torch's generator.
-            torch.set_rng_state(self._epoch_rng_state)  # type: ignore[arg-type]
+            # A new iterator draws seeds from torch's generator, and an iterable may draw its order.
+            restore_rng(start)
         else:
             self._epoch_rng_state, self._batches = rng_state, 0
         self._resume = False
         if self._local_sampler is not None:
             self._local_sampler.first = self._batches
         batches: Iterator[Any] = super().__iter__()
-        if resume:
-            torch.set_rng_state(rng_state)
         if self._local_sampler is None:
-            batches = self._round_robin(islice(batches, self._batches, None))
+            for _ in islice(batches, self._batches):  # read now: they may draw random numbers
+                pass
+            batches = self._round_robin(batches)
+        if start is not None:
+            restore_rng(rng_state)
         return self._counted(batches)
 
     def _round_robin(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -139,7 +143,7 @@ class ResumableLoader(DataLoader[Any]):
         self._epoch, self._batches, self._epoch_rng_state = self._epoch + 1, 0, None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position: plain data and, within an epoch, an RNG state (tensor)."""
+        """Return the position: plain data and, within an epoch, the states of generators."""
         shuffled = self._local_sampler is not None and self._local_sampler.shuffled
         position = {"epoch": self._epoch, "batches": self._batches, "start": self._epoch_rng_state}
         return position | {"shuffled": shuffled}
@@ -147,7 +151,10 @@ class ResumableLoader(DataLoader[Any]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a position, at which the next iterator starts."""
         self._epoch, self._batches = int(state["epoch"]), int(state["batches"])
-        self._epoch_rng_state = state["start"]
+        start = state["start"]
+        if isinstance(start, torch.Tensor):  # of an earlier version, of torch's generator
+            start = {**capture_rng(), "torch": start}
+        self._epoch_rng_state = start
         self._resume = True
         if self._local_sampler is not None:  # finish the epoch in its order
             self._local_sampler.shuffled = bool(state.get("shuffled", False))

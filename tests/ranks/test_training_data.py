@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.models import CASES
@@ -19,6 +21,7 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset
 from infinity.distributed.context import SINGLE_PROCESS, DistContext, SingleProcess
 from infinity.errors import ConfigError
 from infinity.training.resumable_loader import ResumableLoader
+from infinity.training.rng_state import capture_rng, restore_rng
 
 GPT = CASES["gpt"]
 
@@ -99,6 +102,36 @@ def test_data_position_resumes_on_other_rank_counts(stream: bool) -> None:
         seen += [values_of(next(iterator)) for iterator in iterators]
         state = loaders[-1].state_dict()
     assert seen == [[2 * i, 2 * i + 1] for i in range(10)]
+
+
+class ShuffledStream(Stream):
+    """The numbers in an order drawn from a global generator when the first one is read."""
+
+    def __init__(self, count: int, draw: Callable[[int], Any]) -> None:
+        super().__init__(count)
+        self.draw = draw
+
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.as_tensor(self.draw(self.count))
+
+
+@pytest.mark.parametrize(
+    "draw", [torch.randperm, np.random.permutation, lambda n: random.sample(range(n), n)]
+)
+def test_order_drawn_by_stream_is_resumed(draw: Callable[[int], Any]) -> None:
+    data = ShuffledStream(40, draw)
+    (loader,) = make_loaders(1, data)
+    iterator = iter(loader)
+    seen = [values_of(next(iterator)) for _ in range(3)]
+    draw(5)  # by the training loop
+    state, generators = loader.state_dict(), capture_rng()
+    remaining, after = [values_of(batch) for batch in iterator], draw(5)
+    (resumed,) = make_loaders(1, data)
+    resumed.load_state_dict(state)
+    restore_rng(generators)
+    assert [values_of(batch) for batch in resumed] == remaining
+    assert list(draw(5)) == list(after), "the generators go on"
+    assert sorted(number for batch in seen + remaining for number in batch) == list(range(40))
 
 
 def test_rank_without_batch_is_rejected() -> None:

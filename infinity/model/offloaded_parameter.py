@@ -17,7 +17,7 @@ plain parameters. C++ code that takes the tensor without Python dispatch sees th
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any, Protocol, Self
 
@@ -59,8 +59,8 @@ class Access(Protocol):
     def wake(self) -> None:
         """Load all values into the parameters permanently if the engine no longer exists."""
 
-    def fetch(self, parameter: Any) -> Tensor:
-        """Make the parameter resident; return it, or a view to read instead."""
+    def fetch(self, parameters: Sequence[Any]) -> list[Tensor]:
+        """Make the parameters resident together; return them, or views to read instead."""
 
     def copy(self, parameter: Any) -> Tensor | None:
         """Return a copy of the full value on the compute device; None during a call."""
@@ -144,25 +144,24 @@ class OffloadedParameter:
                 _access(parameter).wake()
         if _is_edit(func, name, args, kwargs, is_set=is_set):
             raise _edit_error(name, "an offloaded parameter")
-        parameters = [p for p in parameters if isinstance(p, OffloadedParameter)]
         recorded = torch.is_grad_enabled() and name not in ("data", "detach")
         values: dict[int, Tensor] = {}
-        for parameter in parameters:
-            access = _access(parameter)
-            value = None
+        used: dict[Access, list[Any]] = {}  # resident ones too, which a fetch must not evict
+        for parameter in _tensors((args, kwargs)):
+            if not isinstance(parameter, OffloadedParameter):
+                if (resident_access := _access_of(parameter)) is not None:
+                    used.setdefault(resident_access, []).append(parameter)
+                continue
+            access, value = _access(parameter), None
             if not (recorded and _metadata(parameter, "requires_grad")):
                 value = access.copy(parameter)
             if value is None:
-                values[id(parameter)] = access.fetch(parameter)
+                used.setdefault(access, []).append(parameter)
             else:
                 values[id(parameter)] = _as_read_only(value, _Origin(parameter, access))
-        if any(isinstance(value, OffloadedParameter) for value in values.values()):  # evicted again
-            raise ResidencyError(
-                f"{name}() of {len(parameters)} parameters at once: "
-                "the slots do not hold all of them",
-                because="they are in different units, and a resident unit needs a slot",
-                remedy="raise prefetch_units; or read them one by one, under torch.no_grad()",
-            )
+        for access, together in used.items():
+            if any(isinstance(p, OffloadedParameter) for p in together):
+                values.update(zip(map(id, together), access.fetch(together), strict=True))
         return func(*_replace(args, values), **_replace(kwargs, values))
 
     def __repr__(self) -> str:

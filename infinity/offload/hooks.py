@@ -147,6 +147,23 @@ class Hooks:
         self._use(unit)
         return self.sums.read(index, parameter)
 
+    def touch_together(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Fetch the units of parameters that one operation uses; none evicts another's.
+
+        Raises `ResidencyError` if the slots do not hold all of them.
+        """
+        tensors: list[Tensor] = []
+        held: list[int] = []
+        try:
+            for parameter in parameters:
+                tensors.append(self.touch(parameter))
+                if id(parameter) in self._index_of:
+                    held.append(self.unit_of[self._index_of[id(parameter)]])
+                    self._entries[held[-1]].forward_depth += 1
+            return tensors
+        finally:
+            self._release_held(held)
+
     def _cut_stack(self, parameter: nn.Parameter) -> Tensor:
         """Return a stack that is cut into ranges; raise during calls unless it is materialized."""
         self._check_caller()

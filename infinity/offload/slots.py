@@ -270,7 +270,8 @@ class SlotLedger:
             lines.append(f"slot {index}: {name!r} ({state})")
         return ResidencyError(
             f"no slot is free for unit {self.name_of(unit)!r}: {'; '.join(lines)}",
-            because="tensors share memory with weights in slots, or forwards are deeply nested",
+            because="tensors share memory with weights in slots, forwards are deeply nested, or "
+            "one operation uses weights of more units than there are slots",
             remedy="drop graphs and aliases you do not need, or raise prefetch_units (more slots)",
         )
 

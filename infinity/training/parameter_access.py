@@ -36,22 +36,23 @@ class ParameterAccess:
     def wake(self) -> None:
         """Do nothing: the engine is alive."""
 
-    def fetch(self, parameter: nn.Parameter) -> Tensor:
-        """Make the parameter resident, as attribute access does; return the tensor to read.
+    def fetch(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Make the parameters resident together; return the tensors to read.
 
         Raises:
-            ResidencyError: The parameter is a stack of experts that is cut into ranges.
+            ResidencyError: A parameter is a stack of experts that is cut into ranges, or the slots
+                do not hold all units.
         """
-        tensor = self._hooks.touch(parameter)
-        index = self._index_of[id(parameter)]
-        if self._is_cut(index):
-            raise ResidencyError(
-                f"{self._values.name(index)!r} was read where autograd records: it is a stack of "
-                "experts that is cut into ranges, and is never resident as a whole",
-                remedy="read it under torch.no_grad(); add the gradient of a penalty with "
-                "engine.set_gradient(p, engine.gradient(p) + ...) between backward and step()",
-            )
-        return tensor
+        tensors = self._hooks.touch_together(parameters)
+        for index in (self._index_of[id(p)] for p in parameters):
+            if self._is_cut(index):
+                raise ResidencyError(
+                    f"{self._values.name(index)!r} was read where autograd records: it is a stack "
+                    "of experts that is cut into ranges, and is never resident as a whole",
+                    remedy="read it under torch.no_grad(); add the gradient of a penalty with "
+                    "engine.set_gradient(p, engine.gradient(p) + ...) between backward and step()",
+                )
+        return tensors
 
     def _is_cut(self, index: int) -> bool:
         return index in self._values.pieces and index not in self._values.materialized_dtypes

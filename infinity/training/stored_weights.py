@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Protocol
@@ -132,14 +132,15 @@ class StoredWeights:
         modules = (reference() for reference in self._modules)
         return [m for m in modules if m is not None and isinstance(m._parameters, StoredParameters)]
 
-    def fetch(self, parameter: nn.Parameter) -> Tensor:
-        """Restore the module's parameters, and return this one."""
+    def fetch(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        """Restore the module's parameters, and return these."""
         self.wake()
-        return parameter
+        return [*parameters]
 
     def copy(self, parameter: nn.Parameter) -> Tensor:
         """Restore the module's parameters, and return a copy of this one."""
-        return self.fetch(parameter).detach().clone()
+        self.wake()
+        return parameter.detach().clone()
 
     def version(self, parameter: nn.Parameter) -> int:
         """Return 0: stored values do not change."""

@@ -331,6 +331,49 @@ def test_weights_held_by_reference_are_fetched(tmp_path: Path, place: str) -> No
             assert torch.allclose(engine.gradient(offloaded).cpu(), parameter.grad, atol=1e-6), name
 
 
+class MeanOfBlocks(nn.Module):
+    """Model with operations that each use weights of `together` blocks."""
+
+    def __init__(self, together: int) -> None:
+        super().__init__()
+        self.inner = small_model(num_blocks=6)
+        self.together = together
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        total = self.inner(tokens)
+        weights = [block.up.weight for block in self.inner.blocks]
+        for first in range(3):
+            total = total + torch.stack(weights[first :: 6 // self.together]).mean(0).square().sum()
+        return total
+
+
+@pytest.mark.parametrize("together", [2, 3])
+def test_weights_used_together_do_not_evict_each_other(tmp_path: Path, together: int) -> None:
+    """There are three slots."""
+    plain = MeanOfBlocks(together)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=1e-2)
+    model = MeanOfBlocks(together)
+    sgd = {"type": "SGD", "lr": 1e-2}
+    with engine_at(
+        tmp_path, "disk", model, prefetch_units=1, optimizer=sgd, gradient_clipping=0
+    ) as engine:
+        for index in range(3):
+            plain(batch(index)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            train(engine, 1, first=index)
+        for name, value in engine.state_dict().items():
+            assert torch.allclose(value, plain.state_dict()[name], atol=1e-6), name
+
+
+def test_more_weights_together_than_slots_raise(tmp_path: Path) -> None:
+    with (
+        engine_at(tmp_path, "disk", MeanOfBlocks(6), prefetch_units=1) as engine,
+        pytest.raises(ResidencyError, match="one operation uses weights of more units"),
+    ):
+        engine(batch(0))
+
+
 def test_reads_on_two_ranks_return_full_values(tmp_path: Path) -> None:
     models = [small_model() for _ in range(2)]
     config = settings(tmp_path, MIXED | {"reshard_after_forward": True})

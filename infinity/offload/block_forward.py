@@ -13,6 +13,7 @@ a backward, under a checkpoint of the model around the block, or inside another 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -141,6 +142,7 @@ class _Block:
         self._module = module
         self._before, self._after = hooks.around(unit)
         self._module_forward: Callable[..., Any] = module.forward
+        self._argument_names = _argument_names(module.forward)
         self._slicer = None
         if plan.saved.slices > 1:
             self._slicer = Slicer(module, self._module_forward, unit, cut, plan, owner, hooks)
@@ -175,7 +177,7 @@ class _Block:
                 )
             return self._plain(*args, **kwargs)
         if self._recomputes or self._slicer is not None:
-            kwargs = self._without_caches(kwargs)
+            args, kwargs = self._without_caches(args, kwargs)
         if self._slicer is not None:
             return self._slicer(self._run, args, kwargs)
         return self._run(*args, **kwargs)
@@ -210,11 +212,15 @@ class _Block:
             return self.compiled(*args, **kwargs)
         return self._module_forward(*args, **kwargs)
 
-    def _without_caches(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return `kwargs` without empty caches; raise `TrainingError` for a cache with content."""
+    def _without_caches(
+        self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return arguments without empty caches; raise `TrainingError` for a cache with content."""
+        positional = dict(zip(self._argument_names, args, strict=False))
         cleaned = dict(kwargs)
         for key in _CACHES:
-            cache = cleaned.get(key)
+            arguments = positional if key in positional else cleaned
+            cache = arguments.get(key)
             if cache is None:
                 continue
             get_length = getattr(cache, "get_seq_length", None)
@@ -225,7 +231,7 @@ class _Block:
                     remedy="train without a cache (use_cache=False), or without "
                     "activations.checkpoint and activations.slices",
                 )
-            cleaned[key] = None
+            arguments[key] = None
             self._owner.warn_once(
                 "cache",
                 "blocks that are recomputed or sliced are not given a cache of keys and values "
@@ -233,7 +239,7 @@ class _Block:
             )
         if cleaned.get("use_cache") is True:
             cleaned["use_cache"] = False
-        return cleaned
+        return (*positional.values(), *args[len(positional) :]), cleaned
 
 
 def blocks_of(cut: UnitModules) -> list[nn.Module]:
@@ -246,6 +252,14 @@ def blocks_of(cut: UnitModules) -> list[nn.Module]:
         if any(True for _ in module.children())
         or not type(module).__module__.startswith("torch.nn.modules.")
     ]
+
+
+def _argument_names(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's parameters; an empty list if it has no signature."""
+    try:
+        return [*inspect.signature(function).parameters]
+    except (TypeError, ValueError):
+        return []
 
 
 def checkpointed(

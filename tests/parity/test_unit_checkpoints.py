@@ -469,7 +469,6 @@ class NestedInputs(nn.Module):
 
     def forward(
         self,
-        *,
         hidden: Tensor,
         pair: tuple[Tensor, list[Tensor]],
         options: dict[str, Any],
@@ -493,9 +492,10 @@ class Cache:
 
 
 class Caching(nn.Module):
-    def __init__(self, use_cache: bool = False) -> None:
+    def __init__(self, use_cache: bool = False, by_position: bool = False) -> None:
         super().__init__()
         self.use_cache = use_cache
+        self.by_position = by_position
         self.first = nn.Linear(WIDTH, WIDTH)
         self.blocks = nn.ModuleList(NestedInputs() for _ in range(3))
 
@@ -503,18 +503,22 @@ class Caching(nn.Module):
         x, total = self.first(x), torch.zeros(())
         shared = x.cos()
         for block in self.blocks:
-            x, extra = block(
-                hidden=x,
-                pair=(shared, [shared]),
-                options={"scale": x.sigmoid(), "name": "block"},
-                past_key_values=cache,
-                use_cache=self.use_cache,
-            )
+            arguments = {
+                "hidden": x,
+                "pair": (shared, [shared]),
+                "options": {"scale": x.sigmoid(), "name": "block"},
+                "past_key_values": cache,
+            }
+            if self.by_position:  # as GPT-2 of transformers
+                x, extra = block(*arguments.values(), use_cache=self.use_cache)
+            else:
+                x, extra = block(**arguments, use_cache=self.use_cache)
             total = total + extra["x"].square().mean()
         return total + x.square().mean()
 
 
-def test_nested_inputs_are_saved_and_caches_are_dropped() -> None:
+@pytest.mark.parametrize("by_position", [False, True])
+def test_nested_inputs_are_saved_and_caches_are_dropped(by_position: bool) -> None:
     x = torch.randn(4, WIDTH)
     expected = train_reference(
         Case("keyed", lambda _: Caching(), lambda _: Batch((x,))).build(),
@@ -524,7 +528,7 @@ def test_nested_inputs_are_saved_and_caches_are_dropped() -> None:
     for device in ("cpu", "fake"):
         with torch.random.fork_rng():
             torch.manual_seed(0)
-            model = Caching(use_cache=True)
+            model = Caching(use_cache=True, by_position=by_position)
         config = make_config(ON_DISK, activations=TO_ALL)
         with Run(model, config, device=make_device(device)) as run:
             losses = []

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.common.accelerators import fork_rng, is_accelerator, module_of
-from infinity.errors import TrainingError
+from infinity.errors import InfinityError, TrainingError
 from infinity.model.buffers import RecomputeBuffers
 from infinity.model.partitioner import UnitModules
 from infinity.model.stacks import RangeCall
@@ -243,7 +243,17 @@ class Slicer:
             runs = []
             for rows in (slice(0, size), slice(size, 2 * size), slice(0, 2 * size)):
                 results: list[Tensor] = []
-                returned = call_checked(self._forward, self._name, structure, copies(rows))
+                try:
+                    returned = call_checked(self._forward, self._name, structure, copies(rows))
+                except InfinityError:
+                    raise
+                except Exception as error:
+                    # Raises too if the samples are not the reason.
+                    call_checked(self._forward, self._name, structure, copies(slice(None)))
+                    raise self._refusal(
+                        f"it raises for {rows.stop - rows.start} of the samples: {error}",
+                        "an argument, or a size that the block stores, belongs to all samples",
+                    ) from error
                 runs.append((flatten_tensors(returned, results), results))
             random = not torch.equal(random_state, _random_state(tensors))
             num_calls = (self._expert_calls.num_range_calls - num_range_calls) // 3

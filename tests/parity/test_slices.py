@@ -432,6 +432,19 @@ class TakesPair(Centred):
         return self.act(self.linear(x + pair.y))
 
 
+class TakesRowPerHead(Centred):
+    """Block with an argument of (batch x heads) rows, as BLOOM's alibi."""
+
+    def forward(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        assert bias is not None
+        return self.act(self.linear(x + bias.view(2, *x.shape).sum(0)))
+
+
+class Raises(Centred):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) @ torch.ones(WIDTH + 1)
+
+
 def sequence_first() -> nn.Module:
     return nn.TransformerEncoderLayer(WIDTH, 2, WIDTH, dropout=0.0)
 
@@ -457,6 +470,11 @@ def sequence_first() -> nn.Module:
             {"pair": Pair(torch.ones(1), torch.ones(1))},
             "given a Pair that holds tensors",
         ),
+        (
+            TakesRowPerHead,
+            {"bias": torch.ones(2 * ROWS, LENGTH, WIDTH)},
+            "it raises for 2 of the samples: shape",
+        ),
         (WithLoss, {}, r"a tensor of shape \(\) for 2 samples"),
         (sequence_first, {}, "batch_first=False"),
         (Masked, {"mask": torch.eye(LENGTH)}, "each sample or for each position"),
@@ -470,6 +488,15 @@ def test_unsliceable_block_is_rejected_by_name(kind: Any, kwargs: Any, message: 
     ):
         run.engine(x, **kwargs)
     assert "'blocks.0'" in str(caught.value)
+
+
+def test_error_of_a_block_is_raised_unchanged_with_slices() -> None:
+    config = make_config(activations={"slices": 3})
+    with (
+        Run(Base(Raises), config, device="cpu") as run,
+        pytest.raises(RuntimeError, match="size mismatch"),
+    ):
+        run.engine(torch.randn(ROWS, LENGTH, WIDTH))
 
 
 class EverySecondMixes(Centred):

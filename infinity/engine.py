@@ -603,6 +603,8 @@ class Engine:
     def set_gradient(self, parameter: nn.Parameter, value: Tensor) -> None:
         """Replace the accumulated gradient of a parameter.
 
+        `step()` may follow without a backward: gradients can be computed in any other way.
+
         Args:
             parameter: A trained parameter of the module.
             value: Tensor of the parameter's shape, without loss scale. Stored in fp32 if
@@ -619,6 +621,7 @@ class Engine:
             handover.wait_gradients_read(unit)
         for piece, rows in self._values.rows(index):
             self._gradients.replace(piece, scaled[rows].reshape(-1))
+        self._window.count_set_gradient()
 
     @engine_call
     def set_optimizer_state(self, parameter: nn.Parameter, name: str, value: Tensor) -> None:

@@ -86,6 +86,11 @@ class AccumulationWindow:
         """Mark gradients so far as accounted for; later ones come from unscaled losses."""
         self._accounted, self.scaled, self.divisor = self.arrived, False, self.share
 
+    def count_set_gradient(self) -> None:
+        """Count a gradient set by the caller as a backward, if the micro-batch had none."""
+        if not self.has_external_gradients:
+            self.backwards = max(self.backwards, 1)
+
     def end_micro_batch(self) -> None:
         """Begin the next micro-batch."""
         self.micro_step, self.backwards = self.micro_step + 1, 0
@@ -120,7 +125,8 @@ class AccumulationWindow:
             raise TrainingError(
                 "step() without a backward since the last one",
                 because="no gradient has reached the engine",
-                remedy="call engine.backward(loss), or loss.backward(), before",
+                remedy="call engine.backward(loss), or loss.backward(), before; or "
+                "engine.set_gradient(p, value) for gradients that are computed in another way",
             )
 
     def check_full(self) -> None:

@@ -27,7 +27,7 @@ from support.small import (
 from torch import Tensor
 
 from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineClosedError, ResidencyError
+from infinity.errors import ConfigError, EngineClosedError, ResidencyError, TrainingError
 
 PLACEMENTS = {"disk": ON_DISK, "mixed": MIXED, "device": ON_DEVICE}
 every_placement = pytest.mark.parametrize(
@@ -323,6 +323,29 @@ def test_gradient_matches_plain_torch(tmp_path: Path) -> None:
         with pytest.raises(Exception, match="does not belong"):
             engine.gradient(torch.nn.Parameter(torch.ones(1)))
         engine.step()
+
+
+def test_step_uses_gradients_set_without_backward(tmp_path: Path) -> None:
+    """As in loops that compute gradients by `torch.autograd.grad`."""
+    results = []
+    for sets in (True, False):
+        with small_engine(tmp_path) as engine:
+            parameters = list(engine.module.parameters())
+            for index in range(3):
+                loss = engine(batch(index))
+                if sets:
+                    gradients = torch.autograd.grad(loss, parameters)
+                    engine.set_gradient(parameters[0], torch.ones_like(gradients[0]))
+                    engine.optimizer.zero_grad()  # drops it
+                    for parameter, gradient in zip(parameters, gradients, strict=True):
+                        engine.set_gradient(parameter, gradient)
+                else:
+                    engine.backward(loss)
+                engine.step()
+            results.append(values(engine))
+            with pytest.raises(TrainingError, match="without a backward"):
+                engine.step()
+    assert all(torch.equal(results[0][name], value) for name, value in results[1].items())
 
 
 def test_gradient_of_frozen_parameter_raises(tmp_path: Path) -> None:

@@ -77,9 +77,12 @@ def make_optimizer(
                 ),
             )
         if parameter.dtype not in _TRAINABLE:
+            kind = "trained" if parameter.requires_grad else "frozen"
             raise ConfigError(
-                f"the trained parameter {names[id(parameter)]!r} has dtype {parameter.dtype}",
-                remedy="train float32, bfloat16 or float16 parameters; freeze the others",
+                f"the {kind} parameter {names[id(parameter)]!r} has dtype {parameter.dtype}, and "
+                "is in the optimizer",
+                remedy="train float32, bfloat16 or float16 parameters; freeze the others, and pass "
+                "the optimizer [p for p in model.parameters() if p.requires_grad]",
             )
     if given is None:
         rule = BuiltInRule(settings.type, MomentFormat(settings.moments))

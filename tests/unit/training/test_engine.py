@@ -597,6 +597,11 @@ def test_initialize_arguments_validated(tmp_path: Path) -> None:
         infinity.initialize(model, settings(tmp_path), model_parameters=[])
     with pytest.raises(ConfigError, match=r"'embedding\.weight' has dtype torch\.float64"):
         infinity.initialize(small_model().double(), settings(tmp_path))
+    mixed = small_model()
+    mixed.codes = nn.Parameter(torch.arange(4), requires_grad=False)
+    remedy = r"the frozen parameter 'codes' has dtype[\s\S]*if p\.requires_grad\]"
+    with pytest.raises(ConfigError, match=remedy):
+        infinity.initialize(mixed, settings(tmp_path), model_parameters=mixed.parameters())
     with pytest.raises(ConfigError, match="Module"):
         infinity.initialize([1, 2], settings(tmp_path))  # type: ignore[arg-type]
     scheduler = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([foreign]), 1)

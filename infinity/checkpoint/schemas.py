@@ -164,6 +164,7 @@ class _RunStateSchema(_Document):
     kept: dict[str, Any] = {}
     rounding_seed: Count = 0
     scheduler: dict[str, Any] | None = None
+    scheduler_type: str = ""
     rng: dict[str, Any] = {}
     registered: dict[str, Any] = {}
     extra_state: dict[str, Any] = {}

@@ -23,6 +23,9 @@ from infinity.training.step import StepRunner, TrainingCounters
 
 # The loss scale is saved under a key of its own, since only fp16 has one.
 _COUNTERS = tuple(field.name for field in fields(TrainingCounters) if field.name != "loss_scale")
+_SCHEDULE_REMEDY = (
+    "give initialize() the same scheduler, or load_checkpoint(..., load_lr_scheduler_states=False)"
+)
 _MEMBER_KEYS = ("params", "param_names")  # a group's keys that name its parameters
 
 
@@ -120,6 +123,7 @@ class RunState:
             "kept": {self._names[i]: kept for i, kept in self._updater.extra_state().items()},
             "rounding_seed": self._updater.seed if isinstance(self._updater, KernelUpdater) else 0,
             "scheduler": None if scheduler is None else scheduler.state_dict(),
+            "scheduler_type": "" if scheduler is None else type(scheduler).__name__,
             "rng": capture_rng(),
             "registered": {name: item.state_dict() for name, item in self._registered.items()},
         }
@@ -139,6 +143,13 @@ class RunState:
         schedule = self._step_runner.lr_scheduler
         has_schedule = schedule is not None
         if scheduler and schedule is not None and state["scheduler"] is not None:
+            saved_type = state.get("scheduler_type", "")  # not in checkpoints of earlier versions
+            if saved_type and saved_type != type(schedule).__name__:
+                raise CheckpointError(
+                    f"the checkpoint's learning rate schedule is a {saved_type}, this engine's a "
+                    f"{type(schedule).__name__}",
+                    remedy=_SCHEDULE_REMEDY,
+                )
             _check_compatible(
                 schedule.state_dict(), state["scheduler"], "the learning rate schedule"
             )
@@ -146,8 +157,7 @@ class RunState:
             raise CheckpointError(
                 f"the checkpoint has {'no' if has_schedule else 'a'} learning rate schedule, this "
                 f"engine has {'one' if has_schedule else 'none'}",
-                remedy="give initialize() the same scheduler, or "
-                "load_checkpoint(..., load_lr_scheduler_states=False)",
+                remedy=_SCHEDULE_REMEDY,
             )
         not_saved = sorted(set(self._registered) - set(state["registered"]))
         if not_saved:

@@ -364,6 +364,22 @@ def test_non_plain_schedulers_resume_from_checkpoint(tmp_path: Path) -> None:
         deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=1, config=config)
 
 
+def test_state_of_another_scheduler_is_refused(tmp_path: Path) -> None:
+    """It would set attributes of the same name, such as `gamma`, of a schedule without the rest."""
+    steps: dict[str, Any] = {"type": "StepLR", "params": {"step_size": 2, "gamma": 0.5}}
+    decay: dict[str, Any] = {"type": "ExponentialLR", "params": {"gamma": 0.9}}
+    with small_engine(tmp_path, scheduler=steps) as engine:
+        small.train(engine, 1)
+        saved = tmp_path.parent / f"{tmp_path.name}-saved"
+        engine.save_checkpoint(saved, wait=True)
+        engine.load_checkpoint(saved)
+    with small_engine(tmp_path, scheduler=decay) as engine:
+        with pytest.raises(CheckpointError, match=r"is a StepLR, this engine's a ExponentialLR"):
+            engine.load_checkpoint(saved)
+        engine.load_checkpoint(saved, load_lr_scheduler_states=False)
+        assert engine.lr_scheduler.gamma == 0.9
+
+
 def test_step_passes_lr_kwargs_to_scheduler(tmp_path: Path) -> None:
     def plateau(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)

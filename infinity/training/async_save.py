@@ -173,6 +173,28 @@ class Saver:
                 f"the last checkpoint was not saved: {self._error}", InfinityWarning, stacklevel=3
             )
 
+    def end(self) -> None:
+        """Complete the save in progress for an engine that was not closed; warn if it is lost.
+
+        With several ranks it is lost: completion is collective, and others may be gone already.
+        """
+        if self._thread is None or self._thread is threading.current_thread():
+            return
+        save = self._range_save
+        if save is not None and self._ranks.count > 1:
+            problem = "ranks complete it together, in engine.finish_saving() or engine.close()"
+            lost = save.writer is not None  # one rank warns
+        else:
+            try:
+                self.finish()
+                return
+            except Exception as error:
+                problem, lost = str(error), not self._warned
+        if lost:
+            warnings.warn(
+                f"the last checkpoint was not saved: {problem}", InfinityWarning, stacklevel=2
+            )
+
     def abort(self) -> None:
         """Cancel the save in progress and remove its files."""
         self._stop = True

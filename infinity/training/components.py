@@ -313,10 +313,16 @@ class EngineComponents:
     def drop(self, engine: weakref.ref[Any]) -> None:
         """Finalize the engine: `keep_weights` if it was collected, `close` at process exit.
 
-        With several ranks always `close`, which is not collective: each rank collects at a
-        different time.
+        A save in progress is completed first. With several ranks always `close`, which is not
+        collective: each rank collects at a different time.
         """
-        if engine() is None and self.ranks.count == 1:
+        try:
+            self.saver.end()
+        finally:  # also if Ctrl-C ends the wait
+            self._finalize(collected=engine() is None)
+
+    def _finalize(self, *, collected: bool) -> None:
+        if collected and self.ranks.count == 1:
             with contextlib.suppress(InfinityError):  # values are lost, as after a failure
                 self.keep_weights()
                 self._drop_modules()  # the optimizer may live on and refers to this

@@ -118,6 +118,21 @@ def test_save_runs_in_background_of_training(
     assert on_ranks(2, work) == [[True, True, False, False, True]] * 2
 
 
+def test_save_of_ranks_without_close_is_reported(tmp_path: Path) -> None:
+    models = [GPT.build() for _ in range(2)]
+
+    def work(ranks: DistContext) -> None:
+        engine = make_engine(ranks, models[ranks.rank], make_config(), tmp_path)
+        step(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+        engine._finalizer()  # as at process exit
+
+    with pytest.warns(InfinityWarning, match="was not saved: ranks complete it") as caught:
+        on_ranks(2, work)
+    assert len([one for one in caught if "was not saved" in str(one.message)]) == 1
+    assert not (tmp_path / "saved" / "latest").exists()
+
+
 def test_differing_or_damaged_checkpoints_are_rejected(tmp_path: Path) -> None:
     """A copy on one machine may be older, or partly damaged."""
     models, saved = [GPT.build() for _ in range(2)], tmp_path / "saved"

@@ -25,7 +25,6 @@ from support.small import (
     small_model,
     train,
 )
-from support.waiting import wait_until
 from torch import Tensor, nn
 
 import infinity
@@ -176,15 +175,38 @@ def test_close_completes_pending_save(nvme: Path, saved: Path) -> None:
         assert list(reader.verify()) == []
 
 
-def test_garbage_collected_engine_aborts_save(nvme: Path, saved: Path, slow: SlowWriter) -> None:
+@pytest.mark.parametrize("how", ["collected", "process exit"])
+def test_save_of_engine_without_close_completes(
+    nvme: Path, saved: Path, slow: SlowWriter, how: str
+) -> None:
     engine, *_ = infinity.initialize(
         torch.nn.Linear(4, 4), {"precision": "fp32", "nvme_path": str(nvme)}
     )
-    engine.save_checkpoint(saved)
+    engine.save_checkpoint(saved, "mine")
     threading.Timer(0.2, slow.go.set).start()
+    if how == "process exit":
+        engine._finalizer()
     del engine
     gc.collect()
-    assert wait_until(lambda: "infinity-save" not in {t.name for t in threading.enumerate()})
+    assert "infinity-save" not in {t.name for t in threading.enumerate()}
+    with CheckpointReader(saved, "mine") as reader:
+        assert list(reader.verify()) == []
+
+
+def test_save_that_fails_after_engine_was_dropped_warns(
+    nvme: Path, saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, *_ = infinity.initialize(
+        torch.nn.Linear(4, 4), {"precision": "fp32", "nvme_path": str(nvme)}
+    )
+
+    def full(*_: Any, **__: Any) -> None:
+        raise DoesNotFitError("the drive is full")
+
+    monkeypatch.setattr(CheckpointWriter, "finish", full)
+    engine.save_checkpoint(saved)
+    with pytest.warns(InfinityWarning, match="was not saved: the drive is full"):
+        engine._finalizer()
 
 
 @pytest.mark.parametrize("how", ["save", "finish", "close"])

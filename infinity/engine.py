@@ -716,7 +716,8 @@ class Engine:
             Path of the checkpoint.
 
         Raises:
-            CheckpointError: The previous save failed, or another process saves there.
+            CheckpointError: The previous save failed, the checkpoint exists already, or another
+                process saves there.
             ConfigError: `tag` or `client_state` cannot be saved.
             DoesNotFitError: The disk is full.
             MachineError: The directory cannot be written. Training may continue after any error.

@@ -45,9 +45,11 @@ def check_state(reader: StateReader, plan: Plan, rule: str) -> None:
 
 def _differences(reader: StateReader, stream: str, specs: list[TensorSpec]) -> list[str]:
     saved, expected = set(reader.names(stream)), {spec.name for spec in specs}
-    problems = [f"{name!r} is missing in {stream}" for name in sorted(expected - saved)]
+    where = f"in the stream {stream!r}"
+    problems = [f"{name!r} is missing {where}" for name in sorted(expected - saved)]
     problems += [
-        f"{name!r} is in {stream}, but not in the model" for name in sorted(saved - expected)
+        f"{name!r} is {where}, but this engine has no such state"
+        for name in sorted(saved - expected)
     ]
     for spec in (spec for spec in specs if spec.name in saved):
         problems += differences(stream, reader.facts(stream, spec.name), spec.shape, spec.dtype)

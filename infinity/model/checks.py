@@ -40,7 +40,7 @@ def check_model(model: nn.Module) -> None:
                 remedy="pass the module without it"
                 + (", and write compile: true" if compiled else ", the same on all ranks"),
             )
-        if isinstance(module._parameters, ParameterMap):
+        if isinstance(module._parameters, ParameterMap) and any(True for _ in module.parameters()):
             raise ConfigError(
                 f"module {name or 'model'!r} is owned by another engine",
                 remedy="close that engine first",

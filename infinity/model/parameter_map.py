@@ -229,6 +229,17 @@ def recomputed_weights(module: nn.Module) -> list[str]:
     return [hook.name for hook in hooks if isinstance(hook, SpectralNorm)]
 
 
+def _may_be_shared(module: nn.Module) -> bool:
+    """Return True for a module without state, such as an activation.
+
+    Models often share one: a global instance, or the default argument of a constructor.
+    """
+    containers = nn.ModuleList | nn.ModuleDict | nn.Sequential | nn.ParameterList | nn.ParameterDict
+    return not (
+        module._parameters or module._buffers or module._modules or isinstance(module, containers)
+    )
+
+
 class Installation:
     """Replacement of `_parameters`, `_modules` and `_apply` on a module tree, until `remove`."""
 
@@ -244,7 +255,7 @@ class Installation:
     def _install(self, path: str, root: nn.Module) -> None:
         """Replace the attributes of a tree whose parameters the engine holds."""
         for name, module in root.named_modules(prefix=path):
-            if not isinstance(module._parameters, ParameterMap):
+            if not isinstance(module._parameters, ParameterMap) and not _may_be_shared(module):
                 admit = partial(self._admit, name)
                 module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
@@ -274,11 +285,12 @@ class Installation:
     def remove(self) -> None:
         """Restore methods and plain dicts; of parameters unless values are lost or stored."""
         dict_class: Callable[..., Any] = LostParameters if self.values_lost else dict
+        without_values = {id(m) for m in self.modules if next(m.parameters(), None) is None}
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
                 plain = module._parameters
-                parameters = dict_class(plain)
-                if self.stored is not None:
+                parameters = dict(plain) if id(module) in without_values else dict_class(plain)
+                if self.stored is not None and id(module) not in without_values:
                     parameters = StoredParameters(module, self.stored)
                 module.__dict__["_parameters"] = parameters
                 module.__dict__["_modules"] = dict(module._modules)

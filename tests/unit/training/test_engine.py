@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import math
 from collections.abc import Iterator
@@ -407,6 +408,42 @@ def test_second_engine_needs_memory_freed_by_first(
         second, settings(tmp_path, placement, **limits), device=FakeAccelerator()
     )
     again.close()
+
+
+GELU = nn.GELU()
+GELU_AND_DROPOUT = nn.Sequential(nn.GELU(), nn.Dropout(0.0))
+
+
+class SharesActivations(nn.Module):
+    """Model whose activations are those of all models of its class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.act, self.tail = GELU, GELU_AND_DROPOUT
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = self.tail(self.act(layer(x)))
+        return x.sum()
+
+
+def test_modules_without_state_may_be_shared_with_other_models(tmp_path: Path) -> None:
+    x = torch.ones(2, 8)
+    paths = tmp_path / "a", tmp_path / "b"
+    for path in paths:
+        path.mkdir()
+    with small_engine(paths[0], model=SharesActivations()) as first:
+        copy.deepcopy(SharesActivations().act)
+        with small_engine(paths[1], model=SharesActivations()) as second:
+            for engine in (first, second):
+                engine.backward(engine(x))
+                engine.step()
+        first.backward(first(x))
+        first.step()
+    plain = SharesActivations()
+    assert len(plain.state_dict()) == len(copy.deepcopy(plain).state_dict()) == 4
+    assert plain.double()(x.double()).isfinite()
 
 
 def test_model_of_another_engine_rejected(tmp_path: Path) -> None:

@@ -151,6 +151,9 @@ class TorchDistContext(DistContext):
                     f"look whether {closed_ranks} ended by an error; else: no `if rank == 0:` "
                     "around these calls, and the same number of batches on each rank"
                 )
+            if not self._dist.is_initialized():
+                because = f"this rank destroyed torch's process group{operation}"
+                remedy = "call torch.distributed.destroy_process_group() after engine.close()"
             raise LostRankError(
                 f"rank {context.rank} of {context.count} lost the others{reason}: "
                 f"{first_lines(error)}",

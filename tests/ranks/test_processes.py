@@ -24,6 +24,7 @@ from support.trainer import make_config, train_reference
 from support.waiting import wait_until
 from torch.distributed import HashStore, TCPStore
 
+from infinity.distributed.context import LostRankError
 from infinity.distributed.environment import local_rank_and_count
 from infinity.distributed.torch_context import TorchDistContext
 from infinity.errors import ConfigError
@@ -341,3 +342,12 @@ def test_user_process_group_survives_repeated_close() -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+def test_destroyed_process_group_is_named_as_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("infinity.distributed.torch_context._LOSS_REPORT_S", 0.1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    ranks = TorchDistContext(owned=False)
+    dist.destroy_process_group()
+    with pytest.raises(LostRankError, match="this rank destroyed torch's process group"):
+        ranks.broadcast(torch.zeros(1), 0)

@@ -146,7 +146,8 @@ class DeepSpeedEngine(Engine, nn.Module):
         mark(parameters)
         self._components.add_cleanup(partial(unmark, parameters))
         for submodule in module.modules():
-            vars(submodule)["_apply"].stays = True
+            if guard := vars(submodule).get("_apply"):  # modules without state have none
+                guard.stays = True
 
     if not TYPE_CHECKING:
 

@@ -317,6 +317,7 @@ class Engine:
         self._check_usable()
         self._window.updated = False
         self._check_trains("step()")
+        self._installation.check_unguarded()
         self._finish_external_backward()
         self._window.check_step()
         if not self._window.is_last:

@@ -40,7 +40,10 @@ def check_model(model: nn.Module) -> None:
                 remedy="pass the module without it"
                 + (", and write compile: true" if compiled else ", the same on all ranks"),
             )
-        if isinstance(module._parameters, ParameterMap) and any(True for _ in module.parameters()):
+        if (
+            isinstance(module._parameters, ParameterMap)
+            and next(module.parameters(), None) is not None
+        ):
             raise ConfigError(
                 f"module {name or 'model'!r} is owned by another engine",
                 remedy="close that engine first",

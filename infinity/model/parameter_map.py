@@ -250,12 +250,16 @@ class Installation:
         self._touch = touch
         self._parameter_ids = {id(parameter) for parameter in root.parameters()}
         self.modules: list[nn.Module] = []
+        # Modules that other models may share, with their paths, by id.
+        self._unguarded: dict[int, tuple[str, nn.Module]] = {}
         self._install("", root)
 
     def _install(self, path: str, root: nn.Module) -> None:
         """Replace the attributes of a tree whose parameters the engine holds."""
         for name, module in root.named_modules(prefix=path):
-            if not isinstance(module._parameters, ParameterMap) and not _may_be_shared(module):
+            if _may_be_shared(module):
+                self._unguarded[id(module)] = name, module
+            elif not isinstance(module._parameters, ParameterMap):
                 admit = partial(self._admit, name)
                 module.__dict__["_parameters"] = ParameterMap(module._parameters, self._touch)
                 module.__dict__["_modules"] = ModuleMap(module._modules, admit)
@@ -267,6 +271,13 @@ class Installation:
                     setattr(module, attribute, placeholder(old.shape, old.dtype, old.device))
                 self.modules.append(module)
                 self.on_new_module(module)
+
+    def check_unguarded(self) -> None:
+        """Raise `ResidencyError` if a module that had no state has got new parameters."""
+        for key, (path, module) in [*self._unguarded.items()]:
+            if module._parameters or module._modules:
+                self._admit("", path, module)
+                del self._unguarded[key]
 
     def _admit(self, path: str, name: str, module: nn.Module) -> None:
         """Raise `ResidencyError` for a module with new parameters: they would not be trained."""
@@ -288,12 +299,14 @@ class Installation:
         without_values = {id(m) for m in self.modules if next(m.parameters(), None) is None}
         for module in self.modules:
             if isinstance(module._parameters, ParameterMap):
-                plain = module._parameters
-                parameters = dict(plain) if id(module) in without_values else dict_class(plain)
-                if self.stored is not None and id(module) not in without_values:
+                if id(module) in without_values:
+                    parameters: Any = dict(module._parameters)
+                elif self.stored is not None:
                     parameters = StoredParameters(module, self.stored)
+                else:
+                    parameters = dict_class(module._parameters)
                 module.__dict__["_parameters"] = parameters
                 module.__dict__["_modules"] = dict(module._modules)
             module.__dict__.pop("_apply", None)
             module.__dict__.pop("flatten_parameters", None)
-        self.modules, self.stored = [], None
+        self.modules, self.stored, self._unguarded = [], None, {}

@@ -446,6 +446,18 @@ def test_modules_without_state_may_be_shared_with_other_models(tmp_path: Path) -
     assert plain.double()(x.double()).isfinite()
 
 
+def test_parameter_added_to_module_without_state_raises(tmp_path: Path) -> None:
+    with small_engine(tmp_path, model=SharesActivations()) as engine:
+        act = engine.module.act
+        engine.backward(engine(torch.ones(2, 8)))
+        act.scale = nn.Parameter(torch.ones(1))
+        with pytest.raises(ResidencyError, match=r"'act' becomes a .* with 1 parameters"):
+            engine.step()
+        del act.scale
+        engine.step()
+        assert engine.global_steps == 1
+
+
 def test_model_of_another_engine_rejected(tmp_path: Path) -> None:
     with small_engine(tmp_path) as engine:
         for module in (engine.module, nn.Sequential(engine.module.blocks[0])):

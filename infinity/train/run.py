@@ -430,7 +430,8 @@ class Run:
         if last is not None:
             number = last.name.removeprefix("step")
             # One of another name has no number to compare with the state.
-            if int(number) > done if number.isdecimal() else not has_state:
+            is_newer = int(number) > done if number.isdecimal() else not has_state
+            if is_newer:
                 engine.load_checkpoint(last.parent, last.name)
                 return str(last)
         origin = self.directory.record.get("origin")

@@ -169,9 +169,7 @@ class Saver:
         self.poll()
         if self._error is not None and not self._warned:
             self._warned = True
-            warnings.warn(
-                f"the last checkpoint was not saved: {self._error}", InfinityWarning, stacklevel=3
-            )
+            _warn_not_saved(self._error, stacklevel=4)
 
     def end(self) -> None:
         """Complete the save in progress for an engine that was not closed; warn if it is lost.
@@ -182,18 +180,16 @@ class Saver:
             return
         save = self._range_save
         if save is not None and self._ranks.count > 1:
-            problem = "ranks complete it together, in engine.finish_saving() or engine.close()"
-            lost = save.writer is not None  # one rank warns
-        else:
-            try:
-                self.finish()
-                return
-            except Exception as error:
-                problem, lost = str(error), not self._warned
-        if lost:
-            warnings.warn(
-                f"the last checkpoint was not saved: {problem}", InfinityWarning, stacklevel=2
-            )
+            if save.writer is not None:  # one rank warns
+                _warn_not_saved(
+                    "ranks complete it together, in engine.finish_saving() or engine.close()"
+                )
+            return
+        try:
+            self.finish()
+        except Exception as error:
+            if not self._warned:
+                _warn_not_saved(error)
 
     def abort(self) -> None:
         """Cancel the save in progress and remove its files."""
@@ -302,6 +298,12 @@ class Saver:
             return _ChunkRead(None, Staged({}, []))
         buffer = buffers.take()
         return _ChunkRead(chunk, self._store.stage(layout.index, chunk, buffer), buffer)
+
+
+def _warn_not_saved(problem: object, stacklevel: int = 3) -> None:
+    warnings.warn(
+        f"the last checkpoint was not saved: {problem}", InfinityWarning, stacklevel=stacklevel
+    )
 
 
 class _StoppedError(Exception):
